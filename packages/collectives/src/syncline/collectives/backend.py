@@ -1,0 +1,49 @@
+"""Backend: how a process group of one kind comes into being."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from .launch import Launch
+from .process_group import ProcessGroup
+
+
+@dataclass(frozen=True)
+class ConnectRequest:
+    """What `init_process_group` knows when it asks a backend to connect the ranks of the job.
+
+    Attributes:
+        launch: what the launcher says, or None if nothing launched this process.
+        rank, world_size: what the caller said explicitly, or None.
+        init_method: a rendezvous URL as torch.distributed takes it ("env://", "file://...", "tcp://..."), or None.
+        timeout_s: the group's time limit in seconds.
+        group_name: how error messages call the group.
+    """
+
+    launch: Launch | None
+    rank: int | None
+    world_size: int | None
+    init_method: str | None
+    timeout_s: float
+    group_name: str = "default"
+
+
+class Backend(ABC):
+    """One way to connect ranks. An instance is what an entry point of the group "syncline.backends" names.
+
+    Constructing or importing one must be cheap and must not import mpi4py or CuPy.
+    """
+
+    @abstractmethod
+    def missing(self) -> str | None:
+        """What keeps this backend from working here, with the remedy, in one sentence; None if nothing does."""
+
+    @abstractmethod
+    def connect(self, request: ConnectRequest) -> ProcessGroup:
+        """Connect the ranks of the job. All of them call it.
+
+        Raises:
+            BackendUnavailableError: something is missing (see `missing`).
+            LaunchError: the request contradicts the launcher or the library.
+        """

@@ -1,0 +1,158 @@
+"""Gloo, the default that is embedded in torch: torch's own group, put into one total order."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..backend import Backend, ConnectRequest
+from ..deadline import Deadline
+from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError
+from ..host_group import HostGroup
+from ..process_group import Collective
+from ..reduce_op import ReduceOp
+from ..registry import load_backend
+from ..transport import Transport
+from ..work import Work
+from .torch_group import TorchGroup
+
+
+class GlooTransport(Transport):
+    """Blocking collectives of a torch Gloo group."""
+
+    backend_name = "gloo"
+
+    def __init__(self, group: TorchGroup) -> None:
+        self._group = group
+
+    def describe(self) -> str:
+        """Gloo's version is torch's."""
+        return f"gloo of torch {torch.__version__}"
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, call: Collective, deadline: Deadline) -> None:  # noqa: ARG002
+        """Gloo's ring."""
+        _wait(self._group.all_reduce(tensor, op, async_op=True), deadline)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:  # noqa: ARG002
+        """Gloo's broadcast of bytes."""
+        _wait(self._group.broadcast(tensor, root, async_op=True), deadline)
+
+    def all_gather(
+        self,
+        outputs: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        call: Collective,  # noqa: ARG002
+        deadline: Deadline,
+    ) -> None:
+        """Gloo's all-gather of bytes."""
+        _wait(self._group.all_gather(outputs, tensor, async_op=True), deadline)
+
+    def barrier(self, call: Collective, deadline: Deadline) -> None:  # noqa: ARG002
+        """Gloo's barrier."""
+        _wait(self._group.barrier(async_op=True), deadline)
+
+    def close(self) -> None:
+        """Gloo closes its sockets when the last reference to the group goes."""
+        del self._group
+
+    def abort(self) -> None:
+        """Let the group go; its peers see closed sockets."""
+        del self._group
+
+
+def _wait(work: Work, deadline: Deadline) -> None:
+    try:
+        work.wait(max(deadline.remaining_s(), 1e-3))
+    except CollectiveTimeout as error:
+        raise TimeoutError(str(error)) from error
+
+
+class GlooBackend(Backend):
+    """Ranks are processes that find one another through a torch store."""
+
+    def missing(self) -> str | None:
+        """Some builds of torch have no Gloo."""
+        if dist.is_available() and dist.is_gloo_available():
+            return None
+        return "this build of torch has no Gloo; install one of torch's standard wheels"
+
+    def connect(self, request: ConnectRequest) -> HostGroup:
+        """Rendezvous, then connect every rank with every other over TCP."""
+        lack = self.missing()
+        if lack is not None:
+            raise BackendUnavailableError(f"backend 'gloo': {lack}")
+        store, rank, size = _rendezvous(request)
+        gloo = dist.ProcessGroupGloo(
+            dist.PrefixStore(f"syncline/{request.group_name}", store), rank, size, timedelta(seconds=request.timeout_s)
+        )
+        group = TorchGroup(gloo, name=request.group_name, timeout_s=request.timeout_s)
+        return HostGroup(GlooTransport(group), rank, size, name=request.group_name, timeout_s=request.timeout_s)
+
+
+def _rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
+    """A store that all ranks share, this process's rank, and the number of ranks."""
+    rank, size = _place(request)
+    if request.init_method is not None:
+        return _by_url(request.init_method, rank, size, request.timeout_s)
+    if size == 1:
+        return dist.HashStore(), rank, size
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return _by_url("env://", rank, size, request.timeout_s)
+    if request.launch is not None and request.launch.is_mpi and load_backend("mpi").missing() is None:
+        return _over_mpi(request, rank, size), rank, size
+    raise LaunchError(
+        f"backend 'gloo' has {size} ranks and no way for them to meet: expected an init_method (such as "
+        "'file:///shared/folder/name' or 'tcp://host:port'), MASTER_ADDR and MASTER_PORT as torchrun sets them, or a launch "
+        "by MPI with mpi4py installed (`pip install 'syncline-collectives[mpi]'`)"
+    )
+
+
+def _place(request: ConnectRequest) -> tuple[int, int]:
+    launch = request.launch
+    if launch is None:
+        if request.world_size is None:
+            return 0, 1
+        if request.rank is None:
+            raise LaunchError(f"world_size={request.world_size} was given without a rank, and nothing launched this process")
+        return request.rank, request.world_size
+    for what, asked, told in (("world_size", request.world_size, launch.world_size), ("rank", request.rank, launch.rank)):
+        if asked is not None and asked != told:
+            raise LaunchError(
+                f"{what}={asked} was asked for, but {launch.launcher} says {told}; leave {what} out, or launch differently"
+            )
+    return launch.rank, launch.world_size
+
+
+def _by_url(url: str, rank: int, size: int, timeout_s: float) -> tuple[dist.Store, int, int]:
+    store, rank, size = next(dist.rendezvous(url, rank, size, timeout=timedelta(seconds=timeout_s)))
+    return store, rank, size
+
+
+def _over_mpi(request: ConnectRequest, rank: int, size: int) -> dist.Store:
+    """A store on a port that the system chose; MPI tells the others where it is."""
+    mpi = load_backend("mpi").connect(request)
+    try:
+        return _tcp_store_of_rank_0(mpi, rank, size, request.timeout_s)
+    finally:
+        mpi.close()
+
+
+def _tcp_store_of_rank_0(mpi: object, rank: int, size: int, timeout_s: float) -> dist.Store:
+    from ..objects import all_gather_object
+    from ..process_group import ProcessGroup
+
+    assert isinstance(mpi, ProcessGroup)
+    timeout = timedelta(seconds=timeout_s)
+    hosts = all_gather_object(socket.gethostname(), group=mpi)
+    address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
+    server = dist.TCPStore(address, 0, size, is_master=True, timeout=timeout, wait_for_workers=False) if rank == 0 else None
+    port = all_gather_object(server.port if server else None, group=mpi)[0]
+    return server or dist.TCPStore(address, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+backend = GlooBackend()

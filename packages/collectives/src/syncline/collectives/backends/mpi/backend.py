@@ -1,0 +1,108 @@
+"""Connecting the ranks of an MPI job, and what can be wrong before that."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ...backend import Backend, ConnectRequest
+from ...errors import BackendUnavailableError, LaunchError
+from ...host_group import HostGroup
+
+if TYPE_CHECKING:
+    from .leaving import Leaving
+
+_NO_MPI4PY = (
+    "mpi4py is not installed; on a cluster that has an MPI, load its module and run `pip install 'syncline-collectives[mpi]'`; "
+    "elsewhere `pip install 'syncline-collectives[mpich]'` brings an MPI along"
+)
+_NO_LIBRARY = (
+    "mpi4py finds no MPI library; on a cluster, load the site's module first (such as `module load openmpi`) or set "
+    "MPI4PY_LIBMPI to its libmpi.so; elsewhere `pip install 'syncline-collectives[mpich]'` brings one along"
+)
+
+
+class MPIBackend(Backend):
+    """Ranks are the processes of MPI_COMM_WORLD."""
+
+    def missing(self) -> str | None:
+        """Whether mpi4py is there and finds an MPI library, which it must load to know."""
+        if find_spec("mpi4py") is None:
+            return _NO_MPI4PY
+        return _library_problem()
+
+    def connect(self, request: ConnectRequest) -> HostGroup:
+        """Start MPI if nobody has, and make a group of a duplicate of MPI_COMM_WORLD."""
+        lack = self.missing()
+        if lack is not None:
+            raise BackendUnavailableError(f"backend 'mpi': {lack}")
+        from mpi4py import MPI
+
+        from .transport import MPITransport
+
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        world = MPI.COMM_WORLD
+        _check_threads()
+        _check_sizes(request, world.Get_rank(), world.Get_size())
+        _guard()
+        return HostGroup(
+            MPITransport(world.Dup()),
+            world.Get_rank(),
+            world.Get_size(),
+            name=request.group_name,
+            timeout_s=request.timeout_s,
+        )
+
+
+@functools.cache
+def _library_problem() -> str | None:
+    """Why mpi4py cannot load an MPI library, or None. Loading it starts MPI, unless the caller has told mpi4py not to."""
+    try:
+        import mpi4py.MPI  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        return f"{_NO_LIBRARY} (the loader said: {' '.join(str(error).split())})"
+    return None
+
+
+def _check_threads() -> None:
+    from mpi4py import MPI
+
+    from .transport import library_name
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise BackendUnavailableError(
+            f"backend 'mpi' needs an MPI started with MPI_THREAD_MULTIPLE, but {library_name()} was started with a lower "
+            "level. Do not lower mpi4py.rc.thread_level, do not initialise MPI before Syncline, or use another MPI build"
+        )
+
+
+def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
+    from .transport import library_name
+
+    launch = request.launch
+    if launch is not None and launch.is_mpi and launch.world_size != size:
+        raise LaunchError(
+            f"{launch.launcher} started {launch.world_size} rank(s), but {library_name()} sees {size}: the launcher and the "
+            "library belong to different MPIs. Use the mpiexec of that library, or set MPI4PY_LIBMPI to the launcher's libmpi.so"
+        )
+    if request.world_size is not None and request.world_size != size:
+        raise LaunchError(
+            f"world_size={request.world_size} was asked for, but {library_name()} started {size} rank(s); leave world_size "
+            f"out, or start {request.world_size} ranks"
+        )
+    if request.rank is not None and request.rank != rank:
+        raise LaunchError(
+            f"rank={request.rank} was asked for, but {library_name()} says that this is rank {rank}; leave rank out"
+        )
+
+
+@functools.cache
+def _guard() -> Leaving:
+    from .leaving import Leaving
+
+    return Leaving()
+
+
+backend = MPIBackend()

@@ -1,0 +1,53 @@
+"""From torch dtypes and reductions to MPI's: one table each."""
+
+from __future__ import annotations
+
+import torch
+from mpi4py import MPI
+
+from ...reduce_op import ReduceOp
+
+# The types that MPI itself can reduce. float16, bfloat16 and float8 are not among them: no MPI type is portable for them,
+# and none may travel as an integer into a reduction. See `MPITransport`, which moves them as bytes and adds in float32.
+REDUCIBLE: dict[torch.dtype, MPI.Datatype] = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.bool: MPI.C_BOOL,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+
+_OPS: dict[ReduceOp, MPI.Op] = {
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.AVG: MPI.SUM,
+    ReduceOp.PRODUCT: MPI.PROD,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.MAX: MPI.MAX,
+    ReduceOp.BAND: MPI.BAND,
+    ReduceOp.BOR: MPI.BOR,
+    ReduceOp.BXOR: MPI.BXOR,
+}
+
+# MPI's C_BOOL has logical reductions only; on truth values they are the minimum, the maximum and the bitwise ones.
+_OPS_ON_BOOL: dict[ReduceOp, MPI.Op] = {
+    ReduceOp.MIN: MPI.LAND,
+    ReduceOp.BAND: MPI.LAND,
+    ReduceOp.MAX: MPI.LOR,
+    ReduceOp.BOR: MPI.LOR,
+    ReduceOp.BXOR: MPI.LXOR,
+}
+
+
+def mpi_op(op: ReduceOp, dtype: torch.dtype) -> MPI.Op:
+    """The MPI reduction for `op`; AVG is a SUM that the caller divides."""
+    return (_OPS_ON_BOOL if dtype is torch.bool else _OPS)[op]
+
+
+def memory(tensor: torch.Tensor) -> MPI.buffer:
+    """The bytes of a contiguous CPU tensor, for MPI to read and write. The caller keeps the tensor alive."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())

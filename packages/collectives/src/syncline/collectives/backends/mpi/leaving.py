@@ -1,0 +1,68 @@
+"""A rank that leaves the job early must not leave the others hanging.
+
+MPI ends a job when all its processes have called MPI_Finalize, which mpi4py does at the interpreter's exit. So a rank that
+dies of an exception waits there, silently, for ranks that wait for it in a collective, for ever. Two guards end that:
+
+1. An exception that nobody caught (in the main thread) is printed with the rank, and the job is aborted.
+2. A rank that exits in any other way first meets all others in a barrier of a communicator used for nothing else. If they
+   do not come within `GOODBYE_S` seconds, it says so and aborts the job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from mpi4py import MPI
+
+GOODBYE_S = 30.0
+
+
+class Leaving:
+    """The two guards of one process; installed once, with the first group."""
+
+    def __init__(self) -> None:
+        self._communicator = MPI.COMM_WORLD.Dup()
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._on_uncaught
+        atexit.register(self._on_exit)
+
+    def _on_uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        lines = "".join(traceback.format_exception(kind, error, trace))
+        _say(f"{_who()} failed and ends the job:\n{lines}")
+        MPI.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def _on_exit(self) -> None:
+        if MPI.Is_finalized():
+            return
+        request = self._communicator.Ibarrier()
+        end = time.monotonic() + GOODBYE_S
+        pause_s = 1e-5
+        while not request.Test():
+            if time.monotonic() > end:
+                _say(
+                    f"{_who()} has left, but {GOODBYE_S:g} s later not all other ranks have: they may be waiting for it in a "
+                    "collective. The job is ended. Did this rank return early, or take another branch?"
+                )
+                MPI.COMM_WORLD.Abort(1)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.01)
+        self._communicator.Free()
+
+
+def _who() -> str:
+    world = MPI.COMM_WORLD
+    return f"[syncline] rank {world.Get_rank()} of {world.Get_size()} (host {socket.gethostname()}, pid {os.getpid()})"
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

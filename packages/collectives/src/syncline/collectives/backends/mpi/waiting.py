@@ -1,0 +1,32 @@
+"""Waiting for an MPI request without starving the thread that computes."""
+
+from __future__ import annotations
+
+import os
+
+from mpi4py import MPI
+
+from ...deadline import Deadline
+
+# Testing costs about 0.3 us; a small collective between ranks of a node is over after a few of them.
+_TESTS_BEFORE_YIELDING = 50
+_TESTS_BETWEEN_CLOCKS = 256
+
+
+def wait(request: MPI.Request, deadline: Deadline) -> None:
+    """Block until an MPI request is complete.
+
+    It tests the request, a few times at once and then giving the core away between tests (`sched_yield`): with as many
+    ranks as cores the backward pass runs on the same core as this thread. Measured on 2 cores (MPICH 5.0, 4 ranks, 4 B
+    all_reduce): spinning 6,700 us, `time.sleep(0)` 340 us, yielding 40 us, MPI's own blocking call 36 us.
+
+    Raises:
+        TimeoutError: the deadline passed. The request stays active: MPI cannot withdraw a collective.
+    """
+    tests = 0
+    while not request.Test():
+        tests += 1
+        if tests > _TESTS_BEFORE_YIELDING:
+            os.sched_yield()
+        if tests % _TESTS_BETWEEN_CLOCKS == 0 and deadline.expired():
+            raise TimeoutError("MPI does not say which ranks did not take part")

@@ -1,0 +1,43 @@
+"""A point in time after which waiting is an error."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import timedelta
+
+from .errors import InvalidArgumentError
+
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOUT_S) -> float:
+    """Convert a public `timeout` argument (a timedelta as in torch, or seconds) to seconds.
+
+    Raises:
+        InvalidArgumentError: it is zero, negative or not a number.
+    """
+    if timeout is None:
+        return default_s
+    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if math.isnan(timeout_s) or timeout_s <= 0:
+        raise InvalidArgumentError(f"a timeout must be a positive number of seconds or a timedelta, found {timeout!r}")
+    return timeout_s
+
+
+class Deadline:
+    """`timeout_s` seconds from the moment of construction, on the monotonic clock."""
+
+    __slots__ = ("_end", "timeout_s")
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    def remaining_s(self) -> float:
+        """Seconds left, never below zero."""
+        return max(0.0, self._end - time.monotonic())
+
+    def expired(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() >= self._end

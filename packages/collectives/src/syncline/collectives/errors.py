@@ -1,0 +1,64 @@
+"""Every error that Syncline raises on purpose, in three families.
+
+::
+
+    SynclineError
+    ├── MisuseError                  this call cannot be right, whatever the other ranks do
+    │   ├── InvalidArgumentError     a value that no rank may pass (also a ValueError)
+    │   ├── NotInitializedError      there is no default group yet, or not any more
+    │   ├── GroupClosedError         the group was closed or aborted
+    │   ├── UnknownBackendError      no backend of that name is installed
+    │   ├── BackendUnavailableError  the backend is known, but something it needs is missing
+    │   └── LaunchError              what the launcher says and what was asked for contradict
+    ├── DisagreementError            each call may be right alone, but the ranks do not match
+    └── TransportError               the machinery between the ranks failed
+        └── CollectiveTimeout        a bounded wait ran out (also a TimeoutError)
+
+A message says what was expected, what was found, where (rank, group, collective, parameter names), then the remedy.
+"""
+
+from __future__ import annotations
+
+
+class SynclineError(Exception):
+    """Base class of every error raised by a Syncline package."""
+
+
+class MisuseError(SynclineError):
+    """The caller asked for something that cannot be right, whatever the other ranks do."""
+
+
+class InvalidArgumentError(MisuseError, ValueError):
+    """An argument has a value that no rank may pass."""
+
+
+class NotInitializedError(MisuseError):
+    """The default process group was asked for before `init_process_group` or after `destroy_process_group`."""
+
+
+class GroupClosedError(MisuseError):
+    """A collective was called on a group that was closed or aborted."""
+
+
+class UnknownBackendError(MisuseError):
+    """No installed package offers a backend of that name."""
+
+
+class BackendUnavailableError(MisuseError):
+    """The backend exists, but something that it needs (a package, a library, a launcher) is missing."""
+
+
+class LaunchError(MisuseError):
+    """The launcher and the caller, or the launcher and the MPI library, contradict one another."""
+
+
+class DisagreementError(SynclineError):
+    """The ranks of a group did not do the same thing."""
+
+
+class TransportError(SynclineError):
+    """The machinery between the ranks failed: a peer is gone, a connection broke, a library reported an error."""
+
+
+class CollectiveTimeout(TransportError, TimeoutError):
+    """A collective did not finish within its time limit."""

@@ -1,0 +1,117 @@
+"""The one thread that runs a group's collectives, one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+Task = Callable[[], None]
+
+
+class Progress:
+    """Runs tasks one at a time in the order of their issue, on its own thread or, when nothing is in flight, the caller's.
+
+    Note [One total order]
+    ~~~~~~~~~~~~~~~~~~~~~~
+    The tasks of one `Progress` are the collectives of one group. They run in one order:
+
+    1. Tasks issued from outside run in the order in which `run_here` and `enqueue` were called.
+    2. While a task runs (its future's callbacks included) no other task starts; `_running_on` names its thread.
+    3. A task issued *from a callback of a running task* runs at once, on the same thread, inside that callback: before
+       every task that waits in the queue, on every rank alike. The callback may therefore wait for it.
+    4. A callback that waits for a task still in the queue runs the queue up to that task (`run_until`).
+
+    So if every rank issues the same collectives from its main thread, and attaches to each the same callbacks before it
+    issues the next, the order is the same on every rank, however the threads are scheduled: the children of a collective
+    come after it and before its successor. (A callback attached to a collective that has already finished runs on the
+    attaching thread, which has not issued the successor yet: the same place in the order.)
+
+    Tasks never raise: a task records its outcome itself.
+
+    The thread starts with the first queued task and is a daemon, so that a rank that dies of an exception is not kept
+    alive by it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._condition = threading.Condition(threading.Lock())
+        self._queue: deque[Task] = deque()
+        self._running_on: int | None = None
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def is_running_here(self) -> bool:
+        """Whether the calling thread is inside a task, that is, in a callback."""
+        return self._running_on == threading.get_ident()
+
+    def run_here(self, task: Task) -> bool:
+        """Run a task on this thread if nothing comes before it, or if this thread is inside a task already.
+
+        Returns:
+            Whether the task was run; if not, call `enqueue`.
+        """
+        if self.is_running_here():
+            task()
+            return True
+        with self._condition:
+            if self._running_on is not None or self._queue:
+                return False
+            self._running_on = threading.get_ident()
+        try:
+            task()
+        finally:
+            self._release()
+        return True
+
+    def enqueue(self, task: Task) -> None:
+        """Run a task on the progress thread, after all that were issued before it; inside a callback, at once and here."""
+        if self.is_running_here():
+            task()
+            return
+        with self._condition:
+            self._queue.append(task)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread.start()
+            if self._running_on is None:
+                self._condition.notify_all()
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """From inside a callback: run queued tasks, in order, until `is_done` or none is left."""
+        while not is_done():
+            with self._condition:
+                if not self._queue:
+                    return
+                task = self._queue.popleft()
+            task()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing runs and nothing is queued; false if that took longer than `timeout_s` seconds."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._running_on is None and not self._queue, timeout_s)
+
+    def stop(self) -> None:
+        """End the thread once the queue is empty. Does not wait for it."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+
+    def _release(self) -> None:
+        with self._condition:
+            self._running_on = None
+            self._condition.notify_all()
+
+    def _loop(self) -> None:
+        me = threading.get_ident()
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._running_on is None and (self._queue or self._stopping))
+                if not self._queue:
+                    return
+                task = self._queue.popleft()
+                self._running_on = me
+            try:
+                task()
+            finally:
+                self._release()

@@ -1,0 +1,43 @@
+"""From a backend's name to the backend: built-ins and third parties through the same entry points."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+
+from .backend import Backend
+from .errors import BackendUnavailableError, UnknownBackendError
+
+ENTRY_POINT_GROUP = "syncline.backends"
+
+
+def backend_names() -> list[str]:
+    """The names of all installed backends, sorted."""
+    return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
+
+
+def load_backend(name: str) -> Backend:
+    """Import the backend of that name. This does not yet import the library that it stands on.
+
+    Raises:
+        UnknownBackendError: no installed package offers it; the message lists those that exist.
+        BackendUnavailableError: two packages offer it, or its module cannot be imported, or is not a `Backend`.
+    """
+    backend = _only_entry_point(name).load()
+    if not isinstance(backend, Backend):
+        raise BackendUnavailableError(
+            f"the entry point '{name}' of '{ENTRY_POINT_GROUP}' should name an instance of "
+            f"syncline.collectives.backend.Backend, found {type(backend).__name__}; this is an error of the package that offers it"
+        )
+    return backend
+
+
+def _only_entry_point(name: str) -> EntryPoint:
+    found = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name=name)}
+    if not found:
+        known = ", ".join(backend_names()) or "none: is syncline-collectives installed, or only on the path?"
+        raise UnknownBackendError(f"unknown backend {name!r}; installed backends: {known}")
+    if len(found) > 1:
+        raise BackendUnavailableError(
+            f"several packages offer a backend {name!r}: {', '.join(sorted(found))}; uninstall all but one"
+        )
+    return next(iter(found.values()))

@@ -1,0 +1,170 @@
+"""Work: a handle on one collective in flight, and its future."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import torch
+
+from .deadline import seconds
+from .errors import CollectiveTimeout
+
+if TYPE_CHECKING:
+    TensorsFuture: TypeAlias = torch.futures.Future[list[torch.Tensor]]
+else:
+    TensorsFuture = torch.futures.Future
+
+
+class Work(ABC):
+    """One collective that was issued and may still be running.
+
+    The tensors that were handed to the collective belong to it until `wait` returns: do not read or write them before.
+    A Work has no truth value, because "did it finish?" and "is there one?" are different questions.
+    """
+
+    @abstractmethod
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until the collective has finished; on CUDA, order the current stream after it instead.
+
+        Args:
+            timeout: seconds or a timedelta; None waits as long as the group's own time limit allows.
+
+        Returns:
+            True, as torch.distributed does.
+
+        Raises:
+            CollectiveTimeout: the time ran out. The collective itself goes on.
+            SynclineError: the collective failed.
+        """
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Whether the collective has finished, well or badly. Never blocks."""
+
+    @abstractmethod
+    def exception(self) -> BaseException | None:
+        """The error with which the collective failed, or None if it succeeded or has not finished."""
+
+    @abstractmethod
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors, which are those that were handed in. Call it after `wait`."""
+
+    @abstractmethod
+    def get_future(self) -> TensorsFuture:
+        """The same as a `torch.futures.Future` whose value is the list of output tensors.
+
+        Callbacks that are attached before the collective has finished run on the thread that finishes it; later ones at
+        once on the caller's. Note [One total order] in `host_group` says in which order collectives issued from a
+        callback run.
+        """
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            "a Work has no truth value; call wait() to finish it, is_completed() to ask whether it has, or compare with None"
+        )
+
+
+class FinishedWork(Work):
+    """A collective that ran to its end before the call returned."""
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:  # noqa: ARG002 - nothing left to wait for
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Always true."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """Always None: a collective that failed on the caller's thread raised there."""
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._tensors
+
+    def get_future(self) -> TensorsFuture:
+        """A future that is already complete."""
+        future: TensorsFuture = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class PendingWork(Work):
+    """A collective that another thread will finish, by calling `succeed` or `fail` exactly once."""
+
+    __slots__ = ("_describe", "_done", "_error", "_future", "_lock", "_tensors")
+
+    def __init__(self, tensors: list[torch.Tensor], describe: Any) -> None:
+        self._tensors = tensors
+        self._describe = describe
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._future: TensorsFuture | None = None
+
+    def succeed(self) -> None:
+        """Finish well: wake the waiters, then run the future's callbacks on this thread."""
+        self._finish(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Finish badly: every waiter raises `error`, and so does the future."""
+        self._finish(error)
+
+    def _finish(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._error = error
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: TensorsFuture) -> None:
+        if self._error is None:
+            future.set_result(self._tensors)
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]  # torch says "result: T"
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until finished; see `Work.wait`."""
+        timeout_s = None if timeout is None else seconds(timeout)
+        if not self._done.wait(timeout_s):
+            raise CollectiveTimeout(
+                f"{self._describe()} did not finish within the {timeout_s:g} s given to wait(); it goes on, and its "
+                "tensors still belong to it. Wait again, or abort the group."
+            )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `succeed` or `fail` was called."""
+        return self._done.is_set()
+
+    def exception(self) -> BaseException | None:
+        """The error given to `fail`, or None."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._tensors
+
+    def get_future(self) -> TensorsFuture:
+        """The future of this work; the same object at every call."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future: TensorsFuture = torch.futures.Future()
+            self._future = future
+            already_done = self._done.is_set()
+        if already_done:
+            self._settle(future)
+        return future

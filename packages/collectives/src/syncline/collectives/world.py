@@ -1,0 +1,107 @@
+"""The default group: the one place that remembers something between calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from datetime import timedelta
+
+from .backend import ConnectRequest
+from .deadline import seconds
+from .errors import MisuseError, NotInitializedError
+from .launch import detect_launch
+from .process_group import ProcessGroup
+from .registry import load_backend
+from .site import choose_backend
+
+logger = logging.getLogger("syncline.collectives")
+
+_lock = threading.Lock()
+_default: ProcessGroup | None = None
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | float | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+) -> ProcessGroup:
+    """Connect all ranks of the job and make their group the default. Every rank calls it once.
+
+    Started by mpirun, mpiexec or srun it needs no argument, no exported variable and no port.
+
+    Args:
+        backend: a name from `backend_names()`; None chooses: `SYNCLINE_BACKEND`, else MPI under an MPI launcher, else Gloo
+            under another launcher, else a group of one.
+        init_method: for Gloo only, where the ranks meet: "env://", "file://...", "tcp://...", as torch.distributed has it.
+        timeout: seconds or a timedelta, 30 minutes by default: how long one collective may take.
+        world_size: number of ranks; -1 takes the launcher's, another value must agree with it.
+        rank: this process's rank; -1 takes the launcher's, another value must agree with it.
+
+    Returns:
+        The default group, which `get_default_group()` returns from now on.
+
+    Raises:
+        MisuseError: there is a default group already.
+        UnknownBackendError, BackendUnavailableError, LaunchError: see `errors`.
+    """
+    global _default
+    timeout_s = seconds(timeout)
+    launch = detect_launch(os.environ)
+    with _lock:
+        if _default is not None:
+            raise MisuseError(f"init_process_group was called before and made {_default!r}; call destroy_process_group first")
+        choice = choose_backend(
+            backend,
+            os.environ,
+            launch,
+            lambda name: load_backend(name).missing(),
+            rendezvous_given=init_method is not None or world_size != -1,
+        )
+        request = ConnectRequest(
+            launch, None if rank == -1 else rank, None if world_size == -1 else world_size, init_method, timeout_s
+        )
+        _default = load_backend(choice.name).connect(request)
+    if _default.rank == 0:
+        logger.info("%d rank(s) over %s (%s)", _default.size, _default.describe(), choice.reason)
+    return _default
+
+
+def destroy_process_group() -> None:
+    """Finish what is in flight and close the default group. Every rank calls it; without a default group it does nothing."""
+    global _default
+    with _lock:
+        group, _default = _default, None
+    if group is not None:
+        group.close()
+
+
+def is_initialized() -> bool:
+    """Whether there is a default group."""
+    return _default is not None
+
+
+def get_default_group() -> ProcessGroup:
+    """The default group.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    if _default is None:
+        raise NotInitializedError(
+            "there is no default process group: call syncline.collectives.init_process_group() first (and not after "
+            "destroy_process_group()), or pass a group"
+        )
+    return _default
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """This process's rank in the group, the default one if None."""
+    return (group or get_default_group()).rank
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """The number of ranks of the group, the default one if None."""
+    return (group or get_default_group()).size
