@@ -24,9 +24,7 @@ def all_reduce(
     return work if async_op else None
 
 
-def broadcast(
-    tensor: torch.Tensor, src: int = 0, group: ProcessGroup | None = None, async_op: bool = False
-) -> Work | None:
+def broadcast(tensor: torch.Tensor, src: int = 0, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Copy rank `src`'s tensor to every rank; see `ProcessGroup.broadcast`."""
     work = (group or get_default_group()).broadcast(tensor, src, async_op=async_op)
     return work if async_op else None

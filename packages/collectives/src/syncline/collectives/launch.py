@@ -58,9 +58,7 @@ _DIALECTS = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     _Dialect("PMI (MPICH, Intel MPI)", True, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Dialect(
-        "Slurm", True, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", also="SLURM_STEP_ID"
-    ),
+    _Dialect("Slurm", True, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", also="SLURM_STEP_ID"),
 )
 
 

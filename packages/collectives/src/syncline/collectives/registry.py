@@ -26,7 +26,7 @@ def load_backend(name: str) -> Backend:
     if not isinstance(backend, Backend):
         raise BackendUnavailableError(
             f"the entry point '{name}' of '{ENTRY_POINT_GROUP}' should name an instance of "
-            f"syncline.collectives.backend.Backend, found {type(backend).__name__}; this is an error of the package that offers it"
+            f"syncline.collectives.backend.Backend, found {type(backend).__name__}: an error of the package that offers it"
         )
     return backend
 

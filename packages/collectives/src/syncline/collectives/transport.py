@@ -37,9 +37,7 @@ class Transport(ABC):
         """Copy the root's tensor to all, in place."""
 
     @abstractmethod
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, call: Collective, deadline: Deadline
-    ) -> None:
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
         """Copy rank r's tensor into `outputs[r]` on every rank."""
 
     @abstractmethod

@@ -17,9 +17,9 @@ from ..host_group import HostGroup
 from ..process_group import Collective
 from ..reduce_op import ReduceOp
 from ..registry import load_backend
+from ..torch_group import TorchGroup
 from ..transport import Transport
 from ..work import Work
-from .torch_group import TorchGroup
 
 
 class GlooTransport(Transport):
@@ -120,7 +120,10 @@ def _place(request: ConnectRequest) -> tuple[int, int]:
         if request.rank is None:
             raise LaunchError(f"world_size={request.world_size} was given without a rank, and nothing launched this process")
         return request.rank, request.world_size
-    for what, asked, told in (("world_size", request.world_size, launch.world_size), ("rank", request.rank, launch.rank)):
+    for what, asked, told in (
+        ("world_size", request.world_size, launch.world_size),
+        ("rank", request.rank, launch.rank),
+    ):
         if asked is not None and asked != told:
             raise LaunchError(
                 f"{what}={asked} was asked for, but {launch.launcher} says {told}; leave {what} out, or launch differently"

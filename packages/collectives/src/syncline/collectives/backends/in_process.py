@@ -87,9 +87,7 @@ class InProcessTransport(Transport):
             tensor.copy_(tensors[root])
         self.barrier(call, deadline)
 
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, call: Collective, deadline: Deadline
-    ) -> None:
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
         """Every rank copies every tensor."""
         results = [shown.clone() for shown in self._show(tensor, call, deadline)]
         self.barrier(call, deadline)
@@ -130,8 +128,7 @@ def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) 
         raise InvalidArgumentError(f"expected at least one rank, found {size}")
     meeting_point = MeetingPoint(size)
     return [
-        HostGroup(InProcessTransport(meeting_point, rank), rank, size, name=name, timeout_s=timeout_s)
-        for rank in range(size)
+        HostGroup(InProcessTransport(meeting_point, rank), rank, size, name=name, timeout_s=timeout_s) for rank in range(size)
     ]
 
 

@@ -85,7 +85,7 @@ def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
     if launch is not None and launch.is_mpi and launch.world_size != size:
         raise LaunchError(
             f"{launch.launcher} started {launch.world_size} rank(s), but {library_name()} sees {size}: the launcher and the "
-            "library belong to different MPIs. Use the mpiexec of that library, or set MPI4PY_LIBMPI to the launcher's libmpi.so"
+            "library belong to different MPIs. Use that library's mpiexec, or set MPI4PY_LIBMPI to the launcher's libmpi.so"
         )
     if request.world_size is not None and request.world_size != size:
         raise LaunchError(

@@ -32,9 +32,7 @@ class Leaving:
         sys.excepthook = self._on_uncaught
         atexit.register(self._on_exit)
 
-    def _on_uncaught(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         lines = "".join(traceback.format_exception(kind, error, trace))
         _say(f"{_who()} failed and ends the job:\n{lines}")
         MPI.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)

@@ -95,9 +95,7 @@ class MPITransport(Transport):
             deadline,
         )
         mine.copy_(reduce_in_rank_order(op, list(terms)))
-        self._run(
-            lambda: self._communicator.Iallgatherv(MPI.IN_PLACE, (memory(flat), (counts, starts), MPI.BYTE)), deadline
-        )
+        self._run(lambda: self._communicator.Iallgatherv(MPI.IN_PLACE, (memory(flat), (counts, starts), MPI.BYTE)), deadline)
 
     def _run(self, start: Callable[[], MPI.Request], deadline: Deadline) -> None:
         with _mpi_errors():

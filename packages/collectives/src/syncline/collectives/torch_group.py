@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as TorchBackend  # the base of ProcessGroupGloo; torch.distributed hides it
 
-from ..deadline import DEFAULT_TIMEOUT_S, seconds
-from ..errors import CollectiveTimeout, TransportError
-from ..process_group import ProcessGroup
-from ..reduce_op import BOOL, COMPLEX, HALVES, ReduceOp
-from ..reduction import reduce_in_rank_order
-from ..work import TensorsFuture, Work
+from .deadline import DEFAULT_TIMEOUT_S, seconds
+from .errors import CollectiveTimeout, TransportError
+from .process_group import ProcessGroup
+from .reduce_op import BOOL, COMPLEX, HALVES, ReduceOp
+from .reduction import reduce_in_rank_order
+from .work import TensorsFuture, Work
 
 _TORCH_OP: dict[ReduceOp, Any] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -39,13 +40,13 @@ class TorchGroup(ProcessGroup):
     one. Closing it leaves the torch group alone, which belongs to whoever made it.
     """
 
-    def __init__(self, torch_group: dist.ProcessGroup, *, name: str = "torch", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, torch_group: dist.ProcessGroup | TorchBackend, *, name: str = "torch", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s)
         self.torch_group = torch_group
 
     @property
     def backend_name(self) -> str:
-        """ "torch"."""
+        """The name "torch"."""
         return "torch"
 
     @property
@@ -109,9 +110,7 @@ class TorchGroup(ProcessGroup):
         as_bytes = [row.view(-1).view(torch.uint8) for row in gathered]
         return gathered, self.torch_group.allgather([as_bytes], [wire.view(-1).view(torch.uint8)])
 
-    def _work(
-        self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, async_op: bool
-    ) -> Work:
+    def _work(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work:
         work = TorchWork(tensors, torch_work, finish, self.place())
         if not async_op:
             work.wait(self.timeout_s)
@@ -121,9 +120,7 @@ class TorchGroup(ProcessGroup):
 class TorchWork(Work):
     """A torch.distributed work, and what remains to be done when it has finished."""
 
-    def __init__(
-        self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, place: str
-    ) -> None:
+    def __init__(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, place: str) -> None:
         self._tensors = tensors
         self._torch_work = torch_work
         self._place = place

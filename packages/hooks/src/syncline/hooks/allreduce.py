@@ -1,0 +1,38 @@
+"""Plain averaging, as without a hook; and no communication at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from syncline.collectives import ReduceOp
+
+from .contract import Bucket, TensorFuture, group_of
+
+
+def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
+    """Average the bucket over the ranks, in its own dtype and in place.
+
+    Args:
+        process_group: a group of ours or torch's; None for the caller's (see `contract.group_of`).
+        bucket: the gradients.
+
+    Returns:
+        A future of the bucket's buffer.
+
+    Cost: one all_reduce of the bucket's bytes; no extra memory.
+    """
+    group = group_of(process_group, bucket)
+    work = group.all_reduce(bucket.buffer(), ReduceOp.AVG, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def noop_hook(state: Any, bucket: Bucket) -> TensorFuture:
+    """Return the bucket as it is, without communicating: to measure what communication costs, and for nothing else.
+
+    The replicas drift apart.
+    """
+    future: TensorFuture = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

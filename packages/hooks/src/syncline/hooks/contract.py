@@ -1,0 +1,66 @@
+"""The hook contract: what a communication hook is given, whoever calls it.
+
+A hook is a function `hook(state, bucket) -> torch.futures.Future[torch.Tensor]`. The caller (our reducer, or torch's) calls it
+during backward, on every rank, for the same buckets in the same order. The bucket holds this rank's own gradients, not
+divided. The future's value is the flat tensor that every rank shall have: the hook owns the division.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import MisuseError, ProcessGroup
+from syncline.collectives.torch_group import TorchGroup
+
+if TYPE_CHECKING:
+    TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
+else:
+    TensorFuture = torch.futures.Future
+
+
+class Bucket(Protocol):
+    """What our GradBucket and torch's have in common."""
+
+    def index(self) -> int:
+        """The bucket's number."""
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, flat."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients as views of `buffer()`."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Their parameters."""
+
+    def is_last(self) -> bool:
+        """Whether no further bucket follows in this backward."""
+
+
+def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
+    """The group over which a hook communicates.
+
+    Args:
+        state: a group of ours, one of torch.distributed's, or None for the group of whoever calls the hook: of our reducer,
+            or torch's default group under native DDP.
+        bucket: the bucket that the hook was given.
+
+    Raises:
+        MisuseError: `state` is something else.
+    """
+    if isinstance(state, ProcessGroup):
+        return state
+    if isinstance(state, dist.ProcessGroup):
+        return TorchGroup(state)
+    if state is not None:
+        raise MisuseError(
+            f"expected the hook's state to be a process group (syncline's or torch's) or None, found {type(state).__name__}"
+        )
+    if isinstance(bucket, dist.GradBucket):
+        return TorchGroup(dist.distributed_c10d._get_default_group())
+    group = bucket.process_group()  # type: ignore[attr-defined]  # what our GradBucket has and torch's has not
+    assert isinstance(group, ProcessGroup)
+    return group

@@ -1,0 +1,104 @@
+"""Which gradients travel together: from sizes and kinds to buckets. Pure: no tensors, no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from syncline.collectives import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """What the assignment needs to know of one gradient.
+
+    Attributes:
+        nbytes: size of the dense gradient in bytes.
+        kind: gradients share a bucket only if their kinds are equal; in practice (dtype, device).
+        sparse: a sparse gradient has a bucket to itself.
+    """
+
+    nbytes: int
+    kind: Hashable = None
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class BucketAssignment:
+    """One bucket.
+
+    Attributes:
+        indices: the gradients in it, in the order in which they were visited.
+        cap_bytes: the size limit that was in force when it was closed; None for a sparse gradient's bucket.
+    """
+
+    indices: tuple[int, ...]
+    cap_bytes: int | None
+
+
+@dataclass
+class _Filling:
+    """The open bucket of one kind."""
+
+    caps_bytes: Sequence[int]
+    closed: int = 0
+    nbytes: int = 0
+    indices: list[int] = field(default_factory=list)
+
+    @property
+    def cap_bytes(self) -> int:
+        return self.caps_bytes[min(self.closed, len(self.caps_bytes) - 1)]
+
+    def close(self) -> BucketAssignment:
+        bucket = BucketAssignment(tuple(self.indices), self.cap_bytes)
+        self.closed += 1
+        self.nbytes, self.indices = 0, []
+        return bucket
+
+
+def assign_buckets(
+    specs: Sequence[GradientSpec], caps_bytes: Sequence[int], order: Sequence[int] | None = None
+) -> list[BucketAssignment]:
+    """Fill buckets with the gradients in the order given, as torch.distributed does.
+
+    A bucket is closed by the gradient with which it reaches its cap, so it may exceed the cap by that gradient. Each kind
+    has its own open bucket and works through `caps_bytes` by itself; the last cap holds for all further buckets.
+
+    Args:
+        specs: one for each gradient; their positions are the indices in the result.
+        caps_bytes: size limits in bytes of the first, second, ... bucket of each kind; at least one.
+        order: indices of `specs` in the order of arrival, each once; None takes them as they stand.
+
+    Returns:
+        The buckets; every index is in exactly one. Without `order` they are sorted by their smallest index. With it, they
+        are in the order in which they were closed; those that never reached their cap follow, by the arrival of their last
+        member (where torch leaves the order of these to a hash table).
+
+    Raises:
+        InvalidArgumentError: no cap, or one below 0; or an order that is not a permutation.
+    """
+    visited = range(len(specs)) if order is None else order
+    _check(specs, caps_bytes, visited)
+    filling: dict[Hashable, _Filling] = {}
+    buckets: list[BucketAssignment] = []
+    for index in visited:
+        spec = specs[index]
+        if spec.sparse:
+            buckets.append(BucketAssignment((index,), None))
+            continue
+        bucket = filling.setdefault(spec.kind, _Filling(caps_bytes))
+        bucket.indices.append(index)
+        bucket.nbytes += spec.nbytes
+        if bucket.nbytes >= bucket.cap_bytes:
+            buckets.append(bucket.close())
+    position = {index: place for place, index in enumerate(visited)}
+    rest = [bucket.close() for bucket in filling.values() if bucket.indices]
+    buckets += sorted(rest, key=lambda bucket: position[bucket.indices[-1]])
+    return buckets if order is not None else sorted(buckets, key=lambda bucket: min(bucket.indices))
+
+
+def _check(specs: Sequence[GradientSpec], caps_bytes: Sequence[int], order: Sequence[int]) -> None:
+    if not caps_bytes or min(caps_bytes) < 0:
+        raise InvalidArgumentError(f"expected at least one bucket size limit, none below 0 bytes, found {list(caps_bytes)}")
+    if sorted(order) != list(range(len(specs))):
+        raise InvalidArgumentError(f"expected an order that names each of the {len(specs)} gradients once, found {list(order)}")

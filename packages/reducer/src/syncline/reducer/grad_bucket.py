@@ -1,0 +1,48 @@
+"""GradBucket: what a communication hook may see of a bucket."""
+
+from __future__ import annotations
+
+import torch
+
+from syncline.collectives import ProcessGroup
+
+from .bucket import Bucket
+
+
+class GradBucket:
+    """The argument of a communication hook; the methods of `torch.distributed.GradBucket`, and the group."""
+
+    def __init__(self, bucket: Bucket, index: int, is_last: bool, group: ProcessGroup) -> None:
+        self._bucket = bucket
+        self._group = group
+        self._index = index
+        self._is_last = is_last
+        self._buffer = bucket.buffer
+
+    def index(self) -> int:
+        """The bucket's number, 0 for the one that is reduced first."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients of the bucket: flat, contiguous, this rank's own values, not divided."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Let `buffer()` and `gradients()` show another flat tensor with as many elements."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of `buffer()`, each with the shape of its parameter."""
+        return self._bucket.views_into(self._buffer)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of `gradients()`."""
+        return list(self._bucket.parameters)
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the iteration."""
+        return self._is_last
+
+    def process_group(self) -> ProcessGroup:
+        """The group over which the reducer averages (torch's GradBucket does not have this)."""
+        return self._group

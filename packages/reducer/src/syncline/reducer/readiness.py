@@ -1,0 +1,67 @@
+"""Which gradients and buckets are ready: a state machine over integers. No tensors, no ranks, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MarkedTwiceError(ValueError):
+    """A gradient was marked ready a second time in one backward; `index` says which."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(f"gradient {index} was marked ready twice")
+        self.index = index
+
+
+class Readiness:
+    """Counts gradients into buckets, and lets buckets start strictly in order.
+
+    Note [Buckets start in order]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Gradients may become ready in different orders on different ranks, but the collectives of a group must be issued in one
+    order. So bucket k+1 starts only after bucket k has, even if it is ready first; `mark_ready` returns the buckets that may
+    start now. Only a model in which the last bucket is ready early loses overlap by this, and the rebuild in order of
+    arrival mends it after the first backward.
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
+        self._bucket_of = {index: number for number, members in enumerate(buckets) for index in members}
+        self._members = [len(members) for members in buckets]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything that was marked."""
+        self._missing = list(self._members)
+        self._next = 0
+        self._arrived: dict[int, None] = {}
+
+    def mark_ready(self, index: int) -> range:
+        """Note that a gradient is ready.
+
+        Returns:
+            The numbers of the buckets that may start now, in order; mostly none.
+
+        Raises:
+            MarkedTwiceError: it was marked before, since the last `reset`.
+        """
+        if index in self._arrived:
+            raise MarkedTwiceError(index)
+        self._arrived[index] = None
+        self._missing[self._bucket_of[index]] -= 1
+        first = self._next
+        while self._next < len(self._missing) and self._missing[self._next] == 0:
+            self._next += 1
+        return range(first, self._next)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all buckets may have started."""
+        return self._next == len(self._missing)
+
+    def arrival_order(self) -> list[int]:
+        """The gradients marked so far, first to last."""
+        return list(self._arrived)
+
+    def missing(self) -> list[int]:
+        """The gradients not marked so far, ascending."""
+        return sorted(index for index in self._bucket_of if index not in self._arrived)

@@ -1,0 +1,43 @@
+"""What happened in an iteration, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class BucketTimes:
+    """When one bucket was ready, started and finished; seconds of `time.perf_counter()`.
+
+    Attributes:
+        nbytes: size of its buffer.
+        ready: its last gradient was there.
+        started: its reduction was issued.
+        finished: its reduction was over, or None while it is not.
+    """
+
+    nbytes: int
+    ready: float
+    started: float
+    finished: float | None = None
+
+
+@dataclass
+class IterationStatistics:
+    """One iteration; all times are seconds of `time.perf_counter()`.
+
+    Attributes:
+        forward_started: `prepare_for_backward` was called.
+        backward_started: the first gradient was ready.
+        last_gradient: the last gradient was ready: from here on nothing is computed that communication could hide behind.
+        finished: all reduced gradients were written back.
+        waited_s: seconds that backward stood still for communication (the exposed part).
+        buckets: one for each bucket, in the order of their start.
+    """
+
+    forward_started: float
+    backward_started: float = 0.0
+    last_gradient: float = 0.0
+    finished: float = 0.0
+    waited_s: float = 0.0
+    buckets: list[BucketTimes] = field(default_factory=list)
