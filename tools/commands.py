@@ -1,0 +1,98 @@
+"""Running commands: each is shown in one dim line before it starts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+GRACE_S = 10.0
+
+
+class ToolError(Exception):
+    """Something the person at the keyboard can put right; shown without a traceback."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a captured command left: exit status, both streams as one text, and whether it hung."""
+
+    status: int
+    output: str
+    timed_out: bool = False
+
+
+def run(
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Run `command` in the foreground and return its exit status; `env` adds to ours."""
+    _show(command)
+    return subprocess.run([str(word) for word in command], cwd=cwd, env=_merged(env)).returncode
+
+
+def check(command: Sequence[str | Path], *, remedy: str = "see the output above") -> None:
+    """Run `command` and raise ToolError with the remedy if it fails."""
+    status = run(command)
+    if status != 0:
+        raise ToolError(f"`{_shortened(command)}` failed with status {status}; {remedy}")
+
+
+def capture(command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: Mapping[str, str]) -> Outcome:
+    """Run `command`, keep what it prints, and end it with all its children after `timeout_s`."""
+    _show(command)
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=_merged(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+        return Outcome(process.returncode, output)
+    except subprocess.TimeoutExpired:
+        return Outcome(124, _end(process), timed_out=True)
+    except BaseException:
+        _end(process)
+        raise
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """Ask first, so that mpiexec can end ranks in process groups of their own; then insist."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            pass
+        try:
+            return process.communicate(timeout=GRACE_S)[0]
+        except subprocess.TimeoutExpired as hung:
+            kept = hung.output
+    return kept.decode(errors="replace") if isinstance(kept, bytes) else kept or ""
+
+
+def _merged(env: Mapping[str, str] | None) -> dict[str, str]:
+    return {**os.environ, **(env or {})}
+
+
+def _show(command: Sequence[str | Path]) -> None:
+    line = f"$ {_shortened(command)}"
+    print(f"\033[2m{line}\033[0m" if sys.stdout.isatty() else line, flush=True)
+
+
+def _shortened(command: Sequence[str | Path]) -> str:
+    return shlex.join(str(word) for word in command).replace(f"{ROOT}{os.sep}", "")

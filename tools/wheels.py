@@ -1,0 +1,101 @@
+"""Builds the four wheels, and tests each where nothing but what it asks for is installed.
+
+A clean environment per layer sees torch and the test runner through a path file that points at
+`.venv/wheel-base`; pip then resolves the layer's own requirements from the wheels alone, without an
+index. The layer's tests run from a copy, away from the source tree.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from commands import ROOT, ToolError, check, run
+from environment import LAYERS, PYTHON, WHEEL_BASE
+
+SIBLINGS: dict[str, frozenset[str]] = {
+    "collectives": frozenset(),
+    "reducer": frozenset({"collectives"}),
+    "hooks": frozenset({"collectives"}),
+    "ddp": frozenset({"collectives", "reducer"}),
+}
+
+
+def build_and_test() -> int:
+    """Build, inspect, install alone, import alone, test alone; the number of layers that failed."""
+    with tempfile.TemporaryDirectory(prefix="syncline-wheels-") as folder:
+        wheels = Path(folder) / "wheels"
+        for layer in LAYERS:
+            _build(layer, wheels)
+        failed = [layer for layer in LAYERS if not _passes(layer, wheels, Path(folder) / layer)]
+    if failed:
+        print(f"wheels: failed for {', '.join(failed)}")
+    return len(failed)
+
+
+def defects(layer: str, files: list[str]) -> list[str]:
+    """What is wrong with a wheel that holds `files`."""
+    found = []
+    if f"syncline/{layer}/py.typed" not in files:
+        found.append(f"expected syncline/{layer}/py.typed, which tells type checkers to look")
+    if not any(name.endswith(".dist-info/licenses/LICENSE") for name in files):
+        found.append("expected the licence text, LICENSE, in its metadata")
+    if "syncline/__init__.py" in files:
+        found.append("syncline/__init__.py hides the sibling layers: remove it")
+    if f"syncline/{layer}/__init__.py" not in files:
+        found.append(f"expected syncline/{layer}/__init__.py: the layer itself is missing")
+    others = {name.split("/")[1] for name in files if name.startswith("syncline/")} - {layer}
+    found += [f"syncline/{other} belongs to another wheel" for other in sorted(others)]
+    return found
+
+
+def _build(layer: str, wheels: Path) -> None:
+    options = ("--wheel", "--no-isolation", "--outdir", wheels)
+    check((PYTHON, "-m", "build", *options, ROOT / "packages" / layer))
+
+
+def _passes(layer: str, wheels: Path, home: Path) -> bool:
+    print(f"syncline-{layer}, alone:", flush=True)
+    (wheel,) = wheels.glob(f"syncline_{layer}-*.whl")
+    found = defects(layer, zipfile.ZipFile(wheel).namelist())
+    for defect in found:
+        print(f"  {wheel.name}: {defect}")
+    return not found and _works_alone(layer, wheels, home)
+
+
+def _works_alone(layer: str, wheels: Path, home: Path) -> bool:
+    python = _clean_environment(home / "venv")
+    pip = (PYTHON, "-m", "pip", "--python", python, "install", "--quiet")
+    status = run((*pip, "--no-index", "--find-links", wheels, f"syncline-{layer}"), cwd=home)
+    if status != 0:
+        return False
+    expected = [name for name in LAYERS if name in SIBLINGS[layer] | {layer}]
+    script = ROOT / "tools" / "import_alone.py"
+    alone: tuple[str | Path, ...] = (python, "-I", script, layer, home / "venv", *expected)
+    return run(alone, cwd=home) == 0 and _tests_pass(layer, python, home)
+
+
+def _tests_pass(layer: str, python: Path, home: Path) -> bool:
+    tests = home / "tests"
+    shutil.copytree(ROOT / "packages" / layer / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
+    pytest = (python, "-m", "pytest", "--quiet", "-m", "not mpi", "-p", "no:cacheprovider")
+    settings = ("--config-file", ROOT / "pyproject.toml", "--override-ini", "pythonpath=")
+    return run((*pytest, *settings, "--rootdir", home, tests), cwd=home) == 0
+
+
+def _clean_environment(venv: Path) -> Path:
+    """An environment with torch and the test runner in sight, and nothing else; its Python."""
+    base = _site_packages(WHEEL_BASE)
+    if not base.is_dir():
+        raise ToolError(f"no {base}; run again without --skip-install")
+    check((sys.executable, "-m", "venv", "--without-pip", venv))
+    (_site_packages(venv) / "base.pth").write_text(f"{base}\n")
+    return venv / "bin" / "python"
+
+
+def _site_packages(venv: Path) -> Path:
+    major, minor = sys.version_info[:2]
+    return venv / "lib" / f"python{major}.{minor}" / "site-packages"
