@@ -24,6 +24,8 @@ from commands import ROOT, ToolError, capture, run
 from environment import BASE, LAYERS, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
 
 DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
+JOBS = ROOT / "integration_tests"
+PYTEST = (PYTHON, "-m", "pytest", "--quiet")
 SIZES = (1, 2, 3, 4)
 RANKS_TIMEOUT_S = 300.0
 # Unbuffered, so that a rank that is killed leaves what it said; one thread, for cores are shared.
@@ -61,14 +63,14 @@ def types(_: argparse.Namespace) -> int:
 def unit(_: argparse.Namespace) -> int:
     """Run the tests without mpirun: one process per package, so that none leans on another."""
     folders = [ROOT / "packages" / layer / "tests" for layer in LAYERS] + [ROOT / "tools" / "tests"]
-    pytest = (PYTHON, "-m", "pytest", "--quiet", "-m", "not mpi")
-    return _all_of(*((*pytest, folder) for folder in folders))
+    return _all_of(*((*PYTEST, "-m", "not mpi", folder) for folder in folders))
 
 
 def ranks(options: argparse.Namespace) -> int:
-    """Run the tests under mpiexec, on every runtime and size asked for."""
+    """Run the tests that start jobs of their own, then those under mpiexec, on every runtime and size asked for."""
+    failures = 0 if options.paths else run((*PYTEST, "-m", "launch", JOBS), cwd=ROOT)
     words: list[str | Path] = ["-k", options.expression] if options.expression else []
-    words += options.paths or [ROOT / "integration_tests"]
+    words += options.paths or [JOBS]
     failed = [
         f"{runtime.name}, {size} ranks"
         for runtime in _runtimes(options.mpi)
@@ -77,7 +79,7 @@ def ranks(options: argparse.Namespace) -> int:
     ]
     for case in failed:
         print(f"failed: {case}")
-    return len(failed)
+    return len(failed) + (failures != 0)
 
 
 def build_wheels(_: argparse.Namespace) -> int:
@@ -146,7 +148,7 @@ def _runtimes(names: Sequence[str] | None) -> list[mpi_runtimes.MpiRuntime]:
 def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, words: Sequence[str | Path]) -> bool:
     """Rank 0 speaks for all that is well; after a failure everyone is heard, mpiexec last."""
     with tempfile.TemporaryDirectory(prefix="syncline-ranks-") as folder:
-        pytest = ("-m", "pytest", "-m", "mpi", "-p", "no:cacheprovider", "--quiet", *words)
+        pytest = (*PYTEST[1:], "-m", "mpi", "-p", "no:cacheprovider", "-p", "syncline.collectives.testing.pytest_plugin", *words)
         outcome = capture(
             (*runtime.command(size), PYTHON, ROOT / "tools" / "rank_log.py", folder, *pytest),
             timeout_s=RANKS_TIMEOUT_S,

@@ -10,6 +10,7 @@ import torch
 
 from .deadline import Deadline
 from .errors import CollectiveTimeout, GroupClosedError, SynclineError, TransportError
+from .layout import in_plain_order
 from .process_group import Collective, ProcessGroup
 from .progress import Progress
 from .reduce_op import ReduceOp
@@ -76,7 +77,7 @@ class HostGroup(ProcessGroup):
         call = Collective("all_reduce", (tensor,), f"op={op.name}")
 
         def body(deadline: Deadline) -> None:
-            wire = tensor.contiguous()
+            wire = in_plain_order(tensor)
             self._transport.all_reduce(wire, op, call, deadline)
             _copy_back(wire, tensor)
 
@@ -86,7 +87,7 @@ class HostGroup(ProcessGroup):
         call = Collective("broadcast", (tensor,), f"root={root}")
 
         def body(deadline: Deadline) -> None:
-            wire = tensor.contiguous()
+            wire = in_plain_order(tensor)
             self._transport.broadcast(wire, root, call, deadline)
             _copy_back(wire, tensor)
 
@@ -96,8 +97,8 @@ class HostGroup(ProcessGroup):
         call = Collective("all_gather", (tensor, *outputs))
 
         def body(deadline: Deadline) -> None:
-            wires = [output.contiguous() for output in outputs]
-            self._transport.all_gather(wires, tensor.contiguous(), call, deadline)
+            wires = [in_plain_order(output) for output in outputs]
+            self._transport.all_gather(wires, in_plain_order(tensor), call, deadline)
             for wire, output in zip(wires, outputs, strict=True):
                 _copy_back(wire, output)
 
@@ -190,6 +191,6 @@ class _GroupWork(PendingWork):
 
 
 def _copy_back(wire: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Write the contiguous stand-in of a strided tensor back to it."""
+    """Write the copy in plain order back to the tensor that it stands for."""
     if wire is not tensor:
         tensor.copy_(wire)

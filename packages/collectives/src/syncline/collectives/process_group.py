@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from .errors import InvalidArgumentError
+from .layout import overlaps_itself
 from .reduce_op import ReduceOp, check_reduction
 from .work import Work
 
@@ -45,7 +46,7 @@ class ProcessGroup(ABC):
 
     **Who calls.** Every rank of the group calls every collective, with matching arguments, in the same order. Any thread
     may call; calls of one rank that are not ordered with one another (two threads without a lock) have no order across
-    ranks either. Note [One total order] in `host_group` says what holds for calls from a future's callback.
+    ranks either. Note [One total order] in `progress` says what holds for calls from a future's callback.
 
     **What comes back.** Each collective returns a `Work`. With `async_op=False` it has finished; with `async_op=True` it
     may be in flight, and the tensors belong to it until `wait()` returns.
@@ -132,6 +133,7 @@ class ProcessGroup(ABC):
         """
         self._check_outputs("all_gather", outputs, tensor)
         self._check_tensors("all_gather", reads=(tensor,), writes=outputs)
+        self._check_apart("all_gather", outputs)
         return self._all_gather(list(outputs), tensor, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work:
@@ -203,11 +205,18 @@ class ProcessGroup(ABC):
         for tensor in (*reads, *writes):
             self._check_tensor(tensor, invalid)
         for tensor in writes:
-            if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
+            if overlaps_itself(tensor.shape, tensor.stride()):
                 raise invalid(
                     f"the tensor would be written, but several of its elements share one place in memory (strides "
                     f"{tuple(tensor.stride())}, as after expand()); pass tensor.contiguous()"
                 )
+
+    def _check_apart(self, collective: str, outputs: Sequence[torch.Tensor]) -> None:
+        first_at: dict[int, int] = {}
+        for index, output in enumerate(outputs):
+            first = first_at.setdefault(output.data_ptr(), index)
+            if first != index and output.numel() > 0:
+                raise self._invalid(collective, f"expected separate outputs, but number {first} and {index} share memory")
 
     def _check_tensor(self, tensor: torch.Tensor, invalid: Callable[[str], InvalidArgumentError]) -> None:
         if tensor.device.type not in self.device_types:

@@ -60,7 +60,7 @@ def check_reduction(op: ReduceOp, dtype: torch.dtype) -> None:
         InvalidArgumentError: `op` is no `ReduceOp`, or not one that `dtype` has. The message lists those that exist.
     """
     if not isinstance(op, ReduceOp):  # an unchecked caller may pass torch's
-        known = ", ".join(member.name for member in ReduceOp)
+        known = ", ".join(member.name for member in ReduceOp)  # type: ignore[unreachable]  # callers without type checks
         raise InvalidArgumentError(f"expected a syncline ReduceOp ({known}), found {op!r}")
     if dtype not in DTYPES_OF[op]:
         defined = ", ".join(member.name for member in ReduceOp if dtype in DTYPES_OF[member])

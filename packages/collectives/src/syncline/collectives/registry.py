@@ -22,7 +22,14 @@ def load_backend(name: str) -> Backend:
         UnknownBackendError: no installed package offers it; the message lists those that exist.
         BackendUnavailableError: two packages offer it, or its module cannot be imported, or is not a `Backend`.
     """
-    backend = _only_entry_point(name).load()
+    point = _only_entry_point(name)
+    try:
+        backend = point.load()
+    except (ImportError, AttributeError) as error:
+        raise BackendUnavailableError(
+            f"backend {name!r} cannot be loaded from {point.value!r}: {error}; this is an error of the package that offers it, "
+            "or of its installation"
+        ) from error
     if not isinstance(backend, Backend):
         raise BackendUnavailableError(
             f"the entry point '{name}' of '{ENTRY_POINT_GROUP}' should name an instance of "

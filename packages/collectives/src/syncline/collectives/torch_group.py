@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import Backend as TorchBackend  # the base of Pr
 
 from .deadline import DEFAULT_TIMEOUT_S, seconds
 from .errors import CollectiveTimeout, TransportError
+from .layout import bytes_of, in_plain_order
 from .process_group import ProcessGroup
 from .reduce_op import BOOL, COMPLEX, HALVES, ReduceOp
 from .reduction import reduce_in_rank_order
@@ -40,9 +41,11 @@ class TorchGroup(ProcessGroup):
     one. Closing it leaves the torch group alone, which belongs to whoever made it.
     """
 
-    def __init__(self, torch_group: dist.ProcessGroup | TorchBackend, *, name: str = "torch", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self, torch_group: dist.ProcessGroup | TorchBackend, *, name: str = "torch", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
         super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s)
-        self.torch_group = torch_group
+        self.torch_group: Any = torch_group  # the stub of Backend has no collectives
 
     @property
     def backend_name(self) -> str:
@@ -67,7 +70,8 @@ class TorchGroup(ProcessGroup):
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Work:
         if tensor.dtype in COMPLEX and op is ReduceOp.PRODUCT:
             return self._all_reduce_here(tensor, op, async_op)
-        source = torch.view_as_real(tensor) if tensor.dtype in COMPLEX else tensor
+        plain = tensor.resolve_conj().resolve_neg()
+        source = torch.view_as_real(plain) if tensor.dtype in COMPLEX else plain
         wire = source.to(_REDUCED_AS.get(source.dtype, source.dtype)).contiguous()
         options = dist.AllreduceOptions()
         options.reduceOp = _TORCH_OP[op]
@@ -77,8 +81,10 @@ class TorchGroup(ProcessGroup):
                 wire.div_(self.size)
             if wire is not source:
                 source.copy_(wire)
+            if plain is not tensor:
+                tensor.copy_(plain)
 
-        must_finish = op is ReduceOp.AVG or wire is not source
+        must_finish = op is ReduceOp.AVG or wire is not source or plain is not tensor
         return self._work([tensor], self.torch_group.allreduce([wire], options), finish if must_finish else None, async_op)
 
     def _all_reduce_here(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Work:
@@ -86,10 +92,10 @@ class TorchGroup(ProcessGroup):
         return self._work([tensor], torch_work, lambda: tensor.copy_(reduce_in_rank_order(op, terms)), async_op)
 
     def _broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work:
-        wire = tensor.contiguous()
+        wire = in_plain_order(tensor)
         options = dist.BroadcastOptions()
         options.rootRank = root
-        torch_work = self.torch_group.broadcast([wire.view(-1).view(torch.uint8)], options)
+        torch_work = self.torch_group.broadcast([bytes_of(wire)], options)
         return self._work([tensor], torch_work, None if wire is tensor else lambda: tensor.copy_(wire), async_op)
 
     def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Work:
@@ -105,10 +111,10 @@ class TorchGroup(ProcessGroup):
         return self._work([], self.torch_group.barrier(dist.BarrierOptions()), None, async_op)
 
     def _gather(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        wire = tensor.contiguous()
+        wire = in_plain_order(tensor)
         gathered = [torch.empty_like(wire) for _ in range(self.size)]
-        as_bytes = [row.view(-1).view(torch.uint8) for row in gathered]
-        return gathered, self.torch_group.allgather([as_bytes], [wire.view(-1).view(torch.uint8)])
+        as_bytes = [bytes_of(row) for row in gathered]
+        return gathered, self.torch_group.allgather([as_bytes], [bytes_of(wire)])
 
     def _work(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work:
         work = TorchWork(tensors, torch_work, finish, self.place())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from datetime import timedelta
 
@@ -70,12 +71,20 @@ def init_process_group(
 
 
 def destroy_process_group() -> None:
-    """Finish what is in flight and close the default group. Every rank calls it; without a default group it does nothing."""
+    """Finish what is in flight and close the default group. Every rank calls it; without a default group it does nothing.
+
+    While an exception is on its way through (a `finally:` around the training), the group is aborted instead: the other ranks
+    may be waiting for this one, so there is nothing to finish, and the exception shall be seen.
+    """
     global _default
     with _lock:
         group, _default = _default, None
-    if group is not None:
+    if group is None:
+        return
+    if sys.exc_info()[0] is None:
         group.close()
+    else:
+        group.abort()
 
 
 def is_initialized() -> bool:

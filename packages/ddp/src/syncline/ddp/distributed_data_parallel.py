@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,9 @@ from syncline.collectives import (
     init_process_group,
     is_initialized,
 )
-from syncline.reducer import GradBucket, IterationStatistics, Reducer, verify_same_parameters
+from syncline.reducer import GradBucket, IterationStatistics, Reducer
 
-from .module_state import broadcast_buffers, broadcast_state, trainable_parameters
+from .module_state import broadcast_buffers, broadcast_state, trainable_parameters, verify_state
 
 _MIB = 1024 * 1024
 
@@ -41,8 +42,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     Raises:
         MisuseError: a parameter is uninitialised or on a device that the group does not serve, or none needs a gradient.
-        DisagreementError: on all ranks, if the modules differ between ranks; names the parameter and both shapes.
-        InvalidArgumentError: `bucket_cap_mb` is not positive.
+        DisagreementError: on all ranks, if the modules differ between ranks; names the parameter or buffer and both shapes.
+        InvalidArgumentError: `bucket_cap_mb` is not positive and finite.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class DistributedDataParallel(torch.nn.Module):
         gradient_as_bucket_view: bool = False,
     ) -> None:
         super().__init__()
-        if bucket_cap_mb <= 0:
-            raise InvalidArgumentError(f"expected bucket_cap_mb above 0 MiB, found {bucket_cap_mb}")
+        if not 0 < bucket_cap_mb < math.inf:
+            raise InvalidArgumentError(f"expected a finite bucket_cap_mb above 0 MiB, found {bucket_cap_mb}")
         group = process_group or _default_group()
         parameters = trainable_parameters(module, group)
-        verify_same_parameters([n for n, _ in parameters], [p for _, p in parameters], group=group)
+        verify_state(module, group)
         broadcast_state(module, group)
         self.module = module
         self.process_group = group

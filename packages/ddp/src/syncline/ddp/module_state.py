@@ -8,6 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from syncline.collectives import MisuseError, ProcessGroup, broadcast_coalesced
+from syncline.reducer import verify_same_parameters
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 
@@ -36,6 +37,12 @@ def trainable_parameters(module: torch.nn.Module, group: ProcessGroup) -> NamedP
             "DistributedDataParallel, or unfreeze a parameter"
         )
     return trainable
+
+
+def verify_state(module: torch.nn.Module, group: ProcessGroup) -> None:
+    """Raise on every rank if the modules differ in any parameter or buffer: all of these are about to be broadcast."""
+    state: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    verify_same_parameters(list(state), list(state.values()), group=group)
 
 
 def broadcast_state(module: torch.nn.Module, group: ProcessGroup) -> None:

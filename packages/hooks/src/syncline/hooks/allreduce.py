@@ -8,9 +8,10 @@ import torch
 
 from syncline.collectives import ReduceOp
 
-from .contract import Bucket, TensorFuture, group_of
+from .contract import Bucket, TensorFuture, communication_hook, group_of
 
 
+@communication_hook
 def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Average the bucket over the ranks, in its own dtype and in place.
 
@@ -28,6 +29,7 @@ def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     return work.get_future().then(lambda done: done.value()[0])
 
 
+@communication_hook
 def noop_hook(state: Any, bucket: Bucket) -> TensorFuture:
     """Return the bucket as it is, without communicating: to measure what communication costs, and for nothing else.
 

@@ -8,9 +8,10 @@ import torch
 
 from syncline.collectives import ReduceOp
 
-from .contract import Bucket, TensorFuture, group_of
+from .contract import Bucket, TensorFuture, communication_hook, group_of
 
 
+@communication_hook
 def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Average the bucket in float16, and cast the result back.
 

@@ -7,7 +7,9 @@ divided. The future's value is the flat tensor that every rank shall have: the h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
 else:
     TensorFuture = torch.futures.Future
+
+Hook = TypeVar("Hook", bound=Callable[[Any, Any], TensorFuture])
 
 
 class Bucket(Protocol):
@@ -38,6 +42,20 @@ class Bucket(Protocol):
 
     def is_last(self) -> bool:
         """Whether no further bucket follows in this backward."""
+
+
+def communication_hook(hook: Hook) -> Hook:
+    """Make a typed hook one that torch's `register_comm_hook` takes, too. A decorator.
+
+    torch compares the annotations that it finds with its own types, as objects. Those of a hook for both callers are neither
+    torch's types nor, under `from __future__ import annotations`, objects; so `inspect.signature` shall show none.
+    """
+    signature = inspect.signature(hook)
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    hook.__signature__ = signature.replace(  # type: ignore[attr-defined]  # PEP 362
+        parameters=bare, return_annotation=inspect.Signature.empty
+    )
+    return hook
 
 
 def group_of(state: Any, bucket: Bucket) -> ProcessGroup:

@@ -64,21 +64,26 @@ class Bucket:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
 
-    def accept(self, result: torch.Tensor) -> None:
+    def accept(self, result: object) -> None:
         """Take the reduced gradients, if they are not in the buffer already.
 
         Raises:
-            MisuseError: a hook returned another number of elements than it was given.
+            MisuseError: a hook returned no tensor, or another number of elements than it was given.
         """
         if result is self.buffer:
             return
+        if not isinstance(result, torch.Tensor):
+            raise MisuseError(
+                f"the communication hook returned a future of {type(result).__name__}; expected the reduced bucket, a tensor "
+                f"of {self.buffer.numel()} elements"
+            )
         if result.numel() != self.buffer.numel():
             raise MisuseError(
                 f"the communication hook was given a bucket of {self.buffer.numel()} elements and returned "
                 f"{result.numel()}; it must return the whole reduced bucket. Parameters in it: {', '.join(self._names)}"
             )
         with torch.no_grad():
-            self.buffer.copy_(result.view(-1))
+            self.buffer.copy_(result.reshape(-1))
 
     def write_back(self) -> None:
         """Copy the buffer into the parameters' own gradients."""

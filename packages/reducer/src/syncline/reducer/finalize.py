@@ -21,12 +21,11 @@ class Flight:
         self._future = future
         future.add_done_callback(self._note_end)
 
-    def wait(self) -> torch.Tensor:
-        """Block until the reduction is over, and return the flat result."""
+    def wait(self) -> object:
+        """Block until the reduction is over, and return its result: the flat tensor, if the hook keeps its contract."""
         value = self._future.wait()
         self._note_end(self._future)
-        result: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
-        return result
+        return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
     def _note_end(self, _: torch.futures.Future[Any]) -> None:
         if self.times.finished is None:

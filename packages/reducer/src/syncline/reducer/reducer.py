@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -88,9 +88,10 @@ class Reducer:
         self.statistics = IterationStatistics(time.perf_counter())
         self._build_buckets(range(len(self._parameters) - 1, -1, -1))
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(_notifier(weakref.ref(self), index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
         ]
+        weakref.finalize(self, _remove, self._handles)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -118,13 +119,12 @@ class Reducer:
         self.statistics = IterationStatistics(time.perf_counter())
 
     def close(self) -> None:
-        """Take the hooks off the parameters; their gradients stay."""
-        for handle in self._handles:
-            handle.remove()
+        """Take the hooks off the parameters; their gradients stay. The end of the reducer's life does the same."""
+        _remove(self._handles)
 
     # ---- during backward ----
 
-    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:  # noqa: ARG002 - autograd passes it
+    def _on_gradient(self, index: int) -> None:
         """Called by autograd on the thread of backward, as soon as a parameter's gradient is accumulated."""
         if not self.synchronizes:
             return
@@ -235,7 +235,7 @@ class Reducer:
         return MisuseError(
             f"backward ended on {self._group.place()}, but these parameters got no gradient in it: {names}. Every parameter "
             "must take part in every backward: remove those on which the loss does not depend, or freeze them "
-            "(requires_grad_(False))"
+            "(requires_grad_(False)). If the model ends in a re-entrant checkpoint, use use_reentrant=False"
         )
 
     def _marked_twice(self, index: int) -> MisuseError:
@@ -244,6 +244,22 @@ class Reducer:
             "happens when a part of the model runs twice in a re-entrant checkpoint (use use_reentrant=False), or when "
             "parameters are used outside the wrapped module's forward"
         )
+
+
+def _notifier(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:
+    """A parameter's hook. It does not keep the reducer alive, or a model could never be wrapped anew."""
+
+    def notify(_: torch.Tensor) -> None:
+        living = reducer()
+        if living is not None:
+            living._on_gradient(index)
+
+    return notify
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _pairs(bucket: Bucket) -> zip[tuple[torch.nn.Parameter, torch.Tensor]]:

@@ -15,7 +15,12 @@ Description = dict[str, list[object]]
 
 
 def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tensor], *, group: ProcessGroup) -> None:
-    """Compare names, shapes, strides and dtypes of all ranks; every rank of the group calls it.
+    """Compare names, shapes, strides, dtypes and which are frozen over all ranks; every rank of the group calls it.
+
+    Args:
+        names: one for each parameter; appear in errors.
+        parameters: in order of definition. A tensor that is no `torch.nn.Parameter` is called a buffer in errors.
+        group: the ranks.
 
     Cost: an all-gather of 32 bytes; only if these differ, another of the descriptions.
 
@@ -31,7 +36,14 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
 
 
 def _describe(parameter: torch.Tensor) -> list[object]:
-    return [list(parameter.shape), list(parameter.stride()), str(parameter.dtype)]
+    is_parameter = isinstance(parameter, torch.nn.Parameter)
+    return [
+        "parameter" if is_parameter else "buffer",
+        list(parameter.shape),
+        list(parameter.stride()),
+        str(parameter.dtype),
+        is_parameter and not parameter.requires_grad,
+    ]
 
 
 def _first_difference(versions: Sequence[Description]) -> str:
@@ -40,10 +52,11 @@ def _first_difference(versions: Sequence[Description]) -> str:
         if version == reference and list(version) == list(reference):
             continue
         for name in [*reference, *(extra for extra in version if extra not in reference)]:
-            if reference.get(name) != version.get(name):
+            ours, theirs = reference.get(name), version.get(name)
+            if ours != theirs:
                 return (
-                    f"parameter '{name}' is {_in_words(reference.get(name))} on rank 0 and {_in_words(version.get(name))} on "
-                    f"rank {rank} ({len(reference)} and {len(version)} parameters in all). Build the same model on every rank"
+                    f"{(ours or theirs or ['?'])[0]} '{name}' is {_in_words(ours)} on rank 0 and {_in_words(theirs)} on "
+                    f"rank {rank} ({len(reference)} and {len(version)} in all). Build the same model on every rank"
                 )
         return f"rank {rank} has the parameters of rank 0 in another order. Define the modules in the same order on every rank"
     return "their descriptions differ"
@@ -52,5 +65,5 @@ def _first_difference(versions: Sequence[Description]) -> str:
 def _in_words(entry: list[object] | None) -> str:
     if entry is None:
         return "missing"
-    shape, stride, dtype = entry
-    return f"{str(dtype).removeprefix('torch.')}{shape} with strides {stride}"
+    _, shape, stride, dtype, is_frozen = entry
+    return f"{str(dtype).removeprefix('torch.')}{shape} with strides {stride}{' (frozen)' if is_frozen else ''}"

@@ -31,6 +31,7 @@ class MPITransport(Transport):
     def __init__(self, communicator: MPI.Intracomm) -> None:
         self._communicator = communicator
         self._size = communicator.Get_size()
+        self._abandoned: list[object] = []
 
     def describe(self) -> str:
         """The MPI library's name and version."""
@@ -99,7 +100,13 @@ class MPITransport(Transport):
 
     def _run(self, start: Callable[[], MPI.Request], deadline: Deadline) -> None:
         with _mpi_errors():
-            wait(start(), deadline)
+            request = start()
+            try:
+                wait(request, deadline)
+            except TimeoutError:
+                # MPI may still write to the tensors, which `start` refers to: they must outlive the request.
+                self._abandoned.append((request, start))
+                raise
 
 
 @contextmanager

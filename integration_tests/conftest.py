@@ -1,0 +1,74 @@
+"""Real ranks: how to run these tests says the reason with which they are skipped otherwise."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from syncline.collectives.launch import detect_launch
+
+PLUGIN = "syncline.collectives.testing.pytest_plugin"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without the plugin the ranks would not agree on verdicts: better not to run at all."""
+    if config.pluginmanager.has_plugin(PLUGIN):
+        return
+    command = f"mpiexec -n N python -m pytest -m mpi -p {PLUGIN} -p no:cacheprovider integration_tests"
+    for item in items:
+        if item.get_closest_marker("mpi") is not None:
+            item.add_marker(pytest.mark.skip(reason=f"run under mpirun: {command}"))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a job left: the exit status and all that its ranks printed."""
+
+    status: int
+    output: str
+
+
+RunJob = Callable[..., Finished]
+
+
+@pytest.fixture
+def run_job(tmp_path: Path) -> RunJob:
+    """Run a script on N ranks, by an mpiexec of its own; skips where there is none.
+
+    SYNCLINE_TEST_MPIEXEC is the command (with its options); by default the mpiexec next to this Python.
+    """
+    if detect_launch(os.environ) is not None:
+        pytest.skip("starts jobs itself: run it without mpirun")
+    mpiexec = shlex.split(os.environ.get("SYNCLINE_TEST_MPIEXEC", str(Path(sys.executable).parent / "mpiexec")))
+    if not Path(mpiexec[0]).exists():
+        pytest.skip(f"there is no {mpiexec[0]}; install the extra [mpich], or set SYNCLINE_TEST_MPIEXEC")
+
+    def run(ranks: int, script: str, *arguments: str, timeout_s: float = 60.0, **variables: str) -> Finished:
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(script))
+        command = [*mpiexec, "-n", str(ranks), sys.executable, *(arguments or [str(path)])]
+        return _run(command, tmp_path, timeout_s, variables)
+
+    return run
+
+
+def _run(command: list[str], folder: Path, timeout_s: float, variables: dict[str, str]) -> Finished:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **variables}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # mpiexec passes it on to the ranks
+        output, _ = process.communicate(timeout=10)
+        pytest.fail(f"the job did not end within {timeout_s:g} s; until then it printed:\n{output}")
+    return Finished(process.returncode, output)

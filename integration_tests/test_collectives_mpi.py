@@ -1,0 +1,147 @@
+"""The collectives layer over real ranks: backend "mpi", and "gloo" whose ranks meet over MPI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from syncline.collectives import (
+    InvalidArgumentError,
+    LaunchError,
+    MisuseError,
+    NotInitializedError,
+    ProcessGroup,
+    UnknownBackendError,
+    all_gather_object,
+    all_reduce,
+    backend_names,
+    barrier,
+    broadcast,
+    destroy_process_group,
+    get_default_group,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+)
+from syncline.collectives.backend import ConnectRequest
+from syncline.collectives.launch import detect_launch
+from syncline.collectives.registry import load_backend
+from syncline.collectives.testing import CHECKS, Check
+from syncline.collectives.testing.conformance.refusals import after_close
+
+pytestmark = pytest.mark.mpi
+
+
+def connect(backend: str, *, name: str = "integration") -> ProcessGroup:
+    request = ConnectRequest(detect_launch(os.environ), None, None, None, timeout_s=30.0, group_name=name)
+    return load_backend(backend).connect(request)
+
+
+@pytest.fixture(scope="module")
+def gloo_group() -> Iterator[ProcessGroup]:
+    group = connect("gloo")
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_mpi_conforms(mpi_group: ProcessGroup, check: Check) -> None:
+    check(mpi_group)
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_gloo_over_mpi_conforms(gloo_group: ProcessGroup, check: Check) -> None:
+    check(gloo_group)
+
+
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_close_finishes_what_is_in_flight(backend: str) -> None:
+    after_close(connect(backend))
+
+
+def test_groups_do_not_disturb_one_another(mpi_group: ProcessGroup) -> None:
+    """Two groups over the same ranks, used in turn and in flight together."""
+    other = connect("mpi", name="other")
+    tensors = [torch.full((1000,), float(mpi_group.rank + n)) for n in range(8)]
+    works = [(mpi_group, other)[n % 2].all_reduce(tensor, async_op=True) for n, tensor in enumerate(tensors)]
+    for work in reversed(works):
+        work.wait()
+    size = mpi_group.size
+    assert [tensor.unique().tolist() for tensor in tensors] == [[size * (size - 1) / 2 + n * size] for n in range(8)]
+    other.close()
+
+
+def test_every_rank_is_another_process(mpi_group: ProcessGroup) -> None:
+    places = all_gather_object((mpi_group.rank, os.getpid()), group=mpi_group)
+    assert [rank for rank, _ in places] == list(range(mpi_group.size))
+    assert len({pid for _, pid in places}) == mpi_group.size
+
+
+def test_default_group(world: ProcessGroup) -> None:
+    assert get_default_group() is world
+    assert world.backend_name == "mpi"
+    assert world.describe().startswith(("mpi: MPICH", "mpi: Open MPI", "mpi: Intel MPI"))
+    assert (get_rank(), get_world_size()) == (world.rank, world.size)
+    tensor = torch.tensor([float(get_rank() + 1)])
+    assert all_reduce(tensor) is None
+    assert tensor.item() == world.size * (world.size + 1) / 2
+    work = broadcast(tensor.fill_(get_rank()), world.size - 1, async_op=True)
+    assert work is not None
+    work.wait()
+    assert tensor.item() == world.size - 1
+    assert barrier() is None
+
+
+@pytest.mark.parametrize("backend", [None, "mpi", "gloo"])
+def test_init_and_destroy_again_and_again(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SYNCLINE_BACKEND", raising=False)
+    for _ in range(3):
+        group = init_process_group(backend)
+        assert group.backend_name == (backend or "mpi")
+        tensor = torch.ones(5)
+        group.all_reduce(tensor)
+        assert tensor.tolist() == [group.size] * 5
+        destroy_process_group()
+        assert not is_initialized()
+        with pytest.raises(NotInitializedError, match="init_process_group"):
+            all_reduce(tensor)
+
+
+def test_backend_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_BACKEND", "gloo")
+    assert init_process_group().backend_name == "gloo"
+    destroy_process_group()
+
+
+def test_second_init_is_refused(world: ProcessGroup) -> None:
+    with pytest.raises(MisuseError, match="destroy_process_group first"):
+        init_process_group("mpi")
+    assert get_default_group() is world
+
+
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_contradicting_the_launcher(backend: str) -> None:
+    launch = detect_launch(os.environ)
+    assert launch is not None
+    with pytest.raises(LaunchError, match=f"world_size={launch.world_size + 1} was asked for"):
+        init_process_group(backend, world_size=launch.world_size + 1)
+    with pytest.raises(LaunchError, match=f"rank={launch.rank + 1} was asked for"):
+        init_process_group(backend, world_size=launch.world_size, rank=launch.rank + 1)
+    assert not is_initialized()
+    group = init_process_group(backend, world_size=launch.world_size, rank=launch.rank)
+    group.barrier()
+    destroy_process_group()
+
+
+def test_unknown_backend_lists_the_known() -> None:
+    with pytest.raises(UnknownBackendError, match=f"'smoke'.*{', '.join(backend_names())}"):
+        init_process_group("smoke")
+
+
+def test_wrong_device_is_named(mpi_group: ProcessGroup) -> None:
+    with pytest.raises(InvalidArgumentError, match="moves tensors on cpu, found a tensor on meta"):
+        mpi_group.all_reduce(torch.empty(3, device="meta"))

@@ -1,0 +1,219 @@
+"""Jobs that go wrong: they end, soon, with a non-zero status, and say why. Each test starts jobs of its own."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+SOON_S = 30.0  # with the start of the ranks on a busy machine; what is bounded here would else take for ever
+
+
+def test_a_rank_raises_in_the_middle_of_a_step(run_job) -> None:
+    start_s = time.monotonic()
+    job = run_job(
+        2,
+        """
+        import torch
+        from syncline.collectives import all_reduce, init_process_group
+
+        def step(rank):
+            all_reduce(torch.ones(3))
+            if rank == 1:
+                raise ValueError("the loss is not finite")
+            all_reduce(torch.ones(3))
+
+        step(init_process_group().rank)
+        print("not reached")
+        """,
+    )
+    assert job.status != 0
+    assert "rank 1 of 2" in job.output
+    assert "Traceback (most recent call last)" in job.output
+    assert "in step" in job.output
+    assert "ValueError: the loss is not finite" in job.output
+    assert "not reached" not in job.output
+    assert time.monotonic() - start_s < SOON_S
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "return"])
+def test_a_rank_leaves_early(run_job, leave: str) -> None:
+    start_s = time.monotonic()
+    job = run_job(
+        2,
+        f"""
+        import sys
+        import torch
+        import syncline.collectives.backends.mpi.leaving as leaving
+        from syncline.collectives import all_reduce, init_process_group
+
+        leaving.GOODBYE_S = 2.0
+
+        def main():
+            group = init_process_group()
+            if group.rank == 0:
+                {leave}
+            all_reduce(torch.ones(3))
+            print("not reached")
+
+        main()
+        """,
+    )
+    assert job.status != 0
+    assert "rank 0 of 2" in job.output
+    assert "has left, but 2 s later not all other ranks have" in job.output
+    assert "not reached" not in job.output
+    assert time.monotonic() - start_s < SOON_S
+
+
+def test_an_exit_status_is_kept(run_job) -> None:
+    job = run_job(
+        2,
+        """
+        import sys
+        from syncline.collectives import destroy_process_group, init_process_group
+
+        group = init_process_group()
+        destroy_process_group()
+        sys.exit(3)
+        """,
+    )
+    assert job.status == 3
+
+
+def test_all_is_well_without_destroy(run_job) -> None:
+    """A script that never calls destroy_process_group ends all the same, with status 0."""
+    job = run_job(
+        3,
+        """
+        import sys
+        import torch
+        from syncline.collectives import all_reduce, init_process_group
+
+        group = init_process_group()
+        tensor = torch.ones(2)
+        all_reduce(tensor)
+        sys.stdout.write(f"rank {group.rank} has {tensor.tolist()}\\n")  # in one piece, line end and all
+        """,
+    )
+    assert job.status == 0, job.output
+    assert sorted(job.output.split("\n")[:3]) == [f"rank {rank} has [3.0, 3.0]" for rank in range(3)]
+
+
+def test_a_collective_that_not_all_call_times_out(run_job) -> None:
+    job = run_job(
+        2,
+        """
+        import time
+        import torch
+        from syncline.collectives import init_process_group
+
+        group = init_process_group(timeout=1.5)
+        if group.rank == 0:
+            group.all_reduce(torch.ones(10))
+        time.sleep(60)
+        """,
+    )
+    assert job.status != 0
+    assert "CollectiveTimeout: all_reduce(float32[10], op=SUM)" in job.output
+    assert "rank 0 of 2 in group 'default'" in job.output
+    assert "did not finish within 1.5 s" in job.output
+
+
+def test_world_size_that_the_launcher_contradicts(run_job) -> None:
+    job = run_job(2, "from syncline.collectives import init_process_group; init_process_group('mpi', world_size=4)")
+    assert job.status != 0
+    assert "LaunchError: world_size=4 was asked for, but" in job.output
+    assert "started 2 rank(s)" in job.output
+
+
+def test_launcher_and_library_of_different_mpis(run_job) -> None:
+    """The launcher says 2, the library is alone: as when mpiexec and libmpi belong to different MPIs."""
+    job = run_job(
+        1,
+        """
+        import os
+        for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
+            if name in os.environ:
+                import mpi4py.MPI  # which has asked the launcher by now
+                os.environ[name] = "2"
+        from syncline.collectives import init_process_group
+        init_process_group("mpi")
+        """,
+    )
+    assert job.status != 0
+    assert "LaunchError" in job.output
+    assert "started 2 rank(s), but" in job.output
+    assert "sees 1" in job.output
+    assert "MPI4PY_LIBMPI" in job.output
+
+
+def test_no_mpi_library(run_job) -> None:
+    job = run_job(
+        1,
+        "from syncline.collectives import init_process_group; init_process_group('mpi')",
+        MPI4PY_LIBMPI="/nonexistent/libmpi.so",
+    )
+    assert job.status != 0
+    assert "BackendUnavailableError: backend 'mpi': mpi4py finds no MPI library" in job.output
+    assert "module load" in job.output
+    assert "syncline-collectives[mpich]" in job.output
+
+
+def test_no_mpi_library_falls_back_to_gloo_alone(run_job) -> None:
+    """Asked for nothing in particular, one rank works without MPI; several say what is missing."""
+    script = """
+    from syncline.collectives import init_process_group
+    print(init_process_group().backend_name)
+    """
+    assert "gloo" in run_job(1, script, MPI4PY_LIBMPI="/nonexistent/libmpi.so").output
+    job = run_job(2, script, MPI4PY_LIBMPI="/nonexistent/libmpi.so")
+    assert job.status != 0
+    assert "no way for them to meet" in job.output
+
+
+@pytest.mark.parametrize("how", ["argument", "variable"])
+def test_unknown_backend(run_job, how: str) -> None:
+    argument = "'smoke'" if how == "argument" else ""
+    variables = {} if how == "argument" else {"SYNCLINE_BACKEND": "smoke"}
+    script = f"from syncline.collectives import init_process_group; init_process_group({argument})"
+    job = run_job(1, script, **variables)
+    assert job.status != 0
+    assert "UnknownBackendError: unknown backend 'smoke'; installed backends: gloo, in_process, mpi" in job.output
+
+
+def test_mpi_listens_on_no_port(run_job) -> None:
+    """Syncline opens none beyond those that the MPI library opens when it starts; Gloo shows that the test can see one."""
+    script = """
+    import os, sys
+    import torch
+    from syncline.collectives import all_reduce, destroy_process_group, init_process_group
+
+    def listening():
+        handles = [f"/proc/self/fd/{handle}" for handle in os.listdir("/proc/self/fd")]
+        mine = {os.readlink(handle) for handle in handles if os.path.islink(handle)}
+        found = []
+        for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+            if os.path.exists(table):
+                for line in open(table).read().splitlines()[1:]:
+                    fields = line.split()
+                    if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
+                        found.append(fields[1])
+        return found
+
+    from mpi4py import MPI  # starts MPI: MPICH over UCX and Open MPI listen for peers on other nodes
+    MPI.COMM_WORLD.Barrier()
+    before = listening()
+    group = init_process_group(sys.argv[1])
+    all_reduce(torch.ones(100000))
+    sys.stdout.write(f"rank {group.rank} opened {len(listening()) - len(before)} port(s)\\n")
+    destroy_process_group()
+    """
+    mpi = run_job(2, script, "script.py", "mpi")
+    assert mpi.status == 0, mpi.output
+    assert sorted(line for line in mpi.output.splitlines() if "opened" in line) == [
+        f"rank {rank} opened 0 port(s)" for rank in range(2)
+    ]
+    gloo = run_job(2, script, "script.py", "gloo")
+    assert gloo.status == 0, gloo.output
+    assert "rank 0 opened 0 port(s)" not in gloo.output

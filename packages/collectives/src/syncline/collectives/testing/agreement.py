@@ -1,0 +1,69 @@
+"""All ranks tell one another how it went, over a communicator that nothing else uses."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..deadline import Deadline
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+# What mpiexec has not read from its ranks when the job is aborted is lost (MPICH 5.0).
+_FORWARDING_S = 0.3
+
+
+class Agreement:
+    """Exchanges small objects between all ranks of the MPI job.
+
+    It stands on mpi4py alone, not on the collectives that the tests are about.
+    """
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._communicator = MPI.COMM_WORLD.Dup()
+        self.rank = self._communicator.Get_rank()
+        self.size = self._communicator.Get_size()
+
+    def exchange(self, value: Any, deadline: Deadline) -> list[Any]:
+        """Give every rank the values of all ranks, by rank.
+
+        Raises:
+            TimeoutError: not all ranks have called in time. The exchange cannot be withdrawn: end the job.
+        """
+        payload = pickle.dumps(value)
+        lengths = bytearray(8 * self.size)
+        self._wait(lambda: self._communicator.Iallgather(len(payload).to_bytes(8, "little"), lengths), deadline)
+        counts = [int.from_bytes(lengths[8 * rank : 8 * rank + 8], "little") for rank in range(self.size)]
+        starts = [sum(counts[:rank]) for rank in range(self.size)]
+        payloads = bytearray(sum(counts))
+        self._wait(lambda: self._communicator.Iallgatherv(payload, _gathered(payloads, counts, starts)), deadline)
+        return [pickle.loads(payloads[start : start + count]) for start, count in zip(starts, counts, strict=True)]
+
+    def end_job(self) -> None:
+        """End all ranks, once mpiexec has had time to pass on what this one printed."""
+        from mpi4py import MPI
+
+        time.sleep(_FORWARDING_S)
+        MPI.COMM_WORLD.Abort(1)
+
+    @staticmethod
+    def _wait(start: Callable[[], MPI.Request], deadline: Deadline) -> None:
+        request = start()
+        pause_s = 1e-5
+        while not request.Test():
+            if deadline.expired():
+                raise TimeoutError
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.001)
+
+
+def _gathered(payloads: bytearray, counts: list[int], starts: list[int]) -> Any:
+    from mpi4py import MPI
+
+    return payloads, (counts, starts), MPI.BYTE

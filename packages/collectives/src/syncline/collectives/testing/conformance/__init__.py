@@ -1,0 +1,5 @@
+"""What every process group must do, as checks that run on any backend; see `suite`."""
+
+from .suite import CHECKS, Check, run_conformance
+
+__all__ = ["CHECKS", "Check", "run_conformance"]

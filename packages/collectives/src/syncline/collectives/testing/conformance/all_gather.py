@@ -1,0 +1,95 @@
+"""all_gather: every dtype, every layout, outputs that share memory with the input."""
+
+from __future__ import annotations
+
+import torch
+
+from ...process_group import ProcessGroup
+from .values import LAYOUTS, MOVABLE_DTYPES, SAME_SHAPE, Check, Laid, expect, values
+
+
+def every_dtype(group: ProcessGroup) -> None:
+    """Output number r holds rank r's values; the input is only read."""
+    for dtype in MOVABLE_DTYPES:
+        tensor = values((13,), group.rank, dtype)
+        outputs = [torch.zeros(13, dtype=dtype) for _ in range(group.size)]
+        group.all_gather(outputs, tensor)
+        for rank, output in enumerate(outputs):
+            expect(output, values((13,), rank, dtype), f"all_gather of {dtype}, output {rank}")
+        expect(tensor, values((13,), group.rank, dtype), f"all_gather of {dtype}, input")
+
+
+def every_layout(group: ProcessGroup) -> None:
+    """Strided inputs and outputs; nothing between their elements is touched."""
+    for layout in LAYOUTS:
+        mine = Laid(layout, values(layout.shape, group.rank))
+        outputs = [Laid(layout, values(layout.shape, group.size)) for _ in range(group.size)]
+        group.all_gather([output.tensor for output in outputs], mine.tensor)
+        for rank, output in enumerate(outputs):
+            output.expect(values(layout.shape, rank))
+        mine.expect(values(layout.shape, group.rank))
+
+
+def layouts_differ(group: ProcessGroup) -> None:
+    """Between ranks, and between input and outputs."""
+    laid = [Laid(layout, values(layout.shape, group.rank)) for layout in SAME_SHAPE]
+    mine = laid[group.rank % len(laid)]
+    outputs = [Laid(SAME_SHAPE[(group.rank + r) % len(laid)], values((4, 5), group.size)) for r in range(group.size)]
+    group.all_gather([output.tensor for output in outputs], mine.tensor)
+    for rank, output in enumerate(outputs):
+        output.expect(values((4, 5), rank))
+
+
+def into_rows_and_columns(group: ProcessGroup) -> None:
+    """The outputs may be slices of one tensor, also interleaved ones."""
+    rows = torch.zeros(group.size, 7)
+    group.all_gather(list(rows), values((7,), group.rank))
+    columns = torch.zeros(7, group.size)
+    group.all_gather(list(columns.t()), values((7,), group.rank))
+    for rank in range(group.size):
+        expect(rows[rank], values((7,), rank), f"row {rank}")
+        expect(columns[:, rank], values((7,), rank), f"column {rank}")
+
+
+def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
+    """The input may be the rank's own output, or any other: gathering into a view of itself is common."""
+    for shift in range(group.size):
+        rows = torch.zeros(group.size, 7)
+        mine = rows[(group.rank + shift) % group.size]
+        mine.copy_(values((7,), group.rank))
+        group.all_gather(list(rows), mine)
+        for rank in range(group.size):
+            expect(rows[rank], values((7,), rank), f"row {rank}, where the input lies {shift} rows from its place")
+
+
+def large(group: ProcessGroup) -> None:
+    """A million elements and one, all different."""
+    index = torch.arange(1_000_001, dtype=torch.int64)
+    outputs = [torch.empty_like(index) for _ in range(group.size)]
+    group.all_gather(outputs, index * group.size + group.rank)
+    for rank, output in enumerate(outputs):
+        expect(output, index * group.size + rank, f"1,000,001 int64 of rank {rank}")
+
+
+def lazily_conjugated(group: ProcessGroup) -> None:
+    """A conjugate arrives as such, whether the input or the output is only marked as one."""
+    mine = torch.complex(values((5,), group.rank), values((5,), group.rank + 1))
+    outputs = [torch.zeros(5, dtype=torch.complex64) for _ in range(group.size)]
+    group.all_gather(outputs, mine.conj())
+    marked = [torch.zeros(5, dtype=torch.complex64).conj() for _ in range(group.size)]
+    group.all_gather(marked, mine)
+    for rank in range(group.size):
+        real, imaginary = values((5,), rank), values((5,), rank + 1)
+        expect(outputs[rank], torch.complex(real, -imaginary), f"conj() of rank {rank}")
+        expect(marked[rank].resolve_conj(), torch.complex(real, imaginary), f"rank {rank}'s, into a conj()")
+
+
+CHECKS: dict[str, Check] = {
+    "all_gather_every_dtype": every_dtype,
+    "all_gather_every_layout": every_layout,
+    "all_gather_layouts_differ": layouts_differ,
+    "all_gather_into_rows_and_columns": into_rows_and_columns,
+    "all_gather_input_is_one_of_the_outputs": input_is_one_of_the_outputs,
+    "all_gather_large": large,
+    "all_gather_lazily_conjugated": lazily_conjugated,
+}

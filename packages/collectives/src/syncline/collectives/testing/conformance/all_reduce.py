@@ -1,0 +1,207 @@
+"""all_reduce: every dtype with every reduction, every layout, the same bits everywhere."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import InvalidArgumentError
+from ...process_group import ProcessGroup
+from ...reduce_op import BOOL, COMPLEX, DTYPES_OF, FLOATS, HALVES, INTEGERS, ReduceOp
+from .values import (
+    LAYOUTS,
+    MOVABLE_DTYPES,
+    SAME_SHAPE,
+    Check,
+    CheckError,
+    Laid,
+    expect,
+    expect_equal,
+    expect_raises,
+    raw,
+    sum_of_terms,
+    terms,
+)
+
+_NUMEL = 15
+
+# What rank r puts at index i, as a Python number; the expected value is Python's own reduction over the ranks. Sums and
+# products of these are exact in every dtype for groups of up to eight ranks; integers wrap around beyond that.
+_ELEMENT: dict[ReduceOp, Callable[[int, int], int]] = {
+    ReduceOp.SUM: lambda rank, index: (rank + 1) * (1 + index % 5),
+    ReduceOp.AVG: lambda rank, index: (rank + 1) * (1 + index % 5),
+    ReduceOp.PRODUCT: lambda rank, index: 2 + (rank + index) % 2,
+    ReduceOp.MIN: lambda rank, index: (5 * rank + 3 * index) % 11,
+    ReduceOp.MAX: lambda rank, index: (5 * rank + 3 * index) % 11,
+    ReduceOp.BAND: lambda rank, index: 127 & ~(1 << (rank + index) % 7),
+    ReduceOp.BOR: lambda rank, index: 1 << (rank + index) % 7,
+    ReduceOp.BXOR: lambda rank, index: (rank + 1) * (index + 3) & 127,
+}
+_COMBINE: dict[ReduceOp, Callable[[Any, Any], Any]] = {
+    ReduceOp.SUM: operator.add,
+    ReduceOp.AVG: operator.add,
+    ReduceOp.PRODUCT: operator.mul,
+    ReduceOp.MIN: min,
+    ReduceOp.MAX: max,
+    ReduceOp.BAND: operator.and_,
+    ReduceOp.BOR: operator.or_,
+    ReduceOp.BXOR: operator.xor,
+}
+
+
+def every_dtype_and_reduction(group: ProcessGroup) -> None:
+    """Each cell of the table is computed right or refused by name; none is skipped."""
+    computed = set()
+    for op in ReduceOp:
+        for dtype in MOVABLE_DTYPES:
+            if dtype in DTYPES_OF[op]:
+                _check_cell(group, op, dtype)
+                computed.add((op, dtype))
+            else:
+                tensor = torch.empty(_NUMEL, dtype=dtype)
+                what = f"{op.name} of {dtype}, which is not defined"
+                expect_raises(InvalidArgumentError, functools.partial(group.all_reduce, tensor, op), what, op.name)
+    expect_equal(len(computed), sum(map(len, DTYPES_OF.values())), "number of reductions computed")
+
+
+def _check_cell(group: ProcessGroup, op: ReduceOp, dtype: torch.dtype) -> None:
+    tensor = _tensor([_element(op, dtype, group.rank, index) for index in range(_NUMEL)], dtype)
+    work = group.all_reduce(tensor, op)
+    expected = [
+        functools.reduce(_COMBINE[op], [_element(op, dtype, rank, index) for rank in range(group.size)])
+        for index in range(_NUMEL)
+    ]
+    if op is ReduceOp.AVG:
+        expected = [total / group.size for total in expected]
+    what = f"{op.name} of {dtype}"
+    # Adding zero makes every zero positive: Python and torch sign those of complex products differently.
+    found = tensor + 0 if dtype in COMPLEX else tensor
+    expect(found, _tensor(expected, dtype) + 0 if dtype in COMPLEX else _tensor(expected, dtype), what)
+    if work.result()[0] is not tensor:
+        raise CheckError(f"{what}: expected result() to hold the tensor that was handed in, found another")
+
+
+def _element(op: ReduceOp, dtype: torch.dtype, rank: int, index: int) -> Any:
+    number = _ELEMENT[op](rank, index)
+    if dtype in BOOL:
+        # True on all ranks but one for some indices, on one rank for others: MIN, MAX and the bitwise ones all matter.
+        return (rank == index % 3) != (index % 2 == 0)
+    if dtype in COMPLEX:
+        return number * (1 + 2j) if op is not ReduceOp.PRODUCT else 2 * 1j ** ((rank + index) % 4)
+    return number - 5 if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype is not torch.uint8 else number
+
+
+def _tensor(numbers: list[Any], dtype: torch.dtype) -> torch.Tensor:
+    if dtype not in INTEGERS:
+        return torch.tensor(numbers, dtype=dtype)
+    return torch.tensor(numbers, dtype=torch.int64).to(dtype)  # `to` wraps around, as the reduction does
+
+
+def every_layout(group: ProcessGroup) -> None:
+    """Strided tensors are reduced in place, and nothing between their elements is touched."""
+    for layout in LAYOUTS:
+        for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64):
+            laid = Laid(layout, terms(layout.shape, group.rank, dtype))
+            group.all_reduce(laid.tensor)
+            laid.expect(sum_of_terms(layout.shape, group.size, dtype))
+
+
+def layouts_differ_between_ranks(group: ProcessGroup) -> None:
+    """The ranks agree on the shape; how the tensor lies in memory is each one's own affair."""
+    for shift in range(len(SAME_SHAPE)):
+        layout = SAME_SHAPE[(group.rank + shift) % len(SAME_SHAPE)]
+        laid = Laid(layout, terms(layout.shape, group.rank))
+        group.all_reduce(laid.tensor)
+        laid.expect(sum_of_terms(layout.shape, group.size))
+
+
+def large(group: ProcessGroup) -> None:
+    """A million elements and one, at which no split into equal parts comes out."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        tensor = terms((1_000_001,), group.rank, dtype)
+        group.all_reduce(tensor)
+        expect(tensor, sum_of_terms((1_000_001,), group.size, dtype), f"SUM of 1,000,001 {dtype}")
+
+
+def same_bits_everywhere(group: ProcessGroup) -> None:
+    """Random numbers, which no order of addition sums exactly: all ranks still end with the same bits."""
+    generator = torch.Generator().manual_seed(4321 + group.rank)
+    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+        for dtype in sorted(FLOATS | COMPLEX, key=str):
+            for numel in (1, 2, 3, 1000, 70_001):
+                tensor = torch.randn(numel, generator=generator, dtype=torch.complex128).mul_(3)
+                mine = (tensor if dtype in COMPLEX else tensor.real).to(dtype)
+                group.all_reduce(mine, op)
+                _expect_same_everywhere(group, mine, f"{op.name} of {numel} random {dtype}")
+
+
+def _expect_same_everywhere(group: ProcessGroup, tensor: torch.Tensor, what: str) -> None:
+    mine = raw(tensor)
+    theirs = [torch.empty_like(mine) for _ in range(group.size)]
+    group.all_gather(theirs, mine)
+    different = [rank for rank, other in enumerate(theirs) if not torch.equal(other, theirs[0])]
+    if different:
+        raise CheckError(f"{what}: rank(s) {different} ended with other bits than rank 0")
+
+
+def halves_round_once(group: ProcessGroup) -> None:
+    """float16 and bfloat16 are added in float32: small terms do not vanish one by one, and AVG does not overflow."""
+    for dtype, big in ((torch.bfloat16, 256), (torch.float16, 2048)):
+        tensor = torch.full((9,), big if group.rank == 0 else 1, dtype=dtype)
+        group.all_reduce(tensor)
+        expected = torch.tensor(float(big + group.size - 1)).to(dtype).expand(9)
+        expect(tensor, expected, f"{big} + 1 + 1 + ... in {dtype}")
+    for dtype in sorted(HALVES, key=str):
+        tensor = torch.full((9,), 57344.0, dtype=dtype)
+        group.all_reduce(tensor, ReduceOp.AVG)
+        expect(tensor, torch.full((9,), 57344.0, dtype=dtype), f"AVG of large {dtype}")
+
+
+def infinities_and_nans(group: ProcessGroup) -> None:
+    """One rank's inf or nan reaches all ranks, so that all skip the same step."""
+    last = group.size - 1
+    for op in (ReduceOp.SUM, ReduceOp.AVG):
+        for dtype in sorted(FLOATS, key=str):
+            tensor = torch.ones(4, dtype=dtype)
+            if group.rank == last:
+                tensor[1], tensor[2] = torch.inf, torch.nan
+            group.all_reduce(tensor, op)
+            found = (tensor.isfinite().tolist(), bool(tensor[1] == torch.inf), bool(tensor[2].isnan()))
+            expect_equal(found, ([True, False, False, True], True, True), f"{op.name} of {dtype} with inf and nan")
+
+
+def lazily_conjugated(group: ProcessGroup) -> None:
+    """Where torch only marks a tensor as conjugate or negative, the values count, not what lies in memory."""
+    numbers = torch.complex(terms((6,), group.rank), terms((6,), group.rank + 1))
+    tensor = numbers.clone().conj()
+    group.all_reduce(tensor)
+    total = torch.complex(sum_of_terms((6,), group.size), -(sum_of_terms((6,), group.size + 1) - terms((6,), 0)))
+    expect(tensor.resolve_conj(), total, "SUM of conj()")
+    negative = numbers.clone().conj().imag
+    group.all_reduce(negative, ReduceOp.MIN)
+    expect(negative.resolve_neg(), -terms((6,), group.size), "MIN of conj().imag")
+
+
+def parameters(group: ProcessGroup) -> None:
+    """A leaf that requires a gradient is reduced like any other tensor, outside autograd."""
+    parameter = torch.nn.Parameter(terms((7,), group.rank))
+    group.all_reduce(parameter)
+    expect(parameter.detach(), sum_of_terms((7,), group.size), "SUM of a parameter")
+    expect_equal((parameter.requires_grad, parameter.grad_fn), (True, None), "autograd's view of the parameter")
+
+
+CHECKS: dict[str, Check] = {
+    "all_reduce_every_dtype_and_reduction": every_dtype_and_reduction,
+    "all_reduce_every_layout": every_layout,
+    "all_reduce_layouts_differ_between_ranks": layouts_differ_between_ranks,
+    "all_reduce_large": large,
+    "all_reduce_same_bits_everywhere": same_bits_everywhere,
+    "all_reduce_halves_round_once": halves_round_once,
+    "all_reduce_infinities_and_nans": infinities_and_nans,
+    "all_reduce_lazily_conjugated": lazily_conjugated,
+    "all_reduce_parameters": parameters,
+}

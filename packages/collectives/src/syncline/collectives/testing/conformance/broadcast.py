@@ -1,0 +1,77 @@
+"""broadcast: every root, every dtype, every layout."""
+
+from __future__ import annotations
+
+import torch
+
+from ...process_group import ProcessGroup
+from .values import LAYOUTS, MOVABLE_DTYPES, SAME_SHAPE, Check, Laid, expect, expect_equal, values
+
+
+def every_root_and_dtype(group: ProcessGroup) -> None:
+    """The root's values reach all, for every root in turn."""
+    moved = set()
+    for root in range(group.size):
+        for dtype in MOVABLE_DTYPES:
+            tensor = values((13,), group.rank, dtype)
+            group.broadcast(tensor, root)
+            expect(tensor, values((13,), root, dtype), f"broadcast of {dtype} from rank {root}")
+            moved.add((root, dtype))
+    expect_equal(len(moved), group.size * len(set(MOVABLE_DTYPES)), "number of broadcasts")
+
+
+def every_layout(group: ProcessGroup) -> None:
+    """Strided tensors are read and written through their strides, and nothing between their elements is touched."""
+    for root in range(group.size):
+        for layout in LAYOUTS:
+            laid = Laid(layout, values(layout.shape, group.rank))
+            group.broadcast(laid.tensor, root)
+            laid.expect(values(layout.shape, root))
+
+
+def layouts_differ_between_ranks(group: ProcessGroup) -> None:
+    """A transposed tensor of the root arrives in a contiguous one, element by element."""
+    for root in range(group.size):
+        for shift in range(len(SAME_SHAPE)):
+            layout = SAME_SHAPE[(group.rank + shift) % len(SAME_SHAPE)]
+            laid = Laid(layout, values(layout.shape, group.rank))
+            group.broadcast(laid.tensor, root)
+            laid.expect(values(layout.shape, root))
+
+
+def large(group: ProcessGroup) -> None:
+    """A million elements and one, all different."""
+    root = group.size - 1
+    index = torch.arange(1_000_001, dtype=torch.int64)
+    tensor = index * group.size + group.rank
+    group.broadcast(tensor, root)
+    expect(tensor, index * group.size + root, "broadcast of 1,000,001 int64")
+
+
+def nan_keeps_its_bits(group: ProcessGroup) -> None:
+    """Values travel as they are: not-a-number with a payload, a negative zero, a subnormal."""
+    root = group.size // 2
+    patterns = torch.tensor([0x7FC12345, -0x80000000, 0x00000001, 0x7F800000], dtype=torch.int32).view(torch.float32)
+    tensor = patterns.clone() if group.rank == root else torch.zeros(4)
+    group.broadcast(tensor, root)
+    expect(tensor, patterns, "broadcast of unusual floats")
+
+
+def lazily_conjugated(group: ProcessGroup) -> None:
+    """The root's conjugate arrives as such in a tensor that is none."""
+    mine = torch.complex(values((5,), group.rank), values((5,), group.rank + 1))
+    for root in range(group.size):
+        tensor = mine.clone().conj() if group.rank == root else mine.clone()
+        group.broadcast(tensor, root)
+        expected = torch.complex(values((5,), root), -values((5,), root + 1))
+        expect(tensor.resolve_conj(), expected, f"broadcast of conj() from rank {root}")
+
+
+CHECKS: dict[str, Check] = {
+    "broadcast_every_root_and_dtype": every_root_and_dtype,
+    "broadcast_every_layout": every_layout,
+    "broadcast_layouts_differ_between_ranks": layouts_differ_between_ranks,
+    "broadcast_large": large,
+    "broadcast_nan_keeps_its_bits": nan_keeps_its_bits,
+    "broadcast_lazily_conjugated": lazily_conjugated,
+}

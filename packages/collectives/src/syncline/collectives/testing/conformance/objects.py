@@ -1,0 +1,46 @@
+"""Object collectives: anything that pickles, of any length, and memory from the group."""
+
+from __future__ import annotations
+
+import torch
+
+from ...objects import all_gather_bytes, all_gather_object
+from ...process_group import ProcessGroup
+from .values import MOVABLE_DTYPES, Check, expect_equal, sum_of_terms, terms
+from .values import expect as expect_tensor
+
+
+def gathered(group: ProcessGroup) -> None:
+    """Each rank's object, by rank; they may differ in type and length."""
+    kinds = [{"rank": group.rank, "text": "ä" * 100 * group.rank}, None, list(range(1000 * group.rank))]
+    for shift in range(len(kinds)):
+        everyone = all_gather_object((group.rank, kinds[(group.rank + shift) % 3]), group=group)
+        for rank, (their_rank, theirs) in enumerate(everyone):
+            expected = [{"rank": rank, "text": "ä" * 100 * rank}, None, list(range(1000 * rank))][(rank + shift) % 3]
+            expect_equal((their_rank, theirs), (rank, expected), f"object of rank {rank}")
+
+
+def gathered_bytes(group: ProcessGroup) -> None:
+    """Bytes keep their length, zeros at the end included, and may be none at all."""
+    for longest in (0, 1, 300):
+        everyone = all_gather_bytes(bytes(longest * group.rank), group=group)
+        expect_equal(everyone, [bytes(longest * rank) for rank in range(group.size)], "bytes of all ranks")
+
+
+def allocated_memory(group: ProcessGroup) -> None:
+    """`allocate` gives flat memory of the size and dtype asked for, and collectives work on it."""
+    for numel in (0, 1, 1000):
+        for dtype in MOVABLE_DTYPES:
+            memory = group.allocate(numel, dtype)
+            expect_equal((memory.shape, memory.dtype), (torch.Size([numel]), dtype), "shape and dtype of memory")
+        memory = group.allocate(numel, torch.float32)
+        memory.copy_(terms((numel,), group.rank))
+        group.all_reduce(memory)
+        expect_tensor(memory, sum_of_terms((numel,), group.size), f"all_reduce in {numel} allocated elements")
+
+
+CHECKS: dict[str, Check] = {
+    "objects_gathered": gathered,
+    "objects_gathered_bytes": gathered_bytes,
+    "objects_allocated_memory": allocated_memory,
+}

@@ -1,0 +1,119 @@
+"""What no rank may pass is refused before anything is sent, and the group stays usable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ...errors import GroupClosedError, InvalidArgumentError
+from ...process_group import ProcessGroup
+from ...work import Work
+from .values import Check, expect, expect_raises, sum_of_terms, terms
+
+
+def _refused(group: ProcessGroup, what: str, call: Callable[[], Work], mentions: str) -> None:
+    """All ranks are refused alike, the message says where, and the next collective works."""
+    expect_raises(InvalidArgumentError, call, what, mentions)
+    expect_raises(InvalidArgumentError, call, what, f"rank {group.rank} of {group.size}")
+    tensor = terms((5,), group.rank)
+    group.all_reduce(tensor)
+    expect(tensor, sum_of_terms((5,), group.size), f"all_reduce after {what} was refused")
+
+
+def overlapping_memory(group: ProcessGroup) -> None:
+    """A tensor with several elements in one place cannot be written."""
+    overlapping = {
+        "an expanded tensor": torch.zeros(1, 4).expand(3, 4),
+        "an expanded scalar": torch.zeros(()).expand(3),
+        "sliding windows": torch.zeros(6).unfold(0, 3, 1),
+    }
+    for name, tensor in overlapping.items():
+        before = tensor.clone()
+        outputs = [tensor] * group.size
+        _refused(group, f"all_reduce of {name}", partial(group.all_reduce, tensor), "share")
+        _refused(group, f"broadcast of {name}", partial(group.broadcast, tensor), "share")
+        _refused(group, f"all_gather into {name}", partial(group.all_gather, outputs, before), "share")
+        expect(tensor.clone(), before, name)
+    if group.size > 1:
+        outputs = [torch.empty(3)] * group.size
+        _refused(group, "one output for two ranks", partial(group.all_gather, outputs, torch.ones(3)), "share")
+
+
+def overlapping_memory_may_be_read(group: ProcessGroup) -> None:
+    """As input only, it is fine; and so is one element expanded to one element."""
+    outputs = [torch.empty(3, 4) for _ in range(group.size)]
+    group.all_gather(outputs, torch.full((1, 4), float(group.rank)).expand(3, 4))
+    for rank, output in enumerate(outputs):
+        expect(output, torch.full((3, 4), float(rank)), f"expanded input of rank {rank}")
+    single = torch.ones(1).expand(1, 1)
+    group.all_reduce(single)
+    expect(single, torch.full((1, 1), float(group.size)), "one element in two dimensions")
+
+
+def wrong_device(group: ProcessGroup) -> None:
+    """A tensor on a device that the group does not serve."""
+    meta = torch.empty(3, device="meta")
+    cpu = [torch.empty(3) for _ in range(group.size)]
+    _refused(group, "all_reduce on meta", partial(group.all_reduce, meta), "meta")
+    _refused(group, "broadcast on meta", partial(group.broadcast, meta), "meta")
+    _refused(group, "all_gather from meta", partial(group.all_gather, cpu, meta), "meta")
+    _refused(group, "all_gather into meta", partial(group.all_gather, [meta] * group.size, cpu[0]), "meta")
+
+
+def wrong_layout(group: ProcessGroup) -> None:
+    """A sparse tensor."""
+    sparse = torch.eye(3).to_sparse()
+    _refused(group, "all_reduce of a sparse tensor", partial(group.all_reduce, sparse), "sparse")
+    _refused(group, "broadcast of a sparse tensor", partial(group.broadcast, sparse), "sparse")
+
+
+def wrong_root(group: ProcessGroup) -> None:
+    """A root outside the group."""
+    for root in (-1, group.size, 1000):
+        call = partial(group.broadcast, torch.zeros(3), root)
+        _refused(group, f"broadcast from rank {root}", call, f"0..{group.size - 1}, found {root}")
+
+
+def wrong_outputs(group: ProcessGroup) -> None:
+    """all_gather with a wrong number, shape or dtype of outputs."""
+    tensor = torch.zeros(3)
+
+    def gather(outputs: list[torch.Tensor]) -> Callable[[], Work]:
+        return partial(group.all_gather, outputs, tensor)
+
+    right = [torch.empty(3) for _ in range(group.size)]
+    _refused(group, "an output too many", gather([*right, torch.empty(3)]), f"found {group.size + 1}")
+    _refused(group, "an output too few", gather(right[1:]), f"found {group.size - 1}")
+    _refused(group, "a wrong shape", gather([*right[1:], torch.empty(4)]), "float32[4]")
+    _refused(group, "a wrong number of dimensions", gather([*right[1:], torch.empty(3, 1)]), "float32[3, 1]")
+    _refused(group, "a wrong dtype", gather([*right[1:], torch.empty(3).double()]), "float64[3]")
+
+
+def after_close(group: ProcessGroup) -> None:
+    """Close finishes what is in flight; a second close does nothing; every collective is refused. Uses the group up."""
+    tensor = terms((1001,), group.rank)
+    work = group.all_reduce(tensor, async_op=True)
+    group.close()
+    work.wait()
+    expect(tensor, sum_of_terms((1001,), group.size), "all_reduce in flight at close")
+    group.close()
+    calls: tuple[tuple[str, Callable[[], Work]], ...] = (
+        ("all_reduce", partial(group.all_reduce, tensor)),
+        ("broadcast", partial(group.broadcast, tensor)),
+        ("all_gather", partial(group.all_gather, [torch.empty_like(tensor) for _ in range(group.size)], tensor)),
+        ("barrier", group.barrier),
+    )
+    for name, call in calls:
+        expect_raises(GroupClosedError, call, f"{name} after close", name)
+
+
+CHECKS: dict[str, Check] = {
+    "refuses_overlapping_memory": overlapping_memory,
+    "reads_overlapping_memory": overlapping_memory_may_be_read,
+    "refuses_wrong_device": wrong_device,
+    "refuses_wrong_layout": wrong_layout,
+    "refuses_wrong_root": wrong_root,
+    "refuses_wrong_outputs": wrong_outputs,
+}

@@ -1,0 +1,50 @@
+"""The conformance checks, and a function that runs them all.
+
+A backend's author gives `run_conformance` a way to make a group, on every rank at once::
+
+    run_conformance(lambda: load_backend("mine").connect(request))
+
+or gives each check its own test: ``@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...process_group import ProcessGroup
+from . import all_gather, all_reduce, barrier, broadcast, coalesced, in_flight, objects, refusals, total_order
+from .values import Check as Check
+from .values import CheckError
+
+#: By name. Each is called on every rank with that rank's group, of any size, and raises if something is wrong. It
+#: leaves the group usable. All need CPU tensors; a group that does not move them is not for this suite.
+CHECKS: dict[str, Check] = {
+    **all_reduce.CHECKS,
+    **broadcast.CHECKS,
+    **all_gather.CHECKS,
+    **barrier.CHECKS,
+    **in_flight.CHECKS,
+    **total_order.CHECKS,
+    **refusals.CHECKS,
+    **coalesced.CHECKS,
+    **objects.CHECKS,
+}
+
+
+def run_conformance(make_group: Callable[[], ProcessGroup]) -> None:
+    """Run all checks, each on a group of its own, then close the group. Every rank calls it.
+
+    Args:
+        make_group: makes a new group of the same ranks each time; a collective.
+
+    Raises:
+        CheckError: a check failed; the message names it, and the cause is what it raised. The group was aborted.
+    """
+    for name, check in {**CHECKS, "refuses calls after close": refusals.after_close}.items():
+        group = make_group()
+        try:
+            check(group)
+        except Exception as error:
+            group.abort()
+            raise CheckError(f"conformance check '{name}' failed on {group.place()}: {error}") from error
+        group.close()

@@ -1,0 +1,85 @@
+"""A known bug of an MPI library as one predicate, as mpi4py's own tests have it."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..errors import InvalidArgumentError
+from ..launch import detect_launch
+
+if TYPE_CHECKING:
+    import pytest
+
+_COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+_PREDICATE = re.compile(r"(?P<name>[a-z][a-z0-9 ]*?)\s*(?P<conditions>(?:[<>=!]=?\s*\d+(?:\.\d+)*\s*,?\s*)*)", re.IGNORECASE)
+_CONDITION = re.compile(r"([<>=!]=?)\s*(\d+(?:\.\d+)*)")
+
+
+def mpi_matches(predicate: str, name: str, version: tuple[int, ...]) -> bool:
+    """Whether a library is one that the predicate speaks of. A pure function.
+
+    Args:
+        predicate: a library's name, in any case and with or without spaces, then conditions on its version, all of
+            which must hold: "openmpi", "Open MPI<5.0.0", "mpich>=4.1,<4.2".
+        name: the library's name, as `mpi4py.MPI.get_vendor` returns it.
+        version: its version, from the same function.
+
+    Raises:
+        InvalidArgumentError: the predicate cannot be read.
+    """
+    parsed = _PREDICATE.fullmatch(predicate.strip())
+    conditions = _CONDITION.findall(parsed["conditions"]) if parsed else []
+    if parsed is None or any(comparison not in _COMPARE for comparison, _ in conditions):
+        raise InvalidArgumentError(
+            f"expected an MPI library and conditions on its version, such as 'openmpi<5.0.0', found {predicate!r}"
+        )
+    if _plain(parsed["name"]) != _plain(name):
+        return False
+    return all(_holds(version, comparison, tuple(map(int, bound.split(".")))) for comparison, bound in conditions)
+
+
+def skip_mpi(predicate: str, reason: str) -> pytest.MarkDecorator:
+    """A pytest mark that skips a test under an MPI library with a known bug; elsewhere it does nothing.
+
+    Args:
+        predicate: see `mpi_matches`.
+        reason: the bug, with a reference to its report.
+    """
+    import pytest
+
+    return pytest.mark.skipif(_is_running_on(predicate), reason=f"{predicate}: {reason}")
+
+
+def _is_running_on(predicate: str) -> bool:
+    mpi_matches(predicate, "", ())
+    launch = detect_launch(os.environ)
+    if launch is None or not launch.is_mpi:
+        return False
+    from mpi4py import MPI
+
+    return mpi_matches(predicate, *MPI.get_vendor())
+
+
+def _plain(name: str) -> str:
+    return name.replace(" ", "").lower()
+
+
+def _holds(version: tuple[int, ...], comparison: str, bound: tuple[int, ...]) -> bool:
+    """Compare as numbers, the shorter padded with zeros: 5.0 is 5.0.0."""
+    length = max(len(version), len(bound))
+    return _COMPARE[comparison](_padded(version, length), _padded(bound, length))
+
+
+def _padded(version: tuple[int, ...], length: int) -> tuple[int, ...]:
+    return version + (0,) * (length - len(version))

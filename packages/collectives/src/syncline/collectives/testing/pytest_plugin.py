@@ -1,0 +1,92 @@
+"""pytest under mpirun: every rank runs the same tests, and all ranks agree on each verdict.
+
+::
+
+    mpiexec -n 4 python -m pytest -m mpi -p syncline.collectives.testing.pytest_plugin -p no:cacheprovider FOLDER
+
+1. A test that fails on one rank fails on all. Rank 0 reports, with what each rank that failed has to say; the others
+   print nothing. All ranks end with the same exit status.
+2. A rank that fails while the others wait for it in a collective cannot agree with them: after `mpi_patience_s` it
+   prints its failure and ends the job.
+3. A test that takes longer than `mpi_limit_s` on any rank ends the job, with the stacks of that rank's threads.
+4. Outside mpirun, tests marked `mpi` are skipped.
+
+Fixtures: `mpi_group`, a group over backend "mpi", the same for all tests until one fails; `world`, the same as the default
+group, connected for one test.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+
+import pytest
+
+from ..backend import ConnectRequest
+from ..launch import Launch, detect_launch
+from ..process_group import ProcessGroup
+from ..registry import load_backend
+from ..world import destroy_process_group, init_process_group
+from .verdicts import RankPlugin
+
+_RANK_PLUGIN = "syncline-ranks"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Time limits, as ini values; `-o mpi_limit_s=10` sets one for a run."""
+    parser.addini("mpi_limit_s", "seconds that one test may take on any rank", default="60")
+    parser.addini("mpi_patience_s", "seconds that a rank that failed waits for the others", default="10")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Join the other ranks, if there are any; after the terminal reporter was made, which all but rank 0 silence."""
+    config.addinivalue_line("markers", "mpi: needs mpirun; runs under N ranks")
+    if _mpi_launch() is None:
+        return
+    lack = load_backend("mpi").missing()
+    if lack is not None:
+        raise pytest.UsageError(f"tests under mpirun: {lack}")
+    plugin = RankPlugin(config, float(config.getini("mpi_limit_s")), float(config.getini("mpi_patience_s")))
+    config.pluginmanager.register(plugin, _RANK_PLUGIN)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs mpirun where there is none."""
+    if config.pluginmanager.has_plugin(_RANK_PLUGIN):
+        return
+    for item in items:
+        if item.get_closest_marker("mpi") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs mpirun: mpiexec -n N python -m pytest -m mpi ..."))
+
+
+@pytest.fixture
+def mpi_group(request: pytest.FixtureRequest) -> ProcessGroup:
+    """A group of all ranks over backend "mpi", which is not the default group.
+
+    It lasts for the session; after a test that failed, the next gets a new one.
+    """
+    plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
+    if not isinstance(plugin, RankPlugin):
+        pytest.fail("the fixture mpi_group needs mpirun; mark the test with pytest.mark.mpi")
+    return plugin.group(lambda: _connect(plugin.collective_limit_s))
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Generator[ProcessGroup, None, None]:
+    """All ranks as the default group, over backend "mpi"; made for this test and destroyed after it."""
+    plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
+    if not isinstance(plugin, RankPlugin):
+        pytest.fail("the fixture world needs mpirun; mark the test with pytest.mark.mpi")
+    yield init_process_group("mpi", timeout=plugin.collective_limit_s)
+    destroy_process_group()
+
+
+def _mpi_launch() -> Launch | None:
+    launch = detect_launch(os.environ)
+    return launch if launch is not None and launch.is_mpi else None
+
+
+def _connect(timeout_s: float) -> ProcessGroup:
+    request = ConnectRequest(_mpi_launch(), None, None, None, timeout_s, group_name="mpi_group")
+    return load_backend("mpi").connect(request)

@@ -1,0 +1,144 @@
+"""Ranks as threads: one function, run once for each rank of a group in this process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from ..backends.in_process import create_groups
+from ..deadline import Deadline
+from ..process_group import ProcessGroup
+
+T = TypeVar("T")
+
+# How long the others may take to end after one rank has failed and the group was aborted.
+_GRACE_S = 5.0
+
+
+def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
+    """Run `body(group, *args)` on every rank of a new group, each rank in a thread of its own.
+
+    When one rank raises, the group is aborted, so that the others end too, and the error that came first is raised
+    here, with a note that names its rank. What the abort makes the others raise is dropped.
+
+    Args:
+        world_size: number of ranks.
+        body: called with the rank's group, then `args`. All ranks share the process: give each its own tensors and
+            models.
+        args: the same objects for every rank.
+        timeout_s: seconds for the whole run. A collective may take nine tenths of it, so that one that not all ranks
+            call ends with an error that says which have not.
+
+    Returns:
+        What the body returned, by rank.
+
+    Raises:
+        TimeoutError: a rank did not return in time; the message shows where it is. Its thread cannot be ended and
+            stays behind.
+    """
+    groups = create_groups(world_size, name="ranks", timeout_s=0.9 * timeout_s)
+    ranks = _Ranks([_Rank(group, body, args) for group in groups])
+    ranks.run(timeout_s)
+    for group in groups:
+        group.close()
+    return [rank.result for rank in ranks.members]
+
+
+class _Rank(Generic[T]):
+    """One rank: its group, its thread, and what came of it."""
+
+    result: T
+
+    def __init__(self, group: ProcessGroup, body: Callable[..., T], args: Sequence[Any]) -> None:
+        self.group = group
+        self.name = f"rank {group.rank} of {group.size}"
+        self._body = body
+        self._args = args
+        # A daemon, so that a rank that hangs does not keep the interpreter from ending.
+        self.thread = threading.Thread(target=self._run, name=f"{self.name} (run_ranks)", daemon=True)
+        self.on_end: Callable[[_Rank[T], BaseException | None], None] | None = None
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            self.result = self._body(self.group, *self._args)
+        except BaseException as raised:  # noqa: BLE001 - a skip or an exit is the caller's business too
+            error = raised
+        assert self.on_end is not None
+        self.on_end(self, error)
+
+    def stack(self) -> str:
+        """Where the thread is now."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        where = "".join(traceback.format_stack(frame)) if frame is not None else "  (it has just ended)\n"
+        return f"{self.name} is at:\n{where}"
+
+
+class _Ranks(Generic[T]):
+    """All ranks; notices when they end, and which failed first."""
+
+    def __init__(self, members: list[_Rank[T]]) -> None:
+        self.members = members
+        self._condition = threading.Condition()
+        self._running = set(members)
+        self._first_failure: tuple[_Rank[T], BaseException] | None = None
+
+    def run(self, timeout_s: float) -> None:
+        for rank in self.members:
+            rank.on_end = self._on_end
+            rank.thread.start()
+        with self._condition:
+            self._condition.wait_for(lambda: not self._running or self._first_failure is not None, timeout_s)
+        if self._running:
+            self._end_the_others(timeout_s)
+        if self._first_failure is not None:
+            raise self._annotated(*self._first_failure)
+
+    def _on_end(self, rank: _Rank[T], error: BaseException | None) -> None:
+        with self._condition:
+            self._running.discard(rank)
+            if error is not None and self._first_failure is None:
+                self._first_failure = rank, error
+            self._condition.notify_all()
+
+    def _end_the_others(self, timeout_s: float) -> None:
+        """Abort the group; if nobody has failed, the ranks still running have taken too long."""
+        with self._condition:
+            late = sorted(self._running, key=lambda rank: rank.group.rank) if self._first_failure is None else []
+        stacks = "".join(rank.stack() for rank in late)
+        for rank in self.members:
+            rank.group.abort()
+        if late:
+            raise TimeoutError(f"{_names(late)} did not return within {timeout_s:g} s\n{stacks}")
+        with self._condition:
+            self._condition.wait_for(lambda: not self._running, Deadline(_GRACE_S).remaining_s())
+
+    def _annotated(self, rank: _Rank[T], error: BaseException) -> BaseException:
+        for group in (member.group for member in self.members):
+            group.abort()
+        note = f"raised by {rank.name} (run_ranks)"
+        with self._condition:
+            hung = sorted(self._running, key=lambda other: other.group.rank)
+        if hung:
+            stacks = "".join(other.stack() for other in hung)
+            note += f"; {_names(hung)} did not end within {_GRACE_S:g} s after it\n{stacks}"
+        return _with_note(error, note)
+
+
+def _names(ranks: Sequence[_Rank[T]]) -> str:
+    return ", ".join(rank.name for rank in ranks)
+
+
+def _with_note(error: BaseException, note: str) -> BaseException:
+    """Attach a note; Python 3.10 has none, there it becomes the cause of the innermost cause."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+        return error
+    innermost: BaseException = error
+    while innermost.__cause__ is not None:
+        innermost = innermost.__cause__
+    innermost.__cause__ = RuntimeError(note)
+    return error

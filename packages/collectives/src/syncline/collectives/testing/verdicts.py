@@ -1,0 +1,178 @@
+"""The part of the pytest plugin that lives only under mpirun: verdicts, silence, and the end of a hang."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import NoReturn, TextIO, TypeVar
+
+import pytest
+from _pytest.terminal import TerminalReporter  # pytest exports it since 9 only
+
+from ..deadline import Deadline
+from ..process_group import ProcessGroup
+from .agreement import Agreement
+from .watchdog import Watchdog
+
+T = TypeVar("T")
+
+# A rank that waits for the others' verdicts gives them a little longer than they have themselves, so that the rank that
+# hangs speaks first.
+_LONGER_S = 3.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one phase of a test went on one rank.
+
+    Attributes:
+        place: which phase of which test.
+        outcome: "passed", "failed" or "skipped".
+        text: what the rank has to say if it did not pass.
+    """
+
+    place: str
+    outcome: str
+    text: str = ""
+
+
+def combined(verdicts: list[Verdict]) -> str | None:
+    """The words with which a phase fails on every rank, or None if all ranks did the same and none failed. Pure.
+
+    Args:
+        verdicts: of all ranks, by rank, at one place.
+    """
+    outcomes = {verdict.outcome for verdict in verdicts}
+    if len(outcomes) == 1 and "failed" not in outcomes:
+        return None
+    if "failed" not in outcomes:
+        lines = [f"rank {rank}: {verdict.outcome} {verdict.text}".rstrip() for rank, verdict in enumerate(verdicts)]
+        return "the ranks did not do the same:\n" + "\n".join(lines)
+    failed = [rank for rank, verdict in enumerate(verdicts) if verdict.outcome == "failed"]
+    blocks = [f"---- rank {rank} of {len(verdicts)} ----\n{verdicts[rank].text}" for rank in failed]
+    return f"failed on rank(s) {', '.join(map(str, failed))} of {len(verdicts)}\n" + "\n".join(blocks)
+
+
+class RankPlugin:
+    """Registered on every rank of an MPI job."""
+
+    def __init__(self, config: pytest.Config, limit_s: float, patience_s: float) -> None:
+        self._agreement = Agreement()
+        self._who = f"[rank {self._agreement.rank} of {self._agreement.size}]"
+        self._limit_s = limit_s
+        self._patience_s = patience_s
+        self._stderr = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
+        self._watchdog = Watchdog(self._who, self._stderr, self._agreement.end_job)
+        self._group: ProcessGroup | None = None
+        self._silent_output: TextIO | None = None
+        if self._agreement.rank != 0:
+            self._silence(config)
+
+    # ---- what the fixtures use ----
+
+    @property
+    def collective_limit_s(self) -> float:
+        """Time limit of one collective in seconds: shorter than a test's, so that the error comes before the watchdog."""
+        return self._limit_s / 2
+
+    def group(self, connect: Callable[[], ProcessGroup]) -> ProcessGroup:
+        """The session's group; connected when there is none, or when a test has failed since."""
+        if self._group is None:
+            self._group = connect()
+        return self._group
+
+    # ---- hooks ----
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """All ranks must have collected the same tests."""
+        mine = (tuple(item.nodeid for item in session.items), session.testsfailed)
+        everyone = self._exchange(mine, "collection", self._limit_s)
+        if len(set(everyone)) > 1:
+            counts = ", ".join(f"rank {rank}: {len(ids)}" for rank, (ids, _) in enumerate(everyone))
+            raise pytest.UsageError(f"the ranks collected different tests ({counts}), or with different errors")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Watch each test."""
+        self._watchdog.arm(item.nodeid, self._limit_s)
+        try:
+            return (yield)
+        finally:
+            self._watchdog.disarm()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Agree on each phase before pytest decides whether to go on to the next."""
+        report = yield
+        mine = Verdict(f"{report.when} of {item.nodeid}", report.outcome, "" if report.passed else _text(report))
+        verdicts = self._agree(mine)
+        words = combined(verdicts)
+        if words is not None:
+            self._discard_group()
+            if self._agreement.size > 1:
+                report.outcome, report.longrepr, report.sections = "failed", words, []
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """All ranks end with the worst exit status of all."""
+        if self._group is not None:
+            self._group.close()
+        statuses = self._exchange(int(exitstatus), "the end of the session", self._patience_s)
+        session.exitstatus = max(statuses)
+        if self._silent_output is not None:
+            self._silent_output.flush()
+
+    # ---- agreeing ----
+
+    def _agree(self, mine: Verdict) -> list[Verdict]:
+        self._watchdog.arm(f"{mine.place}, now waiting for the other ranks,", self._limit_s + _LONGER_S)
+        patience_s = self._patience_s if mine.outcome == "failed" else self._limit_s + 2 * _LONGER_S
+        verdicts = self._exchange(mine, mine.place, patience_s, f"{mine.outcome} here\n{mine.text}".rstrip())
+        self._watchdog.arm(mine.place, self._limit_s)
+        return verdicts
+
+    def _exchange(self, value: T, place: str, patience_s: float, words: str = "") -> list[T]:
+        """Give each rank the values of all; end the job if they do not come, or come from another place."""
+        try:
+            everyone: list[tuple[str, T]] = self._agreement.exchange((place, value), Deadline(patience_s))
+        except TimeoutError:
+            self._give_up(
+                f"{patience_s:g} s after this rank, not all others have come to: {place}; they may be waiting for it in a "
+                f"collective. {words}"
+            )
+        places = [their_place for their_place, _ in everyone]
+        if len(set(places)) > 1:
+            found = "; ".join(f"rank {rank}: {there}" for rank, there in enumerate(places))
+            self._give_up(f"the ranks are out of step ({found}). {words}")
+        return [their_value for _, their_value in everyone]
+
+    def _give_up(self, why: str) -> NoReturn:
+        os.write(self._stderr, f"\n{self._who} {why}\n{self._who} ends the job\n".encode())
+        self._agreement.end_job()
+        os._exit(1)
+
+    # ---- helpers ----
+
+    def _discard_group(self) -> None:
+        """After a failure, ranks may have left collectives of the group undone."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+    def _silence(self, config: pytest.Config) -> None:
+        """Replace the terminal reporter by one that writes to nowhere (some plugins want that there is one)."""
+        config.pluginmanager.unregister(name="terminalreporter")
+        self._silent_output = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the session
+        config.pluginmanager.register(TerminalReporter(config, self._silent_output), "terminalreporter")
+
+
+def _text(report: pytest.TestReport) -> str:
+    """What pytest would print for a report: traceback, and captured output."""
+    if isinstance(report.longrepr, tuple):
+        path, line, reason = report.longrepr
+        return f"{path}:{line}: {reason}"
+    sections = [f"{name}:\n{content}" for name, content in report.sections]
+    return "\n".join([report.longreprtext, *sections])

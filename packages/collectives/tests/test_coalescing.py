@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.collectives import InvalidArgumentError, ProcessGroup, broadcast_coalesced
+from syncline.collectives.coalescing import plan_buffers
+from syncline.collectives.testing import run_ranks
+
+SIZES_AND_KINDS = st.lists(st.tuples(st.integers(0, 50), st.sampled_from("abc")), max_size=30)
+
+
+@given(SIZES_AND_KINDS, st.integers(1, 60))
+def test_plan(entries: list[tuple[int, str]], cap: int) -> None:
+    sizes = [size for size, _ in entries]
+    kinds = [kind for _, kind in entries]
+    plan = plan_buffers(sizes, kinds, cap)
+    assert sorted(index for members in plan for index in members) == list(range(len(entries))), "each tensor once"
+    for members in plan:
+        assert members == sorted(members)
+        assert len({kinds[index] for index in members}) == 1, "one kind per buffer"
+        assert len(members) == 1 or sum(sizes[index] for index in members) <= cap, "below the cap, or alone"
+    assert [members[0] for members in plan] == sorted(members[0] for members in plan)
+
+
+@given(SIZES_AND_KINDS, st.integers(1, 60))
+def test_plan_wastes_no_buffer(entries: list[tuple[int, str]], cap: int) -> None:
+    """A buffer is closed only because the next tensor of its kind does not fit."""
+    sizes = [size for size, _ in entries]
+    kinds = [kind for _, kind in entries]
+    plan = plan_buffers(sizes, kinds, cap)
+    for kind in set(kinds):
+        mine = [members for members in plan if kinds[members[0]] == kind]
+        for members, following in pairwise(mine):
+            assert sum(sizes[index] for index in members) + sizes[following[0]] > cap
+            assert members[-1] < following[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "cap", "expected"),
+    [
+        ([], [], 10, []),
+        ([4, 4, 4], "aaa", 8, [[0, 1], [2]]),
+        ([4, 4, 4], "aba", 8, [[0, 2], [1]]),
+        ([20, 1, 1], "aaa", 8, [[0], [1, 2]]),
+        ([1, 20, 1], "aaa", 8, [[0], [1], [2]]),
+        ([8, 8], "aa", 16, [[0, 1]]),
+        ([0, 0, 0], "aaa", 1, [[0, 1, 2]]),
+    ],
+)
+def test_plan_table(sizes: list[int], kinds: str, cap: int, expected: list[list[int]]) -> None:
+    assert plan_buffers(sizes, kinds, cap) == expected
+
+
+@pytest.mark.ranks
+def test_at_most_two_in_flight() -> None:
+    """Counted on the group: the third broadcast is issued only after the first was waited for."""
+
+    def body(group: ProcessGroup) -> int:
+        in_flight: list[object] = []
+        most = 0
+        issue = group.broadcast
+
+        def recorded(tensor: torch.Tensor, root: int, *, async_op: bool):
+            nonlocal most
+            work = issue(tensor, root, async_op=async_op)
+            in_flight.append(work)
+            most = max(most, len(in_flight))
+            wait = work.wait
+
+            class Recorded:
+                def wait(self) -> bool:
+                    in_flight.remove(work)
+                    return wait()
+
+            return Recorded()
+
+        group.broadcast = recorded  # type: ignore[method-assign,assignment]
+        broadcast_coalesced([torch.ones(3) for _ in range(9)], group=group, buffer_size_bytes=12)
+        assert not in_flight
+        return most
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_buffer_size_must_be_positive() -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(InvalidArgumentError, match="at least 1, found 0"):
+            broadcast_coalesced([], group=group, buffer_size_bytes=0)
+
+    run_ranks(1, body)

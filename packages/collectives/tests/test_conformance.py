@@ -1,0 +1,247 @@
+"""The public suite on the backends that need no mpirun, and the suite itself on backends that are wrong on purpose."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import ProcessGroup, ReduceOp
+from syncline.collectives.backends.gloo import GlooTransport
+from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint, create_groups
+from syncline.collectives.host_group import HostGroup
+from syncline.collectives.progress import Progress
+from syncline.collectives.reduction import reduce_in_rank_order
+from syncline.collectives.testing import CHECKS, Check, run_conformance, run_ranks
+from syncline.collectives.torch_group import TorchGroup
+
+pytestmark = pytest.mark.ranks
+
+SIZES = (1, 2, 3, 4)
+each_check = pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@each_check
+def test_in_process(size: int, check: Check) -> None:
+    run_ranks(size, check)
+
+
+class GlooThreads:
+    """Ranks of Gloo as threads: each makes its own torch group over one store."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.store = dist.HashStore()
+
+    def torch_group(self, rank: int, name: str) -> TorchGroup:
+        store = dist.PrefixStore(name, self.store)
+        gloo = dist.ProcessGroupGloo(store, rank, self.size, dist.default_pg_timeout)
+        return TorchGroup(gloo, name=name, timeout_s=30)
+
+    def host_group(self, rank: int, name: str) -> HostGroup:
+        transport = GlooTransport(self.torch_group(rank, name))
+        return HostGroup(transport, rank, self.size, name=name, timeout_s=30)
+
+
+@pytest.fixture(scope="module", params=(1, 2, 3))
+def gloo_threads(request: pytest.FixtureRequest) -> GlooThreads:
+    return GlooThreads(request.param)
+
+
+@each_check
+def test_gloo(gloo_threads: GlooThreads, check: Check, request: pytest.FixtureRequest) -> None:
+    def body(outer: ProcessGroup) -> None:
+        group = gloo_threads.host_group(outer.rank, request.node.nodeid)
+        check(group)
+        outer.barrier()
+        group.close()
+
+    run_ranks(gloo_threads.size, body)
+
+
+WITHOUT_ORDER = {name: check for name, check in CHECKS.items() if not name.startswith("total_order")}
+
+
+@pytest.mark.parametrize("check", WITHOUT_ORDER.values(), ids=WITHOUT_ORDER)
+def test_torch_group(gloo_threads: GlooThreads, check: Check, request: pytest.FixtureRequest) -> None:
+    """The bare adapter, which promises no order for what callbacks issue."""
+
+    def body(outer: ProcessGroup) -> None:
+        check(gloo_threads.torch_group(outer.rank, request.node.nodeid))
+        outer.barrier()
+
+    run_ranks(gloo_threads.size, body)
+
+
+def test_run_conformance_runs_everything_on_new_groups() -> None:
+    made: list[ProcessGroup] = []
+
+    def make() -> ProcessGroup:
+        made.extend(create_groups(1))
+        return made[-1]
+
+    run_conformance(make)
+    assert len(made) == len(CHECKS) + 1
+    assert len({id(group) for group in made}) == len(made)
+
+
+def test_run_conformance_names_the_check() -> None:
+    class Wrong(InProcessTransport):
+        def broadcast(self, tensor, root, call, deadline) -> None:
+            tensor.zero_()
+
+    def make() -> ProcessGroup:
+        return HostGroup(Wrong(MeetingPoint(1), 0), 0, 1, timeout_s=5)
+
+    with pytest.raises(AssertionError, match="conformance check 'broadcast_every_root_and_dtype' failed on rank 0 of 1"):
+        run_conformance(make)
+
+
+# ---- the suite sees what is wrong ----
+
+
+class NeverCommunicates(InProcessTransport):
+    def all_reduce(self, tensor, op, call, deadline) -> None:
+        tensor.mul_(len(self._show(tensor, call, deadline)))
+
+
+class WrongRoot(InProcessTransport):
+    def broadcast(self, tensor, root, call, deadline) -> None:
+        tensors = [shown.clone() for shown in self._show(tensor, call, deadline)]
+        self.barrier(call, deadline)
+        tensor.copy_(tensors[0])
+
+
+class OwnOrder(InProcessTransport):
+    """Each rank adds starting with its own: the same value up to rounding, other bits."""
+
+    def all_reduce(self, tensor, op, call, deadline) -> None:
+        if op is not ReduceOp.SUM:
+            return super().all_reduce(tensor, op, call, deadline)
+        shown = self._show(tensor, call, deadline)
+        result = reduce_in_rank_order(op, [*shown[self._rank :], *shown[: self._rank]])
+        self.barrier(call, deadline)
+        tensor.copy_(result)
+        return None
+
+
+class BarrierThatDoesNotWait(InProcessTransport):
+    def barrier(self, call, deadline) -> None:
+        if call.name != "barrier":
+            super().barrier(call, deadline)
+
+
+class ReversedOutputs(InProcessTransport):
+    def all_gather(self, outputs, tensor, call, deadline) -> None:
+        super().all_gather(outputs[::-1], tensor, call, deadline)
+
+
+class NarrowHalves(InProcessTransport):
+    def all_reduce(self, tensor, op, call, deadline) -> None:
+        if tensor.dtype is not torch.bfloat16 or op is not ReduceOp.SUM:
+            return super().all_reduce(tensor, op, call, deadline)
+        shown = self._show(tensor, call, deadline)
+        result = shown[0].clone()
+        for term in shown[1:]:
+            result += term
+        self.barrier(call, deadline)
+        tensor.copy_(result)
+        return None
+
+
+def on_broken(transport: type[InProcessTransport], check: Check, size: int) -> None:
+    meeting_point = MeetingPoint(size)
+
+    def body(outer: ProcessGroup) -> None:
+        group = HostGroup(transport(meeting_point, outer.rank), outer.rank, size, timeout_s=5)
+        try:
+            check(group)
+        except BaseException:
+            group.abort()
+            raise
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize(
+    ("transport", "check", "size"),
+    [
+        (NeverCommunicates, "all_reduce_every_layout", 2),
+        (NeverCommunicates, "all_reduce_every_dtype_and_reduction", 3),
+        (WrongRoot, "broadcast_every_root_and_dtype", 2),
+        (WrongRoot, "broadcast_every_layout", 3),
+        (OwnOrder, "all_reduce_same_bits_everywhere", 3),
+        (BarrierThatDoesNotWait, "barrier_waits_for_all", 2),
+        (ReversedOutputs, "all_gather_every_dtype", 2),
+        (ReversedOutputs, "objects_gathered", 3),
+        (NarrowHalves, "all_reduce_halves_round_once", 3),
+    ],
+)
+def test_the_suite_sees(transport: type[InProcessTransport], check: str, size: int) -> None:
+    with pytest.raises(AssertionError, match=r"expected|ended with other bits|left .* before"):
+        on_broken(transport, CHECKS[check], size)
+
+
+class WritesThroughGaps(HostGroup):
+    """A group that takes strided tensors for dense ones."""
+
+    def _broadcast(self, tensor, root, async_op):
+        dense = tensor.as_strided((tensor.numel(),), (1,))
+        return super()._broadcast(dense, root, async_op)
+
+
+def test_the_suite_sees_gaps_that_are_written() -> None:
+    meeting_point = MeetingPoint(2)
+
+    def body(outer: ProcessGroup) -> None:
+        group = WritesThroughGaps(InProcessTransport(meeting_point, outer.rank), outer.rank, 2, timeout_s=5)
+        try:
+            CHECKS["broadcast_every_layout"](group)
+        finally:
+            group.abort()
+
+    with pytest.raises(AssertionError, match=r"every second row|that are not part of the tensor|transposed|channels"):
+        run_ranks(2, body)
+
+
+class QueuedChildren(Progress):
+    """Breaks rule 3: a task issued in a callback goes to the end of the queue, where other ranks may have put others."""
+
+    def enqueue(self, task) -> None:
+        with self._condition:
+            self._queue.append(task)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+
+    def run_here(self, task) -> bool:
+        return False if self.is_running_here() else super().run_here(task)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "total_order_callbacks_while_the_main_thread_issues",
+        "total_order_chains_that_do_not_wait",
+        "total_order_nested_callbacks",
+    ],
+)
+def test_the_suite_sees_another_order(check: str) -> None:
+    meeting_point = MeetingPoint(2)
+
+    def body(outer: ProcessGroup) -> None:
+        group = HostGroup(InProcessTransport(meeting_point, outer.rank), outer.rank, 2, timeout_s=5)
+        group._progress = QueuedChildren("broken")
+        try:
+            CHECKS[check](group)
+        finally:
+            group.abort()
+
+    with pytest.raises(
+        Exception, match=r"order of collectives|met .* of the ranks|called different collectives|not called|did not return"
+    ):
+        run_ranks(2, body, timeout_s=3)

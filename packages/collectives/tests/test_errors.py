@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from syncline.collectives import errors
+from syncline.collectives.errors import (
+    CollectiveTimeout,
+    DisagreementError,
+    InvalidArgumentError,
+    MisuseError,
+    SynclineError,
+    TransportError,
+)
+
+ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, Exception)]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_error_is_in_the_tree_at_its_place(kind: type[Exception]) -> None:
+    """The picture in the module's docstring is the class hierarchy."""
+    lines = (errors.__doc__ or "").splitlines()
+    depth = {}
+    for line in lines:
+        found = re.match(r"^([ │├└─]*)(\w+)(?: {2,}|$)", line)
+        if found and found[2].endswith(("Error", "Timeout")):
+            depth[found[2]] = len(found[1])
+    assert kind.__name__ in depth
+    parents = [parent.__name__ for parent in kind.__mro__[1:] if issubclass(parent, SynclineError)]
+    assert [depth[name] for name in parents] == sorted((depth[name] for name in parents), reverse=True)
+    assert all(depth[name] < depth[kind.__name__] for name in parents)
+
+
+def test_three_families_that_do_not_overlap() -> None:
+    families = (MisuseError, DisagreementError, TransportError)
+    for kind in ALL:
+        assert sum(issubclass(kind, family) for family in families) == (kind is not SynclineError)
+
+
+def test_builtin_bases() -> None:
+    assert issubclass(InvalidArgumentError, ValueError)
+    assert issubclass(CollectiveTimeout, TimeoutError)
+
+
+def test_public_errors_are_all_exported() -> None:
+    import syncline.collectives as package
+
+    assert {kind.__name__ for kind in ALL} <= set(package.__all__)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from syncline.collectives import (
+    CollectiveTimeout,
+    DisagreementError,
+    GroupClosedError,
+    InvalidArgumentError,
+    LaunchError,
+    ProcessGroup,
+    TransportError,
+)
+from syncline.collectives.backend import ConnectRequest
+from syncline.collectives.backends.in_process import backend, create_groups
+from syncline.collectives.launch import Launch
+from syncline.collectives.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def caught(call) -> BaseException:
+    with pytest.raises(Exception) as info:  # noqa: PT011 - the tests look at what it is
+        call()
+    return info.value
+
+
+@pytest.mark.parametrize(
+    ("calls", "signatures"),
+    [
+        (
+            (lambda g: g.all_reduce(torch.ones(3)), lambda g: g.broadcast(torch.ones(3))),
+            ("rank 0: all_reduce(float32[3], op=SUM)", "rank 1: broadcast(float32[3], root=0)"),
+        ),
+        (
+            (lambda g: g.broadcast(torch.ones(2), 0), lambda g: g.broadcast(torch.ones(2), 1)),
+            ("rank 0: broadcast(float32[2], root=0)", "rank 1: broadcast(float32[2], root=1)"),
+        ),
+        (
+            (lambda g: g.all_reduce(torch.ones(2, 3)), lambda g: g.all_reduce(torch.ones(3, 2))),
+            ("rank 0: all_reduce(float32[2, 3], op=SUM)", "rank 1: all_reduce(float32[3, 2], op=SUM)"),
+        ),
+        (
+            (lambda g: g.all_reduce(torch.ones(2)), lambda g: g.all_reduce(torch.ones(2).double())),
+            ("float32[2]", "float64[2]"),
+        ),
+        ((lambda g: g.barrier(), lambda g: g.all_reduce(torch.ones(2))), ("barrier()", "all_reduce")),
+    ],
+)
+def test_disagreement_names_both_calls(calls, signatures) -> None:
+    def body(group: ProcessGroup) -> None:
+        error = caught(lambda: calls[group.rank](group))
+        assert isinstance(error, DisagreementError)
+        for signature in signatures:
+            assert signature in str(error)
+        assert f"rank {group.rank} of 2 in group 'ranks'" in str(error)
+
+    run_ranks(2, body)
+
+
+def test_after_a_failure_every_collective_refers_to_it() -> None:
+    def body(group: ProcessGroup) -> None:
+        first = caught(lambda: group.all_reduce(torch.ones(1 + group.rank)))
+        work = group.barrier(async_op=True)
+        second = caught(work.wait)
+        assert isinstance(first, DisagreementError)
+        assert isinstance(second, TransportError)
+        assert "was not started because the group had failed before" in str(second)
+        assert second.__cause__ is first
+        assert work.exception() is second
+        group.close()
+
+    run_ranks(2, body)
+
+
+def test_a_timeout_names_the_missing_ranks() -> None:
+    groups = create_groups(3, timeout_s=0.2)
+    error = caught(lambda: groups[1].all_reduce(torch.ones(5)))
+    assert isinstance(error, CollectiveTimeout)
+    assert "rank(s) 0, 2 have not called" in str(error)
+    assert "all_reduce(float32[5], op=SUM), number 0 on rank 1 of 3 in group 'default'" in str(error)
+    assert "did not finish within 0.2 s" in str(error)
+    for group in groups:
+        group.abort()
+
+
+def test_a_timeout_of_wait_leaves_the_collective_running() -> None:
+    groups = create_groups(2, timeout_s=30)
+    tensors = [torch.ones(2), torch.ones(2)]
+    work = groups[0].all_reduce(tensors[0], async_op=True)
+    assert isinstance(caught(lambda: work.wait(0.05)), CollectiveTimeout)
+    groups[1].all_reduce(tensors[1])
+    assert work.wait(10)
+    assert tensors[0].tolist() == tensors[1].tolist() == [2, 2]
+    for group in groups:
+        group.close()
+
+
+def test_abort_wakes_the_waiters() -> None:
+    groups = create_groups(2, timeout_s=60)
+    errors: list[BaseException] = []
+    queued = groups[0].all_reduce(torch.ones(1), async_op=True), groups[0].barrier(async_op=True)
+    waiters = [threading.Thread(target=lambda work=work: errors.append(caught(work.wait))) for work in queued]
+    for waiter in waiters:
+        waiter.start()
+    start_s = time.monotonic()
+    groups[1].abort()
+    for waiter in waiters:
+        waiter.join(10)
+        assert not waiter.is_alive()
+    assert time.monotonic() - start_s < 10
+    assert [type(error) for error in errors] == [TransportError, TransportError]
+    assert any("aborted while rank(s) 1 had not called" in str(error) for error in errors)
+    assert isinstance(caught(groups[1].barrier), GroupClosedError)
+    groups[0].abort()
+
+
+def test_abort_of_the_own_group_fails_what_is_queued() -> None:
+    groups = create_groups(2, timeout_s=60)
+    works = [groups[0].barrier(async_op=True) for _ in range(3)]
+    groups[0].abort()
+    for work in works:
+        assert isinstance(caught(work.wait), TransportError)
+    assert isinstance(caught(groups[0].barrier), GroupClosedError)
+    groups[1].abort()
+
+
+def test_close_gives_up_after_the_time_limit() -> None:
+    groups = create_groups(2, timeout_s=0.2)
+    work = groups[0].barrier(async_op=True)
+    groups[0].close()
+    assert isinstance(caught(work.wait), TransportError)
+    groups[1].abort()
+
+
+def test_at_least_one_rank() -> None:
+    with pytest.raises(InvalidArgumentError, match="at least one rank, found 0"):
+        create_groups(0)
+
+
+def test_description() -> None:
+    (group,) = create_groups(1, name="alone")
+    assert repr(group) == "<HostGroup 'alone' (in_process: 1 rank(s) as threads), rank 0 of 1>"
+    assert (group.backend_name, group.device_types) == ("in_process", frozenset({"cpu"}))
+    group.close()
+
+
+def test_backend_connects_one() -> None:
+    assert backend.missing() is None
+    group = backend.connect(ConnectRequest(None, None, None, None, 5.0))
+    assert (group.rank, group.size, group.timeout_s) == (0, 1, 5.0)
+    group.close()
+
+
+@pytest.mark.parametrize(("launch", "world_size"), [(Launch("Open MPI", True, 0, 2), None), (None, 2)])
+def test_backend_refuses_processes(launch: Launch | None, world_size: int | None) -> None:
+    with pytest.raises(LaunchError, match=r"this job has 2 processes; use backend 'mpi' or 'gloo', or .*run_ranks"):
+        backend.connect(ConnectRequest(launch, None, world_size, None, 5.0))

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from syncline.collectives import ProcessGroup, all_gather_object
+from syncline.collectives.objects import all_gather_bytes
+from syncline.collectives.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_bytes_of_all_lengths(size: int) -> None:
+    def body(group: ProcessGroup) -> list[bytes]:
+        return all_gather_bytes(b"\0x" * (5 * group.rank), group=group)
+
+    assert run_ranks(size, body) == [[b"\0x" * (5 * rank) for rank in range(size)]] * size
+
+
+def test_objects_are_copies() -> None:
+    def body(group: ProcessGroup) -> None:
+        mine = {"rank": group.rank}
+        everyone = all_gather_object(mine, group=group)
+        assert everyone == [{"rank": 0}, {"rank": 1}]
+        assert everyone[group.rank] is not mine
+
+    run_ranks(2, body)
+
+
+def test_what_does_not_pickle_fails_before_anything_is_sent() -> None:
+    def body(group: ProcessGroup) -> list[int]:
+        with pytest.raises(Exception, match="pickle"):
+            all_gather_object(lambda: None, group=group)
+        return all_gather_object(group.rank, group=group)
+
+    assert run_ranks(2, body) == [[0, 1], [0, 1]]

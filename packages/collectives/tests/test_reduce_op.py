@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from syncline.collectives import InvalidArgumentError, ReduceOp
+from syncline.collectives.reduce_op import BOOL, COMPLEX, DTYPES_OF, FLOATS, HALVES, INTEGERS, check_reduction
+
+
+def test_every_reduction_has_its_dtypes() -> None:
+    assert set(DTYPES_OF) == set(ReduceOp)
+    assert HALVES < FLOATS
+    kinds = [FLOATS, COMPLEX, INTEGERS, BOOL]
+    assert sum(map(len, kinds)) == len(frozenset().union(*kinds))
+
+
+@pytest.mark.parametrize("op", ReduceOp)
+def test_documented(op: ReduceOp) -> None:
+    assert op.name in (ReduceOp.__doc__ or "")
+
+
+@pytest.mark.parametrize("op", ReduceOp)
+def test_accepts_what_is_in_the_table_and_nothing_else(op: ReduceOp) -> None:
+    for dtype in FLOATS | COMPLEX | INTEGERS | BOOL | {torch.uint16, torch.float8_e5m2}:
+        if dtype in DTYPES_OF[op]:
+            check_reduction(op, dtype)
+        else:
+            with pytest.raises(InvalidArgumentError, match=f"{op.name} is not defined for {dtype}"):
+                check_reduction(op, dtype)
+
+
+def test_refusal_lists_what_exists() -> None:
+    with pytest.raises(InvalidArgumentError, match="reductions defined for it: MIN, MAX, BAND, BOR, BXOR"):
+        check_reduction(ReduceOp.SUM, torch.bool)
+    with pytest.raises(InvalidArgumentError, match="can only be moved"):
+        check_reduction(ReduceOp.SUM, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("op", ["sum", None, torch.distributed.ReduceOp.SUM])
+def test_only_our_reductions(op: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"expected a syncline ReduceOp .*SUM, AVG"):
+        check_reduction(op, torch.float32)  # type: ignore[arg-type]

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from syncline.collectives import ReduceOp
+from syncline.collectives.reduce_op import DTYPES_OF
+from syncline.collectives.reduction import reduce_in_rank_order
+
+CELLS = [(op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str)]
+
+
+def numbers(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return ((torch.arange(12) * 5 + rank * 3) % 7 % (2 if dtype is torch.bool else 7)).to(dtype)
+
+
+ORACLE = {
+    ReduceOp.SUM: lambda stack: stack.sum(0),
+    ReduceOp.AVG: lambda stack: stack.mean(0),
+    ReduceOp.PRODUCT: lambda stack: stack.prod(0),
+    ReduceOp.MIN: lambda stack: stack.amin(0),
+    ReduceOp.MAX: lambda stack: stack.amax(0),
+    ReduceOp.BAND: lambda stack: stack[0] & stack[1] & stack[2],
+    ReduceOp.BOR: lambda stack: stack[0] | stack[1] | stack[2],
+    ReduceOp.BXOR: lambda stack: stack[0] ^ stack[1] ^ stack[2],
+}
+
+
+@pytest.mark.parametrize(("op", "dtype"), CELLS)
+def test_against_torch(op: ReduceOp, dtype: torch.dtype) -> None:
+    terms = [numbers(rank, dtype) for rank in range(3)]
+    before = [term.clone() for term in terms]
+    result = reduce_in_rank_order(op, terms)
+    assert result.dtype is dtype
+    torch.testing.assert_close(result, ORACLE[op](torch.stack(terms)).to(dtype))
+    assert all(torch.equal(term, old) for term, old in zip(terms, before, strict=True))
+
+
+@pytest.mark.parametrize(("op", "dtype"), CELLS)
+def test_one_term_is_copied(op: ReduceOp, dtype: torch.dtype) -> None:
+    term = numbers(1, dtype)
+    result = reduce_in_rank_order(op, [term])
+    assert torch.equal(result, term)
+    assert result.data_ptr() != term.data_ptr()
+
+
+def test_order_is_the_ranks() -> None:
+    """Addition is not associative: (1e8 + 1) - 1e8 is 0 in float32, (1e8 - 1e8) + 1 is 1."""
+    big, one = torch.tensor([1e8]), torch.tensor([1.0])
+    assert reduce_in_rank_order(ReduceOp.SUM, [big, one, -big]).item() == 0
+    assert reduce_in_rank_order(ReduceOp.SUM, [big, -big, one]).item() == 1
+
+
+def test_halves_round_once() -> None:
+    terms = [torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16) for rank in range(5)]
+    assert reduce_in_rank_order(ReduceOp.SUM, terms).item() == 260
+    assert reduce_in_rank_order(ReduceOp.AVG, [torch.tensor([60000.0]).half()] * 3).item() == 60000

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from syncline.collectives import CollectiveTimeout, InvalidArgumentError, TransportError, Work
+from syncline.collectives.work import FinishedWork, PendingWork
+
+
+def pending(*tensors: torch.Tensor) -> PendingWork:
+    return PendingWork(list(tensors), lambda: "all_reduce(float32[3])")
+
+
+@pytest.mark.parametrize("work", [FinishedWork([]), pending()], ids=["finished", "pending"])
+def test_no_truth_value(work: Work) -> None:
+    with pytest.raises(TypeError, match=r"no truth value.*wait\(\).*is_completed\(\)"):
+        bool(work)
+
+
+def test_finished() -> None:
+    tensor = torch.ones(2)
+    work = FinishedWork([tensor])
+    assert work.wait(1) is True
+    assert work.is_completed()
+    assert work.exception() is None
+    assert work.result()[0] is tensor
+    assert work.get_future().wait()[0] is tensor
+
+
+def test_pending_then_well() -> None:
+    tensor = torch.ones(2)
+    work = pending(tensor)
+    assert not work.is_completed()
+    assert not work.get_future().done()
+    work.succeed()
+    assert work.is_completed()
+    assert work.wait() is True
+    assert work.wait(timedelta(seconds=1)) is True
+    assert work.get_future().value()[0] is tensor
+    assert work.result()[0] is tensor
+
+
+def test_pending_then_badly() -> None:
+    work = pending()
+    future = work.get_future()
+    work.fail(TransportError("the cable is cut"))
+    assert work.is_completed()
+    assert isinstance(work.exception(), TransportError)
+    for _ in range(2):
+        with pytest.raises(TransportError, match="the cable is cut"):
+            work.wait()
+    with pytest.raises(Exception, match="the cable is cut"):
+        future.wait()
+    with pytest.raises(Exception, match="the cable is cut"):
+        work.get_future().value()
+
+
+def test_wait_with_a_time_limit() -> None:
+    work = pending()
+    for timeout in (0.01, timedelta(milliseconds=10)):
+        with pytest.raises(CollectiveTimeout, match=r"all_reduce\(float32\[3\]\) did not finish within the 0.01 s"):
+            work.wait(timeout)
+    assert not work.is_completed()
+    work.succeed()
+    assert work.wait(0.01)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_wait_refuses_nonsense(timeout: float) -> None:
+    with pytest.raises(InvalidArgumentError):
+        pending().wait(timeout)
+
+
+def test_wakes_all_waiters() -> None:
+    work = pending()
+    threads = [threading.Thread(target=work.wait) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    work.succeed()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_the_future_is_one_object() -> None:
+    work = pending()
+    assert work.get_future() is work.get_future()
+    work.succeed()
+    assert work.get_future() is work.get_future()
+
+
+def test_callbacks_run_on_the_finishing_thread_or_late_on_the_callers() -> None:
+    work = pending(torch.ones(1))
+    ran_on: dict[str, int] = {}
+    work.get_future().then(lambda _: ran_on.setdefault("early", threading.get_ident()))
+    finisher = threading.Thread(target=work.succeed)
+    finisher.start()
+    finisher.join()
+    work.get_future().then(lambda _: ran_on.setdefault("late", threading.get_ident()))
+    assert ran_on == {"early": finisher.ident, "late": threading.get_ident()}
+
+
+def test_waiters_wake_before_callbacks_end() -> None:
+    """A callback may take its time, or wait for the main thread, without holding up those who wait for the collective."""
+    work = pending()
+    go_on = threading.Event()
+    work.get_future().then(lambda _: go_on.wait(10))
+    finisher = threading.Thread(target=work.succeed)
+    finisher.start()
+    work.wait(5)
+    go_on.set()
+    finisher.join(5)
+    assert not finisher.is_alive()

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from syncline import collectives
+from syncline.collectives import (
+    InvalidArgumentError,
+    LaunchError,
+    MisuseError,
+    NotInitializedError,
+    UnknownBackendError,
+    destroy_process_group,
+    get_default_group,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+)
+from syncline.collectives.backends.in_process import create_groups
+
+LAUNCHED = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.fixture(autouse=True)
+def nobody_launched_this(monkeypatch: pytest.MonkeyPatch):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK", "SYNCLINE_BACKEND", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    destroy_process_group()
+
+
+CALLS = {
+    "all_reduce": lambda: collectives.all_reduce(torch.ones(1)),
+    "broadcast": lambda: collectives.broadcast(torch.ones(1), 0),
+    "all_gather": lambda: collectives.all_gather([torch.ones(1)], torch.ones(1)),
+    "barrier": collectives.barrier,
+    "get_rank": get_rank,
+    "get_world_size": get_world_size,
+    "get_default_group": get_default_group,
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_before_init_and_after_destroy(call) -> None:
+    with pytest.raises(NotInitializedError, match=r"init_process_group\(\) first \(and not after destroy"):
+        call()
+    init_process_group()
+    call()
+    destroy_process_group()
+    with pytest.raises(NotInitializedError):
+        call()
+
+
+def test_alone() -> None:
+    assert not is_initialized()
+    group = init_process_group(timeout=timedelta(seconds=9))
+    assert is_initialized()
+    assert get_default_group() is group
+    assert (group.backend_name, get_rank(), get_world_size(), group.timeout_s) == ("in_process", 0, 1, 9.0)
+
+
+def test_init_twice_is_refused_and_the_first_stays() -> None:
+    group = init_process_group()
+    with pytest.raises(MisuseError, match=r"was called before and made .*call destroy_process_group first"):
+        init_process_group()
+    assert get_default_group() is group
+
+
+def test_destroy_twice_is_fine_and_init_after_it_too() -> None:
+    first = init_process_group()
+    destroy_process_group()
+    destroy_process_group()
+    assert init_process_group() is not first
+
+
+def test_a_failed_init_leaves_no_group() -> None:
+    with pytest.raises(UnknownBackendError):
+        init_process_group("smoke")
+    with pytest.raises(InvalidArgumentError):
+        init_process_group(timeout=0)
+    assert not is_initialized()
+
+
+def test_backend_by_argument_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert init_process_group("gloo").backend_name == "gloo"
+    destroy_process_group()
+    monkeypatch.setenv("SYNCLINE_BACKEND", "gloo")
+    assert init_process_group().backend_name == "gloo"
+
+
+def test_contradicting_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match="world_size=3 was asked for, but Open MPI says 2"):
+        init_process_group("gloo", world_size=3)
+    with pytest.raises(LaunchError, match="rank=0 was asked for, but Open MPI says 1"):
+        init_process_group("gloo", world_size=2, rank=0)
+    with pytest.raises(LaunchError, match="this job has 2 processes"):
+        init_process_group("in_process")
+
+
+def test_world_size_without_a_rank() -> None:
+    with pytest.raises(LaunchError, match="world_size=2 was given without a rank"):
+        init_process_group("gloo", world_size=2)
+
+
+def test_no_way_to_meet() -> None:
+    with pytest.raises(LaunchError, match="2 ranks and no way for them to meet: expected an init_method"):
+        init_process_group("gloo", world_size=2, rank=0)
+
+
+def test_logs_its_choice_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="syncline.collectives"):
+        init_process_group()
+    assert len(caplog.records) == 1
+    assert "1 rank(s) over in_process" in caplog.text
+    assert "nothing launched this process" in caplog.text
+
+
+def test_functions_return_work_only_if_async() -> None:
+    init_process_group()
+    tensor = torch.ones(2)
+    outputs = [torch.empty(2)]
+    for call in (
+        lambda **how: collectives.all_reduce(tensor, **how),
+        lambda **how: collectives.broadcast(tensor, 0, **how),
+        lambda **how: collectives.all_gather(outputs, tensor, **how),
+        lambda **how: collectives.barrier(**how),
+    ):
+        assert call() is None
+        work = call(async_op=True)
+        assert work is not None
+        assert work.wait()
+
+
+def test_functions_take_a_group() -> None:
+    groups = create_groups(2)
+    try:
+        assert get_rank(groups[1]) == 1
+        assert get_world_size(groups[1]) == 2
+    finally:
+        for group in groups:
+            group.close()

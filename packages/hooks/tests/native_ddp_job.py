@@ -1,0 +1,66 @@
+"""One rank of a job under torch's own DistributedDataParallel; test_native_ddp starts it, and reads the file it writes.
+
+Usage: native_ddp_job.py RANK WORLD_SIZE FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from syncline import hooks
+
+STEPS = 3
+SHARE = 4
+HOOKS: dict[str, Any] = {
+    "none": None,
+    "torch-allreduce": default_hooks.allreduce_hook,
+    "torch-fp16": default_hooks.fp16_compress_hook,
+    "allreduce": hooks.allreduce_hook,
+    "fp16": hooks.fp16_compress_hook,
+    "noop": hooks.noop_hook,
+}
+
+
+def gradients(hook: Any, state: Any, rank: int) -> list[list[torch.Tensor]]:
+    """All gradients of a few steps of training."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
+    # Small buckets, so that a hook is called more than once in a backward.
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    if hook is not None:
+        ddp.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(100 + rank)
+    history = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        inputs, targets = torch.randn(SHARE, 6, generator=generator), torch.randn(SHARE, 3, generator=generator)
+        torch.nn.functional.mse_loss(ddp(inputs), targets).backward()
+        history.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        optimizer.step()
+    return history
+
+
+def all_gradients(rank: int) -> dict[str, list[list[torch.Tensor]]]:
+    """By the hook's name; ours also with the group as the state."""
+    found = {name: gradients(hook, None, rank) for name, hook in HOOKS.items()}
+    found["allreduce-group"] = gradients(hooks.allreduce_hook, dist.group.WORLD, rank)
+    found["fp16-group"] = gradients(hooks.fp16_compress_hook, dist.group.WORLD, rank)
+    return found
+
+
+def main() -> None:
+    rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    torch.save(all_gradients(rank), folder / f"gradients-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Our hooks under torch's own DistributedDataParallel, held against torch's own hooks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+JOB = Path(__file__).with_name("native_ddp_job.py")
+Gradients = dict[str, list[list[torch.Tensor]]]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1-rank", "2-ranks"])
+def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Gradients]:
+    """What every rank found, by the hook's name."""
+    world_size, folder = request.param, tmp_path_factory.mktemp("job")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, JOB, str(rank), str(world_size), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        said = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(said)
+    return [torch.load(folder / f"gradients-{rank}.pt") for rank in range(world_size)]
+
+
+def differ(ours: list[list[torch.Tensor]], theirs: list[list[torch.Tensor]]) -> bool:
+    return not all(torch.equal(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("name", ["allreduce", "allreduce-group"])
+def test_allreduce_gives_what_torch_gives(by_rank: list[Gradients], name: str) -> None:
+    for found in by_rank:
+        torch.testing.assert_close(found[name], found["torch-allreduce"], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(found[name], found["none"], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp16-group"])
+def test_fp16_gives_what_torch_gives_up_to_the_rounding_of_halves(by_rank: list[Gradients], name: str) -> None:
+    for found in by_rank:
+        torch.testing.assert_close(found[name], found["torch-fp16"], rtol=2e-3, atol=1e-4)
+        torch.testing.assert_close(found[name], found["none"], rtol=2e-3, atol=1e-4)
+        assert differ(found[name], found["none"]), "not compressed at all"
+        first = found[name][0][0]
+        assert first.dtype == torch.float32
+        assert torch.equal(first, first.half().float())
+
+
+@pytest.mark.parametrize("name", ["allreduce", "allreduce-group", "fp16", "fp16-group"])
+def test_all_ranks_hold_the_same_bits(by_rank: list[Gradients], name: str) -> None:
+    for found in by_rank[1:]:
+        assert not differ(found[name], by_rank[0][name])
+
+
+def test_noop_lets_the_ranks_drift_apart(by_rank: list[Gradients]) -> None:
+    for found in by_rank[1:]:
+        assert differ(found["noop"], by_rank[0]["noop"])
+    assert differ(by_rank[0]["noop"], by_rank[0]["none"]) == (len(by_rank) > 1)
