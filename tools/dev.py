@@ -54,10 +54,12 @@ def lint(_: argparse.Namespace) -> int:
 
 
 def types(_: argparse.Namespace) -> int:
-    """Check the types of each layer on its own, then of the tools."""
+    """Check the types of each layer on its own, then of the tools and the example."""
     mypy = (PYTHON, "-m", "mypy", "--config-file", ROOT / "pyproject.toml")
     layers = [(*mypy, ROOT / "packages" / layer / "src") for layer in LAYERS]
-    return _all_of(*layers, (*mypy, *sorted((ROOT / "tools").glob("*.py"))))
+    scripts: list[Sequence[str | Path]]
+    scripts = [(*mypy, *sorted(folder.glob("*.py"))) for folder in (ROOT / "tools", DIGITS.parent)]
+    return _all_of(*layers, *scripts)
 
 
 def unit(_: argparse.Namespace) -> int:
@@ -148,7 +150,16 @@ def _runtimes(names: Sequence[str] | None) -> list[mpi_runtimes.MpiRuntime]:
 def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, words: Sequence[str | Path]) -> bool:
     """Rank 0 speaks for all that is well; after a failure everyone is heard, mpiexec last."""
     with tempfile.TemporaryDirectory(prefix="syncline-ranks-") as folder:
-        pytest = (*PYTEST[1:], "-m", "mpi", "-p", "no:cacheprovider", "-p", "syncline.collectives.testing.pytest_plugin", *words)
+        pytest = (
+            *PYTEST[1:],
+            "-m",
+            "mpi",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "syncline.collectives.testing.pytest_plugin",
+            *words,
+        )
         outcome = capture(
             (*runtime.command(size), PYTHON, ROOT / "tools" / "rank_log.py", folder, *pytest),
             timeout_s=RANKS_TIMEOUT_S,
