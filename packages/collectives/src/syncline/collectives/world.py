@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import NoReturn
 
 from .backend import ConnectRequest
 from .deadline import seconds
-from .errors import MisuseError, NotInitializedError
+from .errors import InvalidArgumentError, MisuseError, NotInitializedError
 from .launch import detect_launch
 from .process_group import ProcessGroup
 from .registry import load_backend
@@ -97,11 +99,62 @@ def get_default_group() -> ProcessGroup:
     return _default
 
 
-def get_rank(group: ProcessGroup | None = None) -> int:
-    """This process's rank in the group, the default one if None."""
-    return (group or get_default_group()).rank
+def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
+    """The group that a functional form shall use: the one given, or the default one.
+
+    Raises:
+        NotInitializedError: None was given and there is no default group.
+        MisuseError: this rank is not in the group.
+    """
+    if isinstance(group, NonMember):
+        raise MisuseError(group.complaint())
+    return get_default_group() if group is None else group
 
 
-def get_world_size(group: ProcessGroup | None = None) -> int:
-    """The number of ranks of the group, the default one if None."""
-    return (group or get_default_group()).size
+def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, default: int | None = None) -> int:
+    """The rank in a group that a pair of arguments such as `src` (a rank of the default group) and `group_src` means.
+
+    Raises:
+        InvalidArgumentError: both or (without a default) none were given, or `rank` is not in the group.
+    """
+    if rank is not None and group_rank is not None:
+        raise InvalidArgumentError(f"expected a rank or a rank in the group, found both ({rank} and {group_rank})")
+    if rank is None:
+        chosen = default if group_rank is None else group_rank
+        if chosen is None:
+            raise InvalidArgumentError("expected a rank, found none")
+        return chosen
+    if rank not in group.ranks:
+        raise InvalidArgumentError(f"rank {rank} is not in group '{group.name}', which has ranks {list(group.ranks)}")
+    return group.ranks.index(rank)
+
+
+def get_rank(group: ProcessGroup | NonMember | None = None) -> int:
+    """This process's rank in the group, the default one if None; -1 if it is not in the group."""
+    return -1 if isinstance(group, NonMember) else resolve_group(group).rank
+
+
+def get_world_size(group: ProcessGroup | NonMember | None = None) -> int:
+    """The number of ranks of the group, the default one if None; -1 if this process is not in the group."""
+    return -1 if isinstance(group, NonMember) else resolve_group(group).size
+
+
+class NonMember:
+    """What `new_group` returns on a rank that is not in the new group. Using it as a group is an error that says so."""
+
+    def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self._rank = rank
+
+    def complaint(self) -> str:
+        """Why this cannot be used."""
+        return (
+            f"rank {self._rank} is not in group '{self.name}', which has ranks {list(self.ranks)}; call its collectives only on "
+            "those ranks (get_rank(group) is -1 elsewhere)"
+        )
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise MisuseError(f"{attribute}: {self.complaint()}")

@@ -1,0 +1,48 @@
+"""How a tensor lies in memory, and how to get it into the plain order in which it travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two indices lead to the same place. A pure function.
+
+    Cost: sorts the dimensions, unless these interleave in a way that only `as_strided` makes; then it looks at every
+    element.
+    """
+    if 0 in shape:
+        return False
+    reach = 0  # how far apart the elements lie that the dimensions so far span
+    for stride, length in sorted((stride, length) for length, stride in zip(shape, strides, strict=True) if length > 1):
+        if stride == 0:
+            return True
+        if stride <= reach:
+            return _has_duplicates(shape, strides)
+        reach += stride * (length - 1)
+    return False
+
+
+def in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its memory holds its values in order, else a copy that does.
+
+    It does not where there are strides, and where torch conjugates or negates lazily (`conj()`, `conj().imag`).
+    """
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor in plain order, flat, as uint8.
+
+    A single element is contiguous to torch whatever its stride, but a view as another dtype wants stride 1.
+    """
+    return tensor.view(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _has_duplicates(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    places = torch.zeros(1, dtype=torch.int64)
+    for length, stride in zip(shape, strides, strict=True):
+        places = (places[:, None] + torch.arange(length) * stride).flatten()
+    return places.unique().numel() < places.numel()
