@@ -10,6 +10,7 @@ from .errors import (
     LaunchError,
     MisuseError,
     NotInitializedError,
+    SiteFileError,
     SynclineError,
     TransportError,
     UnknownBackendError,
@@ -36,6 +37,7 @@ from .objects import (
     gather_object,
     scatter_object_list,
 )
+from .placement import Placement, default_device, placement_of
 from .point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .process_group import ProcessGroup
 from .reduce_op import ReduceOp, premul_sum
@@ -65,9 +67,11 @@ __all__ = [
     "NonMember",
     "NotInitializedError",
     "P2POp",
+    "Placement",
     "ProcessGroup",
     "ReduceOp",
     "RoundRobinGroup",
+    "SiteFileError",
     "SynclineError",
     "TorchGroup",
     "TransportError",
@@ -87,6 +91,7 @@ __all__ = [
     "broadcast",
     "broadcast_coalesced",
     "broadcast_object_list",
+    "default_device",
     "destroy_process_group",
     "exchange_objects",
     "gather",
@@ -102,6 +107,7 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "placement_of",
     "premul_sum",
     "recv",
     "reduce",

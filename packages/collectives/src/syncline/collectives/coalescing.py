@@ -197,9 +197,7 @@ def _joined(
     return None
 
 
-def _check_lists(
-    outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], group: ProcessGroup
-) -> None:
+def _check_lists(outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], group: ProcessGroup) -> None:
     if len(outputs) != group.size:
         raise InvalidArgumentError(
             f"all_gather_coalesced on {group.place()}: expected {group.size} lists of outputs, found {len(outputs)}"

@@ -146,7 +146,9 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_id
         InvalidArgumentError: `device_ids` was given: torch guesses a GPU by it, a group of ours knows its device.
     """
     if device_ids is not None:
-        raise InvalidArgumentError(f"barrier takes no device_ids (the group knows its device), found {device_ids}; leave it out")
+        raise InvalidArgumentError(
+            f"barrier takes no device_ids (the group knows its device), found {device_ids}; leave it out"
+        )
     return _async_only(resolve_group(group).barrier(async_op=async_op), async_op)
 
 

@@ -227,9 +227,7 @@ class ProcessGroup(ABC):
 
     # ---- one tensor for each rank on both sides ----
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False
-    ) -> Work:
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False) -> Work:
         """Send `inputs[r]` to rank r and receive `outputs[r]` from it.
 
         Args:

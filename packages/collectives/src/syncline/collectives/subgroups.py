@@ -11,9 +11,7 @@ from .process_group import ProcessGroup
 from .world import NonMember, get_default_group, resolve_group
 
 
-def new_group(
-    ranks: Sequence[int] | None = None, timeout: timedelta | float | None = None
-) -> ProcessGroup | NonMember:
+def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | None = None) -> ProcessGroup | NonMember:
     """A group of some ranks of the default group.
 
     Args:

@@ -42,7 +42,9 @@ class TorchGroup(ProcessGroup):
     one. Closing it leaves the torch group alone, which belongs to whoever made it.
     """
 
-    def __init__(self, torch_group: dist.ProcessGroup | TorchBackend, *, name: str = "torch", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self, torch_group: dist.ProcessGroup | TorchBackend, *, name: str = "torch", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
         super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s)
         self.torch_group = torch_group
 
@@ -83,7 +85,9 @@ class TorchGroup(ProcessGroup):
         return self._work([tensor], self._all_reduce(copy, op, async_op=True), self._on(root, tensor, copy), async_op)
 
     def _reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: Reduction, async_op: bool) -> Work:
-        return self._reduce_scatter_tensor(output, torch.cat([in_plain_order(entry).view(-1) for entry in inputs]), op, async_op)
+        return self._reduce_scatter_tensor(
+            output, torch.cat([in_plain_order(entry).view(-1) for entry in inputs]), op, async_op
+        )
 
     def _reduce_scatter_tensor(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
         wire = in_plain_order(tensor).view(-1)

@@ -65,9 +65,7 @@ class Transport(ABC):
         """Copy rank r's tensor into part r of the block, on every rank. `tensor` may be this rank's part of the block."""
 
     @abstractmethod
-    def gather(
-        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
-    ) -> None:
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
         """Copy rank r's tensor into part r of the root's block."""
 
     @abstractmethod

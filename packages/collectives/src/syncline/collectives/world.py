@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import NoReturn
 
-from .backend import ConnectRequest
+from .backend import Backend, ConnectRequest
 from .deadline import seconds
-from .errors import InvalidArgumentError, MisuseError, NotInitializedError
-from .launch import detect_launch
+from .errors import InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
+from .launch import check_init_method, detect_launch
 from .process_group import ProcessGroup
 from .registry import load_backend
-from .site import choose_backend
+from .site import BackendChoice, choose_backend, load_site
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -29,29 +29,37 @@ def init_process_group(
     timeout: timedelta | float | None = None,
     world_size: int = -1,
     rank: int = -1,
+    *,
+    reproducible: bool | None = None,
 ) -> ProcessGroup:
     """Connect all ranks of the job and make their group the default. Every rank calls it once.
 
     Started by mpirun, mpiexec or srun it needs no argument, no exported variable and no port.
 
     Args:
-        backend: a name from `backend_names()`; None chooses: `SYNCLINE_BACKEND`, else MPI under an MPI launcher, else Gloo
-            under another launcher, else a group of one.
-        init_method: for Gloo only, where the ranks meet: "env://", "file://...", "tcp://...", as torch.distributed has it.
-        timeout: seconds or a timedelta, 30 minutes by default: how long one collective may take.
+        backend: a name from `backend_names()`; None chooses: `SYNCLINE_BACKEND`, else the site file's, else MPI under an MPI
+            launcher, else Gloo under another launcher, else a group of one.
+        init_method: where the ranks of Gloo meet: "env://", "file://...", "tcp://...", as torch.distributed has it; "mpi://" is
+            backend "mpi".
+        timeout: seconds or a timedelta: how long one collective may take. By default the site file's, else 30 minutes.
         world_size: number of ranks; -1 takes the launcher's, another value must agree with it.
         rank: this process's rank; -1 takes the launcher's, another value must agree with it.
+        reproducible: reductions give the same bits in every run, at the price that the backend states. By default the site
+            file's, else False. (Every rank of one run has the same bits always.)
 
     Returns:
         The default group, which `get_default_group()` returns from now on.
 
     Raises:
         MisuseError: there is a default group already.
-        UnknownBackendError, BackendUnavailableError, LaunchError: see `errors`.
+        InvalidArgumentError: the `init_method` is of an unknown kind.
+        SiteFileError, UnknownBackendError, BackendUnavailableError, LaunchError: see `errors`.
     """
     global _default
-    timeout_s = seconds(timeout)
+    site = load_site(os.environ)
+    timeout_s = seconds(timeout, site.timeout_s)
     launch = detect_launch(os.environ)
+    scheme = check_init_method(init_method)
     with _lock:
         if _default is not None:
             raise MisuseError(f"init_process_group was called before and made {_default!r}; call destroy_process_group first")
@@ -60,15 +68,29 @@ def init_process_group(
             os.environ,
             launch,
             lambda name: load_backend(name).missing(),
+            scheme=scheme,
             rendezvous_given=init_method is not None or world_size != -1,
+            site=site,
         )
         request = ConnectRequest(
-            launch, None if rank == -1 else rank, None if world_size == -1 else world_size, init_method, timeout_s
+            launch,
+            None if rank == -1 else rank,
+            None if world_size == -1 else world_size,
+            init_method,
+            timeout_s,
+            reproducible=site.reproducible if reproducible is None else reproducible,
         )
-        _default = load_backend(choice.name).connect(request)
+        _default = _load(choice).connect(request)
     if _default.rank == 0:
         logger.info("%d rank(s) over %s (%s)", _default.size, _default.describe(), choice.reason)
     return _default
+
+
+def _load(choice: BackendChoice) -> Backend:
+    try:
+        return load_backend(choice.name)
+    except UnknownBackendError as error:
+        raise UnknownBackendError(f"{error} (the backend was {choice.reason})") from None
 
 
 def destroy_process_group() -> None:

@@ -60,7 +60,9 @@ class GlooTransport(Transport):
         """Gloo's gather of bytes."""
         _wait(self._group.gather(tensor, self._parts(block, tensor), root, async_op=True), deadline)
 
-    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+    def scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
+    ) -> None:
         """Gloo's scatter of bytes."""
         _wait(self._group.scatter(tensor, self._parts(block, tensor), root, async_op=True), deadline)
 
@@ -170,15 +172,17 @@ def _place(request: ConnectRequest) -> tuple[int, int]:
         if request.rank is None:
             raise LaunchError(f"world_size={request.world_size} was given without a rank, and nothing launched this process")
         return request.rank, request.world_size
+    if launch.world_size is None and request.world_size is None:
+        raise LaunchError(f"{launch.launcher} does not say how many processes there are; give world_size, or use backend 'mpi'")
     for what, asked, told in (
         ("world_size", request.world_size, launch.world_size),
         ("rank", request.rank, launch.rank),
     ):
-        if asked is not None and asked != told:
+        if asked is not None and told is not None and asked != told:
             raise LaunchError(
                 f"{what}={asked} was asked for, but {launch.launcher} says {told}; leave {what} out, or launch differently"
             )
-    return launch.rank, launch.world_size
+    return launch.rank, launch.world_size or request.world_size or 1
 
 
 def _by_url(url: str, rank: int, size: int, timeout_s: float) -> tuple[dist.Store, int, int]:

@@ -158,7 +158,9 @@ class InProcessTransport(Transport):
         if block is not None and result is not None:
             block.copy_(result)
 
-    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+    def scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
+    ) -> None:
         """Every rank copies its part of the root's block."""
         part = self._show(block, call, deadline)[root].view(self._size, tensor.numel())[self._rank].clone()
         self.barrier(call, deadline)
@@ -302,7 +304,7 @@ class InProcessBackend(Backend):
 
     def connect(self, request: ConnectRequest) -> HostGroup:
         """Return a group of one; more ranks are threads, which only `syncline.collectives.testing.run_ranks` starts."""
-        asked = request.world_size or (request.launch.world_size if request.launch else 1)
+        asked = request.world_size or (request.launch.least_world_size() if request.launch else 1)
         if asked != 1:
             raise LaunchError(
                 f"backend 'in_process' connects threads of one process, but this job has {asked} processes; use backend "

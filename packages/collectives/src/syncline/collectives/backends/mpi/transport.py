@@ -133,7 +133,9 @@ class MPITransport(Transport):
             if rows is not None and landing is not None:
                 rows[:, start : start + step].copy_(landing)
 
-    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+    def scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
+    ) -> None:
         """Scatter bytes."""
         rows = None if block is None else block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
