@@ -15,12 +15,12 @@ from syncline.collectives import (
     NotInitializedError,
     ProcessGroup,
     UnknownBackendError,
-    all_gather_object,
     all_reduce,
     backend_names,
     barrier,
     broadcast,
     destroy_process_group,
+    exchange_objects,
     get_default_group,
     get_rank,
     get_world_size,
@@ -76,7 +76,7 @@ def test_groups_do_not_disturb_one_another(mpi_group: ProcessGroup) -> None:
 
 
 def test_every_rank_is_another_process(mpi_group: ProcessGroup) -> None:
-    places = all_gather_object((mpi_group.rank, os.getpid()), group=mpi_group)
+    places = exchange_objects((mpi_group.rank, os.getpid()), group=mpi_group)
     assert [rank for rank, _ in places] == list(range(mpi_group.size))
     assert len({pid for _, pid in places}) == mpi_group.size
 

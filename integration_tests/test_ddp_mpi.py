@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, MisuseError, ProcessGroup
-from syncline.collectives.objects import all_gather_object
+from syncline.collectives.objects import exchange_objects
 from syncline.ddp import DistributedDataParallel
 from syncline.hooks import allreduce_hook, fp16_compress_hook, noop_hook
 from syncline.reducer import GradBucket
@@ -78,7 +78,7 @@ def train(
 
 
 def assert_bitwise_equal_on_all_ranks(group: ProcessGroup, tensors: list[torch.Tensor]) -> None:
-    versions = all_gather_object([tensor.numpy().tobytes() for tensor in tensors], group=group)
+    versions = exchange_objects([tensor.numpy().tobytes() for tensor in tensors], group=group)
     assert [version == versions[0] for version in versions] == [True] * group.size
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives import ProcessGroup, all_gather_object
+from syncline.collectives import ProcessGroup, exchange_objects
 from syncline.collectives.objects import all_gather_bytes
 from syncline.collectives.testing import run_ranks
 
@@ -20,7 +20,7 @@ def test_bytes_of_all_lengths(size: int) -> None:
 def test_objects_are_copies() -> None:
     def body(group: ProcessGroup) -> None:
         mine = {"rank": group.rank}
-        everyone = all_gather_object(mine, group=group)
+        everyone = exchange_objects(mine, group=group)
         assert everyone == [{"rank": 0}, {"rank": 1}]
         assert everyone[group.rank] is not mine
 
@@ -30,7 +30,7 @@ def test_objects_are_copies() -> None:
 def test_what_does_not_pickle_fails_before_anything_is_sent() -> None:
     def body(group: ProcessGroup) -> list[int]:
         with pytest.raises(Exception, match="pickle"):
-            all_gather_object(lambda: None, group=group)
-        return all_gather_object(group.rank, group=group)
+            exchange_objects(lambda: None, group=group)
+        return exchange_objects(group.rank, group=group)
 
     assert run_ranks(2, body) == [[0, 1], [0, 1]]

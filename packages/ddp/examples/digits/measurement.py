@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from syncline.collectives import ProcessGroup, all_gather_object
+from syncline.collectives import ProcessGroup, exchange_objects
 from syncline.ddp import DistributedDataParallel
 
 WARM_UP_STEPS = 5
@@ -36,7 +36,7 @@ def gather_measurements(own: Measurement, batch_size: int, group: ProcessGroup) 
 
     The first steps, in which memory is allocated and buckets are rebuilt, count in the time of the training only.
     """
-    everyone: list[Measurement] = all_gather_object(own, group=group)
+    everyone: list[Measurement] = exchange_objects(own, group=group)
     step_s = [value for rank in everyone for value in _after_warm_up(rank.step_s)]
     waited_s = [value for rank in everyone for value in _after_warm_up(rank.waited_s)]
     training_s = max(rank.training_s for rank in everyone)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from data import TRAIN_IMAGES
-from syncline.collectives import ProcessGroup, all_gather_object, backend_names, destroy_process_group
+from syncline.collectives import ProcessGroup, backend_names, destroy_process_group, exchange_objects
 
 EPOCHS = 20
 BATCH_SIZE = 96
@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 def check_with_group(options: Options, group: ProcessGroup) -> None:
     """End all ranks with status 2 if what was asked for cannot be done with this group or on rank 0's disk. A collective."""
     complaint = _complaint(options, group.size) if group.rank == 0 else None
-    complaint = all_gather_object(complaint, group=group)[0]
+    complaint = exchange_objects(complaint, group=group)[0]
     if complaint is None:
         return
     if group.rank == 0:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from syncline.collectives import ProcessGroup, all_gather_object
+from syncline.collectives import ProcessGroup, exchange_objects
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Placement:
 
 def gather_placements(group: ProcessGroup) -> list[Placement]:
     """The placement of every rank. A collective."""
-    return all_gather_object(Placement(platform.node(), frozenset(os.sched_getaffinity(0))), group=group)
+    return exchange_objects(Placement(platform.node(), frozenset(os.sched_getaffinity(0))), group=group)
 
 
 def threads_for(placements: Sequence[Placement], rank: int) -> int:

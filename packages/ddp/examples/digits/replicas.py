@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from syncline.collectives import ProcessGroup, all_gather_object
+from syncline.collectives import ProcessGroup, exchange_objects
 
 
 def replicas_are_identical(model: torch.nn.Module, optimizer: torch.optim.Optimizer, group: ProcessGroup) -> bool:
@@ -19,7 +19,7 @@ def replicas_are_identical(model: torch.nn.Module, optimizer: torch.optim.Optimi
     digest = hashlib.sha256()
     for tensor in _state(model, optimizer):
         digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return len(set(all_gather_object(digest.hexdigest(), group=group))) == 1
+    return len(set(exchange_objects(digest.hexdigest(), group=group))) == 1
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

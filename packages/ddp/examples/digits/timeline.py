@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from syncline.collectives import ProcessGroup, all_gather_object
+from syncline.collectives import ProcessGroup, exchange_objects
 from syncline.ddp import DistributedDataParallel
 from syncline.reducer import IterationStatistics
 
@@ -53,7 +53,7 @@ def record(
     All ranks start each of them together. Typical is the one of median duration, counted on its slowest rank.
     """
     own = [_one_step(model, images, labels, group) for _ in range(RECORDED_STEPS)]
-    steps: list[tuple[StepTimes, ...]] = list(zip(*all_gather_object(own, group=group), strict=True))
+    steps: list[tuple[StepTimes, ...]] = list(zip(*exchange_objects(own, group=group), strict=True))
     steps.sort(key=lambda ranks: max(step.duration_s for step in ranks))
     return list(steps[len(steps) // 2])
 

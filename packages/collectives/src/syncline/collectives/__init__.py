@@ -1,6 +1,6 @@
 """Process groups and collectives on torch tensors, over MPI, Gloo or threads."""
 
-from .coalescing import broadcast_coalesced
+from .coalescing import all_gather_coalesced, all_reduce_coalesced, broadcast_coalesced
 from .errors import (
     BackendUnavailableError,
     CollectiveTimeout,
@@ -10,17 +10,44 @@ from .errors import (
     LaunchError,
     MisuseError,
     NotInitializedError,
+    SiteFileError,
     SynclineError,
     TransportError,
     UnknownBackendError,
 )
-from .functional import all_gather, all_reduce, barrier, broadcast
-from .objects import all_gather_object
+from .functional import (
+    all_gather,
+    all_gather_into_tensor,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+)
+from .monitored_barrier import monitored_barrier
+from .objects import (
+    all_gather_object,
+    broadcast_object_list,
+    exchange_objects,
+    gather_object,
+    scatter_object_list,
+)
+from .placement import Placement, default_device, placement_of
+from .point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .process_group import ProcessGroup
-from .reduce_op import ReduceOp
+from .reduce_op import ReduceOp, premul_sum
 from .registry import backend_names
+from .round_robin import RoundRobinGroup
+from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
+from .torch_group import TorchGroup
 from .work import Work
 from .world import (
+    NonMember,
     destroy_process_group,
     get_default_group,
     get_rank,
@@ -37,24 +64,56 @@ __all__ = [
     "InvalidArgumentError",
     "LaunchError",
     "MisuseError",
+    "NonMember",
     "NotInitializedError",
+    "P2POp",
+    "Placement",
     "ProcessGroup",
     "ReduceOp",
+    "RoundRobinGroup",
+    "SiteFileError",
     "SynclineError",
+    "TorchGroup",
     "TransportError",
     "UnknownBackendError",
     "Work",
     "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
     "backend_names",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_coalesced",
+    "broadcast_object_list",
+    "default_device",
     "destroy_process_group",
+    "exchange_objects",
+    "gather",
+    "gather_object",
     "get_default_group",
     "get_rank",
     "get_world_size",
     "init_process_group",
+    "irecv",
     "is_initialized",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "placement_of",
+    "premul_sum",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
 ]

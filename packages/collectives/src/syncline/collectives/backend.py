@@ -19,6 +19,7 @@ class ConnectRequest:
         init_method: a rendezvous URL as torch.distributed takes it ("env://", "file://...", "tcp://..."), or None.
         timeout_s: the group's time limit in seconds.
         group_name: how error messages call the group.
+        reproducible: reductions give the same bits in every run. A backend that cannot must refuse to connect.
     """
 
     launch: Launch | None
@@ -27,6 +28,7 @@ class ConnectRequest:
     init_method: str | None
     timeout_s: float
     group_name: str = "default"
+    reproducible: bool = False
 
 
 class Backend(ABC):

@@ -1,16 +1,19 @@
-"""broadcast_coalesced: many tensors in few broadcasts."""
+"""Many tensors in few collectives: flatten, communicate, copy back."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .errors import InvalidArgumentError
 from .process_group import ProcessGroup
-from .work import Work
+from .reduce_op import ReduceOp, Reduction
+from .work import FutureWork, TensorsFuture, Work
+from .world import resolve_group
 
 DEFAULT_BUFFER_BYTES = 250 * 1024 * 1024
 _IN_FLIGHT = 2
@@ -42,7 +45,7 @@ def plan_buffers(nbytes: Sequence[int], kinds: Sequence[object], buffer_size_byt
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor],
     *,
-    group: ProcessGroup,
+    group: ProcessGroup | None = None,
     root: int = 0,
     buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
 ) -> None:
@@ -50,50 +53,159 @@ def broadcast_coalesced(
 
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. Read on the root, overwritten elsewhere.
-        group: the group; all its ranks call.
+        group: the group, the default one if None; all its ranks call.
         root: rank in the group whose values win.
         buffer_size_bytes: largest flat buffer.
 
     Extra memory: two buffers. Bytes on the wire: those of `broadcast` of all the tensors.
 
     Raises:
-        InvalidArgumentError: the buffer size is not positive, or a tensor cannot be used (see `ProcessGroup.broadcast`).
+        InvalidArgumentError: the buffer size is not positive, or a tensor cannot be used (see `ProcessGroup`).
     """
     if buffer_size_bytes < 1:
         raise InvalidArgumentError(f"expected buffer_size_bytes of at least 1, found {buffer_size_bytes}")
-    plan = plan_buffers(
-        [tensor.numel() * tensor.element_size() for tensor in tensors],
-        [(tensor.dtype, tensor.device) for tensor in tensors],
-        buffer_size_bytes,
-    )
+    chosen = resolve_group(group)
     flights: deque[_Flight] = deque()
-    for members in plan:
+    for members in _plan(tensors, buffer_size_bytes):
         if len(flights) == _IN_FLIGHT:
             flights.popleft().land()
-        flights.append(_take_off([tensors[index] for index in members], group, root))
+        targets = [tensors[index] for index in members]
+        buffer = _flatten(targets)
+        work = chosen.broadcast(buffer, root, async_op=True)
+        flights.append(_Flight(work, buffer, [] if chosen.rank == root else targets))
     for flight in flights:
         flight.land()
 
 
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: Reduction = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Combine the tensors of all ranks, in place, in one all_reduce for each dtype.
+
+    Args:
+        tensors: the same number, shapes and dtypes on every rank, in the same order. Overwritten.
+        op: a reduction that every dtype among them has.
+        group: the group, the default one if None.
+        async_op: return a `Work` at once.
+
+    Extra memory: a copy of all tensors.
+    """
+    chosen = resolve_group(group)
+    futures: list[TensorsFuture] = []
+    for members in _plan(tensors, DEFAULT_BUFFER_BYTES):
+        targets = [tensors[index] for index in members]
+        buffer = _flatten(targets)
+        flight = _Flight(chosen.all_reduce(buffer, op, async_op=True), buffer, targets)
+        futures.append(flight.landed())
+    return _joined(futures, list(tensors), "all_reduce_coalesced", chosen, async_op)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[torch.Tensor]],
+    input_tensor_list: Sequence[torch.Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Give every rank the lists of tensors of all ranks, in one all_gather for each dtype.
+
+    Args:
+        output_tensor_lists: one list for each rank, each like `input_tensor_list`; list r is overwritten with rank r's.
+        input_tensor_list: the same number, shapes and dtypes on every rank, in the same order. Only read.
+        group: the group, the default one if None.
+        async_op: return a `Work` at once.
+
+    Raises:
+        InvalidArgumentError: the wrong number of lists, or a list that is not like the input.
+    """
+    chosen = resolve_group(group)
+    _check_lists(output_tensor_lists, input_tensor_list, chosen)
+    futures: list[TensorsFuture] = []
+    for members in _plan(input_tensor_list, DEFAULT_BUFFER_BYTES):
+        buffer = _flatten([input_tensor_list[index] for index in members])
+        rows = [torch.empty_like(buffer) for _ in range(chosen.size)]
+        work = chosen.all_gather(rows, buffer, async_op=True)
+        targets = [outputs[index] for outputs in output_tensor_lists for index in members]
+        futures.append(_Flight(work, rows, targets).landed())
+    everything = [tensor for outputs in output_tensor_lists for tensor in outputs]
+    return _joined(futures, everything, "all_gather_coalesced", chosen, async_op)
+
+
 @dataclass
 class _Flight:
-    """One buffer on its way, and the tensors to copy it back to (none on the root)."""
+    """Flat memory on its way, and the tensors to copy it back to, in the order in which they lie in it."""
 
     work: Work
-    buffer: torch.Tensor
+    memory: torch.Tensor | list[torch.Tensor]
     destinations: list[torch.Tensor]
 
     def land(self) -> None:
+        """Wait, then copy back."""
         self.work.wait()
-        start = 0
+        self._copy_back()
+
+    def landed(self) -> TensorsFuture:
+        """A future of the copied-back tensors."""
+
+        def copy_back(done: Any) -> list[torch.Tensor]:
+            done.value()
+            self._copy_back()
+            return self.destinations
+
+        return self.work.get_future().then(copy_back)
+
+    def _copy_back(self) -> None:
+        flat = torch.cat(self.memory) if isinstance(self.memory, list) else self.memory
         with torch.no_grad():
-            for tensor in self.destinations:
-                tensor.copy_(self.buffer[start : start + tensor.numel()].view(tensor.shape))
-                start += tensor.numel()
+            for tensor, piece in zip(
+                self.destinations, flat[: self._numel()].split([t.numel() for t in self.destinations]), strict=True
+            ):
+                tensor.copy_(piece.view(tensor.shape))
+
+    def _numel(self) -> int:
+        return sum(tensor.numel() for tensor in self.destinations)
 
 
-def _take_off(tensors: list[torch.Tensor], group: ProcessGroup, root: int) -> _Flight:
+def _plan(tensors: Sequence[torch.Tensor], buffer_size_bytes: int) -> list[list[int]]:
+    return plan_buffers(
+        [tensor.numel() * tensor.element_size() for tensor in tensors],
+        [(tensor.dtype, tensor.device) for tensor in tensors],
+        buffer_size_bytes,
+    )
+
+
+def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
-        buffer = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    work = group.broadcast(buffer, root, async_op=True)
-    return _Flight(work, buffer, [] if group.rank == root else tensors)
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _joined(
+    futures: list[TensorsFuture], tensors: list[torch.Tensor], name: str, group: ProcessGroup, async_op: bool
+) -> Work | None:
+    def join(done: Any) -> list[torch.Tensor]:
+        for future in done.value():
+            future.value()
+        return tensors
+
+    future: TensorsFuture = torch.futures.collect_all(futures).then(join)  # type: ignore[arg-type]  # Future is invariant
+    work = FutureWork(future, tensors, lambda: f"{name} on {group.place()}")
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _check_lists(outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], group: ProcessGroup) -> None:
+    if len(outputs) != group.size:
+        raise InvalidArgumentError(
+            f"all_gather_coalesced on {group.place()}: expected {group.size} lists of outputs, found {len(outputs)}"
+        )
+    wanted = [(tensor.dtype, tensor.shape) for tensor in inputs]
+    for rank, entry in enumerate(outputs):
+        if [(tensor.dtype, tensor.shape) for tensor in entry] != wanted:
+            raise InvalidArgumentError(
+                f"all_gather_coalesced on {group.place()}: the list of outputs for rank {rank} is not like the list of inputs "
+                "in number, shapes and dtypes"
+            )

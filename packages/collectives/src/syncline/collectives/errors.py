@@ -9,10 +9,15 @@
     │   ├── GroupClosedError         the group was closed or aborted
     │   ├── UnknownBackendError      no backend of that name is installed
     │   ├── BackendUnavailableError  the backend is known, but something it needs is missing
+    │   ├── SiteFileError            the site file is missing, misspelt or of the wrong type
     │   └── LaunchError              what the launcher says and what was asked for contradict
     ├── DisagreementError            each call may be right alone, but the ranks do not match
     └── TransportError               the machinery between the ranks failed
-        └── CollectiveTimeout        a bounded wait ran out (also a TimeoutError)
+        ├── CollectiveTimeout        a bounded wait ran out (also a TimeoutError)
+        └── StoreError               a store is gone, full or not understood
+            ├── StoreTimeout               a key never came, or nobody answered (also a TimeoutError)
+            ├── StoreUnavailableError      it cannot be opened: a port in use, an unwritable path
+            └── StoreAuthenticationError   client and server do not hold the same secret
 
 A message says what was expected, what was found, where (rank, group, collective, parameter names), then the remedy.
 """
@@ -48,6 +53,10 @@ class BackendUnavailableError(MisuseError):
     """The backend exists, but something that it needs (a package, a library, a launcher) is missing."""
 
 
+class SiteFileError(MisuseError):
+    """The site file cannot be read, or holds an unknown key or a value of the wrong type."""
+
+
 class LaunchError(MisuseError):
     """The launcher and the caller, or the launcher and the MPI library, contradict one another."""
 
@@ -62,3 +71,19 @@ class TransportError(SynclineError):
 
 class CollectiveTimeout(TransportError, TimeoutError):
     """A collective did not finish within its time limit."""
+
+
+class StoreError(TransportError):
+    """A store could not do what was asked: its server is gone, its file system full, its answer not understood."""
+
+
+class StoreTimeout(StoreError, TimeoutError):
+    """A key that somebody should have set never came, or the store itself did not answer in time."""
+
+
+class StoreUnavailableError(StoreError):
+    """A store cannot be opened: its port is in use, its address not ours, its path unwritable."""
+
+
+class StoreAuthenticationError(StoreError):
+    """The client and the server of a store do not hold the same secret."""

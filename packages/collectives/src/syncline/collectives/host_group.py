@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 
+from .collective import Collective
 from .deadline import Deadline
 from .errors import CollectiveTimeout, GroupClosedError, SynclineError, TransportError
 from .layout import in_plain_order
-from .process_group import Collective, ProcessGroup
+from .process_group import ProcessGroup
 from .progress import Progress
-from .reduce_op import ReduceOp
+from .reduce_op import Reduction
+from .transfer import TransferWork
 from .transport import Transport
 from .work import FinishedWork, PendingWork, Work
 
@@ -24,15 +27,26 @@ class HostGroup(ProcessGroup):
     """Runs the blocking collectives of a `Transport` in one total order; see Note [One total order] in `progress`.
 
     A collective with `async_op=False` runs on the caller's thread when nothing is in flight (a hop to another thread costs
-    more than a small collective), otherwise it is queued and waited for. After a failed collective the transport's state is
-    unknown, so every later collective fails with a reference to the first failure.
+    more than a small collective), otherwise it is queued and waited for. `send` and `recv` have no place in that order: they
+    start at once on the caller's thread. After a failed collective the transport's state is unknown, so every later one fails
+    with a reference to the first failure.
     """
 
-    def __init__(self, transport: Transport, rank: int, size: int, *, name: str = "default", timeout_s: float) -> None:
-        super().__init__(rank, size, name=name, timeout_s=timeout_s)
+    def __init__(
+        self,
+        transport: Transport,
+        rank: int,
+        size: int,
+        *,
+        name: str = "default",
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
         self._transport = transport
         self._progress = Progress(f"syncline-{name}-rank{rank}")
         self._sequence = itertools.count()
+        self._splits_made = itertools.count()
         self._closed = False
         self._first_failure: BaseException | None = None
 
@@ -71,42 +85,192 @@ class HostGroup(ProcessGroup):
         self._transport.abort()
         self._progress.stop()
 
-    # ---- the collectives ----
+    # ---- one tensor on each rank ----
 
-    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Work:
-        call = Collective("all_reduce", (tensor,), f"op={op.name}")
+    def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        call = Collective("all_reduce", tensor, f"op={op.name}")
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
-            self._transport.all_reduce(wire, op, call, deadline)
+            self._transport.all_reduce(wire.view(-1), op, call, deadline)
             _copy_back(wire, tensor)
+
+        return self._issue(call, [tensor], body, async_op)
+
+    def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
+        call = Collective("reduce", tensor, f"op={op.name}, root={root}")
+
+        def body(deadline: Deadline) -> None:
+            wire = in_plain_order(tensor)
+            self._transport.reduce(wire.view(-1), root, op, call, deadline)
+            if self.rank == root:
+                _copy_back(wire, tensor)
 
         return self._issue(call, [tensor], body, async_op)
 
     def _broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work:
-        call = Collective("broadcast", (tensor,), f"root={root}")
+        call = Collective("broadcast", tensor, f"root={root}")
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
-            self._transport.broadcast(wire, root, call, deadline)
+            self._transport.broadcast(wire.view(-1), root, call, deadline)
+            if self.rank != root:
+                _copy_back(wire, tensor)
+
+        return self._issue(call, [tensor], body, async_op)
+
+    # ---- one tensor on one side, one for each rank on the other ----
+
+    def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Work:
+        call = Collective("all_gather", tensor)
+
+        def body(deadline: Deadline) -> None:
+            block = self._empty_block(tensor)
+            self._transport.all_gather(block, _flat(tensor), call, deadline)
+            self._unpack(block, outputs)
+
+        return self._issue(call, outputs, body, async_op)
+
+    def _all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool) -> Work:
+        call = Collective("all_gather_into_tensor", tensor)
+
+        def body(deadline: Deadline) -> None:
+            wire = in_plain_order(output)
+            self._transport.all_gather(wire.view(-1), _flat(tensor), call, deadline)
+            _copy_back(wire, output)
+
+        return self._issue(call, [output], body, async_op)
+
+    def _gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
+        call = Collective("gather", tensor, f"root={root}")
+
+        def body(deadline: Deadline) -> None:
+            block = None if outputs is None else self._empty_block(tensor)
+            self._transport.gather(_flat(tensor), block, root, call, deadline)
+            if outputs is not None and block is not None:
+                self._unpack(block, outputs)
+
+        return self._issue(call, outputs or [], body, async_op)
+
+    def _scatter(self, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
+        call = Collective("scatter", tensor, f"root={root}")
+
+        def body(deadline: Deadline) -> None:
+            wire = in_plain_order(tensor)
+            block = None if inputs is None else torch.cat([_flat(entry) for entry in inputs])
+            self._transport.scatter(wire.view(-1), block, root, call, deadline)
             _copy_back(wire, tensor)
 
         return self._issue(call, [tensor], body, async_op)
 
-    def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Work:
-        call = Collective("all_gather", (tensor, *outputs))
+    def _reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: Reduction, async_op: bool) -> Work:
+        call = Collective("reduce_scatter", output, f"op={op.name}")
 
         def body(deadline: Deadline) -> None:
-            wires = [in_plain_order(output) for output in outputs]
-            self._transport.all_gather(wires, in_plain_order(tensor), call, deadline)
-            for wire, output in zip(wires, outputs, strict=True):
-                _copy_back(wire, output)
+            wire = in_plain_order(output)
+            block = torch.cat([_flat(entry) for entry in inputs])
+            self._transport.reduce_scatter(wire.view(-1), block, op, call, deadline)
+            _copy_back(wire, output)
+
+        return self._issue(call, [output], body, async_op)
+
+    def _reduce_scatter_tensor(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        call = Collective("reduce_scatter_tensor", output, f"op={op.name}")
+
+        def body(deadline: Deadline) -> None:
+            wire = in_plain_order(output)
+            self._transport.reduce_scatter(wire.view(-1), _flat(tensor), op, call, deadline)
+            _copy_back(wire, output)
+
+        return self._issue(call, [output], body, async_op)
+
+    # ---- one tensor for each rank on both sides ----
+
+    def _all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool) -> Work:
+        call = Collective("all_to_all", None, f"dtype={inputs[0].dtype}")
+
+        def body(deadline: Deadline) -> None:
+            counts = [entry.numel() for entry in outputs]
+            received = torch.empty(sum(counts), dtype=inputs[0].dtype)
+            packed = torch.cat([_flat(entry) for entry in inputs])
+            self._transport.all_to_all(received, packed, counts, [entry.numel() for entry in inputs], call, deadline)
+            for output, part in zip(outputs, received.split(counts), strict=True):
+                output.copy_(part.view(output.shape))
 
         return self._issue(call, outputs, body, async_op)
+
+    def _all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], async_op: bool
+    ) -> Work:
+        call = Collective("all_to_all_single", None, f"dtype={tensor.dtype}, row={list(tensor.shape[1:])}")
+        row = math.prod(tensor.shape[1:])
+
+        def body(deadline: Deadline) -> None:
+            wire = in_plain_order(output)
+            counts = [rows * row for rows in output_splits]
+            self._transport.all_to_all(wire.view(-1), _flat(tensor), counts, [n * row for n in input_splits], call, deadline)
+            _copy_back(wire, output)
+
+        return self._issue(call, [output], body, async_op)
+
+    # ---- no tensor ----
 
     def _barrier(self, async_op: bool) -> Work:
         call = Collective("barrier")
         return self._issue(call, [], lambda deadline: self._transport.barrier(call, deadline), async_op)
+
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        call = Collective("split")
+        made: list[HostGroup] = []
+
+        def body(deadline: Deadline) -> None:
+            mine = torch.tensor([-1 if color is None else color, key], dtype=torch.int64)
+            block = self._empty_block(mine)
+            self._transport.all_gather(block, mine, call, deadline)
+            number = next(self._splits_made)
+            if color is None:
+                return
+            members = members_of(color, block.view(self.size, 2).tolist())
+            name = f"{self.name}/{number}.{color}"
+            transport = self._transport.subset(members, name, number, deadline)
+            made.append(
+                HostGroup(
+                    transport,
+                    members.index(self.rank),
+                    len(members),
+                    name=name,
+                    timeout_s=timeout_s,
+                    ranks=[self.ranks[member] for member in members],
+                )
+            )
+
+        self._issue(call, [], body, async_op=False)
+        return made[0] if made else None
+
+    # ---- two ranks ----
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
+        call = Collective("send", tensor, f"dst={dst}, tag={tag}")
+        self._check_usable(call)
+        wire = _flat(tensor)
+        work = TransferWork(self._transport.start_send(wire, dst, tag), [tensor], lambda: None, self._transfer_in_words(call))
+        return self._finish_now(work, async_op)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
+        call = Collective("recv", tensor, f"src={'any' if src is None else src}, tag={tag}")
+        self._check_usable(call)
+        wire = in_plain_order(tensor)
+        request = self._transport.start_recv(wire.view(-1), src, tag)
+        work = TransferWork(request, [tensor], lambda: _copy_back(wire, tensor), self._transfer_in_words(call))
+        return self._finish_now(work, async_op)
+
+    def _finish_now(self, work: Work, async_op: bool) -> Work:
+        if not async_op:
+            work.wait(self.timeout_s)
+        return work
+
+    def _transfer_in_words(self, call: Collective) -> Callable[[], str]:
+        return lambda: f"{call.signature()} on {self.place()}"
 
     # ---- from a call to a running collective ----
 
@@ -120,7 +284,7 @@ class HostGroup(ProcessGroup):
                 if error is not None:
                     raise error
                 return FinishedWork(outputs)
-        work = _GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress)
+        work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress)
         self._progress.enqueue(lambda: self._run_into(work, call, sequence, body))
         if not async_op:
             work.wait()
@@ -149,14 +313,22 @@ class HostGroup(ProcessGroup):
             self._first_failure = error
         return self._first_failure
 
+    # ---- complaints ----
+
     def _check_open(self, call: Collective) -> None:
         if self._closed:
             raise GroupClosedError(
                 f"{call.name} on {self.place()}: the group is closed; create it again with init_process_group or new_group"
             )
 
-    def _in_words(self, call: Collective, sequence: int) -> str:
-        return f"{call.signature()}, number {sequence} on {self.place()}"
+    def _check_usable(self, call: Collective) -> None:
+        self._check_open(call)
+        if self._first_failure is not None:
+            raise self._failed_before(call, None)
+
+    def _in_words(self, call: Collective, sequence: int | None) -> str:
+        number = "" if sequence is None else f", number {sequence}"
+        return f"{call.signature()}{number} on {self.place()}"
 
     def _timed_out(self, call: Collective, sequence: int, error: TimeoutError) -> CollectiveTimeout:
         timeout = CollectiveTimeout(
@@ -166,15 +338,24 @@ class HostGroup(ProcessGroup):
         timeout.__cause__ = error
         return timeout
 
-    def _failed_before(self, call: Collective, sequence: int) -> TransportError:
+    def _failed_before(self, call: Collective, sequence: int | None) -> TransportError:
         error = TransportError(
             f"{self._in_words(call, sequence)}, was not started because the group had failed before: {self._first_failure}"
         )
         error.__cause__ = self._first_failure
         return error
 
+    # ---- packing ----
 
-class _GroupWork(PendingWork):
+    def _empty_block(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.empty(self.size * part.numel(), dtype=part.dtype)
+
+    def _unpack(self, block: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+        for output, part in zip(outputs, block.view(self.size, block.numel() // self.size), strict=True):
+            output.copy_(part.view(output.shape))
+
+
+class GroupWork(PendingWork):
     """A pending work that may be waited for inside a callback of its own group."""
 
     __slots__ = ("_progress",)
@@ -188,6 +369,16 @@ class _GroupWork(PendingWork):
         if self._progress.is_running_here():
             self._progress.run_until(self.is_completed)
         return super().wait(timeout)
+
+
+def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks that gave a color, ordered by key, then by rank. A pure function."""
+    chosen = [(key, rank) for rank, (given, key) in enumerate(colors_and_keys) if given == color]
+    return [rank for _, rank in sorted(chosen)]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return in_plain_order(tensor).view(-1)
 
 
 def _copy_back(wire: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -12,15 +15,16 @@ from .errors import InvalidArgumentError
 class ReduceOp(enum.Enum):
     """How the tensors of all ranks are combined, element by element.
 
-    ======== ====================================================================
-    SUM      sum over the ranks
-    AVG      sum divided by the number of ranks; floating point and complex only
-    PRODUCT  product over the ranks
-    MIN, MAX smallest, largest value; not for complex numbers
-    BAND     bitwise and (logical and for bool); integers and bool only
-    BOR      bitwise or; integers and bool only
-    BXOR     bitwise exclusive or; integers and bool only
-    ======== ====================================================================
+    =========== ====================================================================
+    SUM         sum over the ranks
+    AVG         sum divided by the number of ranks; floating point and complex only
+    PRODUCT     product over the ranks
+    MIN, MAX    smallest, largest value; not for complex numbers
+    BAND        bitwise and (logical and for bool); integers and bool only
+    BOR         bitwise or; integers and bool only
+    BXOR        bitwise exclusive or; integers and bool only
+    PREMUL_SUM  sum of the terms, each multiplied by a factor; made by `premul_sum`
+    =========== ====================================================================
 
     float16 and bfloat16 are accumulated in float32 and rounded once.
     """
@@ -33,6 +37,33 @@ class ReduceOp(enum.Enum):
     BAND = "band"
     BOR = "bor"
     BXOR = "bxor"
+    PREMUL_SUM = "premul_sum"
+
+
+@dataclass(frozen=True)
+class PremulSum:
+    """SUM in which each rank's tensor is multiplied by `factor` first; the same factor on every rank."""
+
+    factor: float
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"PREMUL_SUM({self.factor:g})"
+
+
+Reduction: TypeAlias = ReduceOp | PremulSum
+
+
+def premul_sum(factor: float) -> PremulSum:
+    """The reduction sum(factor * tensor) over the ranks; floating point and complex only.
+
+    Raises:
+        InvalidArgumentError: the factor is not a finite number.
+    """
+    if not math.isfinite(factor):
+        raise InvalidArgumentError(f"expected a finite factor for premul_sum, found {factor}")
+    return PremulSum(float(factor))
 
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -50,20 +81,24 @@ DTYPES_OF: dict[ReduceOp, frozenset[torch.dtype]] = {
     ReduceOp.BAND: INTEGERS | BOOL,
     ReduceOp.BOR: INTEGERS | BOOL,
     ReduceOp.BXOR: INTEGERS | BOOL,
+    ReduceOp.PREMUL_SUM: FLOATS | COMPLEX,
 }
 
 
-def check_reduction(op: ReduceOp, dtype: torch.dtype) -> None:
+def check_reduction(op: Reduction, dtype: torch.dtype) -> None:
     """Refuse a reduction that is not defined for a dtype.
 
     Raises:
-        InvalidArgumentError: `op` is no `ReduceOp`, or not one that `dtype` has. The message lists those that exist.
+        InvalidArgumentError: `op` is no reduction of ours, or not one that `dtype` has. The message lists those that exist.
     """
-    if not isinstance(op, ReduceOp):  # an unchecked caller may pass torch's
-        known = ", ".join(member.name for member in ReduceOp)  # type: ignore[unreachable]  # callers without type checks
-        raise InvalidArgumentError(f"expected a syncline ReduceOp ({known}), found {op!r}")
-    if dtype not in DTYPES_OF[op]:
+    if op is ReduceOp.PREMUL_SUM:
+        raise InvalidArgumentError("PREMUL_SUM needs a factor: pass premul_sum(factor)")
+    kind = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
+    if kind not in DTYPES_OF:
+        known = ", ".join(member.name for member in ReduceOp)
+        raise InvalidArgumentError(f"expected a reduction of syncline ({known}), found {op!r}")
+    if dtype not in DTYPES_OF[kind]:
         defined = ", ".join(member.name for member in ReduceOp if dtype in DTYPES_OF[member])
         raise InvalidArgumentError(
-            f"{op.name} is not defined for {dtype}; reductions defined for it: {defined or 'none (it can only be moved)'}"
+            f"{kind.name} is not defined for {dtype}; reductions defined for it: {defined or 'none (it can only be moved)'}"
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .reduce_op import HALVES, ReduceOp
+from .reduce_op import HALVES, PremulSum, ReduceOp, Reduction
 
 _COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.SUM: torch.Tensor.add_,
@@ -20,10 +20,15 @@ _COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 }
 
 
-def reduce_in_rank_order(op: ReduceOp, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+def core_op(op: Reduction) -> ReduceOp:
+    """What is done between the ranks: SUM for AVG and PREMUL_SUM, which scale before or after it."""
+    return ReduceOp.SUM if isinstance(op, PremulSum) or op is ReduceOp.AVG else op
+
+
+def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.Tensor:
     """Combine one tensor of each rank, first to last, so that whoever computes it gets the same bits.
 
-    Halves are widened to float32, combined there and rounded once.
+    Halves are widened to float32, combined (and scaled) there, and rounded once.
 
     Args:
         op: a reduction that is defined for the dtype (see `check_reduction`).
@@ -34,10 +39,14 @@ def reduce_in_rank_order(op: ReduceOp, terms: Sequence[torch.Tensor]) -> torch.T
     """
     dtype = terms[0].dtype
     wide = torch.float32 if dtype in HALVES else dtype
-    total = terms[0].to(wide, copy=True)
-    combine = _COMBINE[op]
+    combine = _COMBINE[core_op(op)]
+    total = _scaled(op, terms[0].to(wide, copy=True))
     for term in terms[1:]:
-        combine(total, term.to(wide))
+        combine(total, _scaled(op, term.to(wide, copy=isinstance(op, PremulSum))))
     if op is ReduceOp.AVG:
         total.div_(len(terms))
     return total.to(dtype)
+
+
+def _scaled(op: Reduction, term: torch.Tensor) -> torch.Tensor:
+    return term.mul_(op.factor) if isinstance(op, PremulSum) else term

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from .backend import Backend
@@ -18,10 +19,15 @@ def backend_names() -> list[str]:
 def load_backend(name: str) -> Backend:
     """Import the backend of that name. This does not yet import the library that it stands on.
 
+    A name with a colon, such as "cpu:mpi,cuda:nccl", is a backend for each type of device.
+
     Raises:
         UnknownBackendError: no installed package offers it; the message lists those that exist.
         BackendUnavailableError: two packages offer it, or its module cannot be imported, or is not a `Backend`.
     """
+    if ":" in name:
+        made: Backend = import_module(".backends.per_device", __package__).backend(name)
+        return made
     point = _only_entry_point(name)
     try:
         backend = point.load()

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as TorchBackend  # the base of ProcessGroupGloo; torch.distributed hides it
 
-from .deadline import DEFAULT_TIMEOUT_S, seconds
-from .errors import CollectiveTimeout, TransportError
+from .deadline import DEFAULT_TIMEOUT_S
+from .errors import InvalidArgumentError
 from .layout import bytes_of, in_plain_order
 from .process_group import ProcessGroup
-from .reduce_op import BOOL, COMPLEX, HALVES, ReduceOp
-from .reduction import reduce_in_rank_order
-from .work import TensorsFuture, Work
+from .reduce_op import BOOL, COMPLEX, HALVES, PremulSum, ReduceOp, Reduction
+from .reduction import core_op, reduce_in_rank_order
+from .torch_work import TorchRequest, TorchWork
+from .transfer import TransferWork
+from .work import Work
 
 _TORCH_OP: dict[ReduceOp, Any] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.AVG: dist.ReduceOp.SUM,
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
@@ -67,29 +68,39 @@ class TorchGroup(ProcessGroup):
     def abort(self) -> None:
         """Nothing: the torch group is its maker's."""
 
-    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Work:
+    # ---- reductions ----
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
         if tensor.dtype in COMPLEX and op is ReduceOp.PRODUCT:
-            return self._all_reduce_here(tensor, op, async_op)
-        plain = tensor.resolve_conj().resolve_neg()
-        source = torch.view_as_real(plain) if tensor.dtype in COMPLEX else plain
-        wire = source.to(_REDUCED_AS.get(source.dtype, source.dtype)).contiguous()
+            terms, torch_work = self._gathered(tensor)
+            return self._work([tensor], torch_work, lambda: tensor.copy_(reduce_in_rank_order(op, terms)), async_op)
+        wire = _reducible(tensor, op)
         options = dist.AllreduceOptions()
-        options.reduceOp = _TORCH_OP[op]
+        options.reduceOp = _TORCH_OP[core_op(op)]
+        torch_work = self.torch_group.allreduce([wire], options)
+        return self._work([tensor], torch_work, lambda: self._deliver_reduced(wire, tensor, op), async_op)
 
-        def finish() -> None:
-            if op is ReduceOp.AVG:
-                wire.div_(self.size)
-            if wire is not source:
-                source.copy_(wire)
-            if plain is not tensor:
-                tensor.copy_(plain)
+    def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
+        copy = tensor.clone()
+        return self._work([tensor], self._all_reduce(copy, op, async_op=True), self._on(root, tensor, copy), async_op)
 
-        must_finish = op is ReduceOp.AVG or wire is not source or plain is not tensor
-        return self._work([tensor], self.torch_group.allreduce([wire], options), finish if must_finish else None, async_op)
+    def _reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: Reduction, async_op: bool) -> Work:
+        return self._reduce_scatter_tensor(
+            output, torch.cat([in_plain_order(entry).view(-1) for entry in inputs]), op, async_op
+        )
 
-    def _all_reduce_here(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Work:
-        terms, torch_work = self._gather(tensor)
-        return self._work([tensor], torch_work, lambda: tensor.copy_(reduce_in_rank_order(op, terms)), async_op)
+    def _reduce_scatter_tensor(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        wire = in_plain_order(tensor).view(-1)
+        terms = torch.empty_like(wire)
+        counts = [output.numel()] * self.size
+
+        def deliver() -> None:
+            rows = terms.view(self.size, output.numel())
+            output.copy_(reduce_in_rank_order(op, list(rows)).view(output.shape))
+
+        return self._work([output], self._exchanged(terms, wire, counts, counts), deliver, async_op)
+
+    # ---- moves ----
 
     def _broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work:
         wire = in_plain_order(tensor)
@@ -99,22 +110,111 @@ class TorchGroup(ProcessGroup):
         return self._work([tensor], torch_work, None if wire is tensor else lambda: tensor.copy_(wire), async_op)
 
     def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Work:
-        gathered, torch_work = self._gather(tensor)
+        gathered, torch_work = self._gathered(tensor)
+        return self._work(outputs, torch_work, lambda: _copy_each(gathered, outputs), async_op)
 
-        def finish() -> None:
-            for output, row in zip(outputs, gathered, strict=True):
-                output.copy_(row)
+    def _all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool) -> Work:
+        gathered, torch_work = self._gathered(tensor)
 
-        return self._work(outputs, torch_work, finish, async_op)
+        def deliver() -> None:
+            output.copy_(torch.cat([row.view(-1) for row in gathered]).view(output.shape))
+
+        return self._work([output], torch_work, deliver, async_op)
+
+    def _gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
+        wire = in_plain_order(tensor)
+        gathered = [torch.empty_like(wire) for _ in outputs or ()]
+        options = dist.GatherOptions()
+        options.rootRank = root
+        into = [[bytes_of(row) for row in gathered]] if outputs is not None else []
+        torch_work = self.torch_group.gather(into, [bytes_of(wire)], options)
+        return self._work(outputs or [], torch_work, lambda: _copy_each(gathered, outputs or []), async_op)
+
+    def _scatter(self, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
+        wire = in_plain_order(tensor)
+        options = dist.ScatterOptions()
+        options.rootRank = root
+        source = [[bytes_of(in_plain_order(entry)) for entry in inputs]] if inputs is not None else []
+        torch_work = self.torch_group.scatter([bytes_of(wire)], source, options)
+        return self._work([tensor], torch_work, None if wire is tensor else lambda: tensor.copy_(wire), async_op)
+
+    def _all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool) -> Work:
+        counts = [entry.numel() for entry in outputs]
+        received = torch.empty(sum(counts), dtype=inputs[0].dtype, device=inputs[0].device)
+        packed = torch.cat([in_plain_order(entry).view(-1) for entry in inputs])
+        torch_work = self._exchanged(received, packed, counts, [entry.numel() for entry in inputs])
+
+        def deliver() -> None:
+            _copy_each([p.view(o.shape) for p, o in zip(received.split(counts), outputs, strict=True)], outputs)
+
+        return self._work(outputs, torch_work, deliver, async_op)
+
+    def _all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], async_op: bool
+    ) -> Work:
+        row = math.prod(tensor.shape[1:])
+        wire = in_plain_order(output)
+        received = [rows * row for rows in output_splits]
+        torch_work = self._exchanged(wire.view(-1), in_plain_order(tensor).view(-1), received, [n * row for n in input_splits])
+        return self._work([output], torch_work, None if wire is output else lambda: output.copy_(wire), async_op)
+
+    # ---- the rest ----
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
+        return self._transfer(self.start_send(in_plain_order(tensor), dst, tag), tensor, lambda: None, async_op)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
+        wire = in_plain_order(tensor)
+        deliver = (lambda: None) if wire is tensor else (lambda: tensor.copy_(wire))
+        return self._transfer(self.start_recv(wire, src, tag), tensor, deliver, async_op)
+
+    def start_send(self, wire: torch.Tensor, dst: int, tag: int) -> TorchRequest:
+        """Begin to send a tensor in plain order."""
+        return TorchRequest(self.torch_group.send([bytes_of(wire)], dst, tag), wire, receives=False)
+
+    def start_recv(self, wire: torch.Tensor, src: int | None, tag: int) -> TorchRequest:
+        """Begin to receive into a tensor in plain order."""
+        into = [bytes_of(wire)]
+        torch_work = self.torch_group.recv_anysource(into, tag) if src is None else self.torch_group.recv(into, src, tag)
+        return TorchRequest(torch_work, wire, receives=True)
 
     def _barrier(self, async_op: bool) -> Work:
         return self._work([], self.torch_group.barrier(dist.BarrierOptions()), None, async_op)
 
-    def _gather(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        raise InvalidArgumentError(
+            f"split on {self.place()}: this group belongs to torch.distributed; make the new one there "
+            "(torch.distributed.new_group) and wrap it in TorchGroup"
+        )
+
+    # ---- shared ----
+
+    def _gathered(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
         wire = in_plain_order(tensor)
         gathered = [torch.empty_like(wire) for _ in range(self.size)]
-        as_bytes = [bytes_of(row) for row in gathered]
-        return gathered, self.torch_group.allgather([as_bytes], [bytes_of(wire)])
+        return gathered, self.torch_group.allgather([[bytes_of(row) for row in gathered]], [bytes_of(wire)])
+
+    def _exchanged(
+        self, received: torch.Tensor, sent: torch.Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]
+    ) -> Any:
+        itemsize = sent.element_size()
+        return self.torch_group.alltoall_base(
+            bytes_of(received),
+            bytes_of(sent),
+            [count * itemsize for count in received_counts],
+            [count * itemsize for count in sent_counts],
+            dist.AllToAllOptions(),
+        )
+
+    def _deliver_reduced(self, wire: torch.Tensor, tensor: torch.Tensor, op: Reduction) -> None:
+        if op is ReduceOp.AVG:
+            wire.div_(self.size)
+        result = torch.view_as_complex(wire) if tensor.is_complex() else wire
+        if result.data_ptr() != tensor.data_ptr():
+            tensor.copy_(result)
+
+    def _on(self, root: int, tensor: torch.Tensor, copy: torch.Tensor) -> Callable[[], Any] | None:
+        return (lambda: tensor.copy_(copy)) if self.rank == root else None
 
     def _work(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work:
         work = TorchWork(tensors, torch_work, finish, self.place())
@@ -122,53 +222,21 @@ class TorchGroup(ProcessGroup):
             work.wait(self.timeout_s)
         return work
 
+    def _transfer(self, request: TorchRequest, tensor: torch.Tensor, deliver: Callable[[], Any], async_op: bool) -> Work:
+        work = TransferWork(request, [tensor], deliver, lambda: f"a transfer on {self.place()}")
+        if not async_op:
+            work.wait(self.timeout_s)
+        return work
 
-class TorchWork(Work):
-    """A torch.distributed work, and what remains to be done when it has finished."""
 
-    def __init__(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, place: str) -> None:
-        self._tensors = tensors
-        self._torch_work = torch_work
-        self._place = place
+def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
+    """The tensor as torch's CPU groups can reduce it: itself, if it lies in plain order and its dtype is among theirs."""
+    plain = in_plain_order(tensor)
+    real = torch.view_as_real(plain) if tensor.is_complex() else plain
+    wire = real.to(_REDUCED_AS.get(real.dtype, real.dtype))
+    return wire.mul_(op.factor) if isinstance(op, PremulSum) else wire
 
-        def deliver(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
-            done.value()
-            if finish is not None:
-                with torch.no_grad():
-                    finish()
-            return tensors
 
-        self._future: TensorsFuture = torch_work.get_future().then(deliver)
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until finished; see `Work.wait`."""
-        try:
-            if timeout is not None:
-                self._torch_work.wait(timedelta(seconds=seconds(timeout)))
-            self._future.wait()
-        except RuntimeError as error:
-            kind = CollectiveTimeout if "timed out" in str(error).lower() else TransportError
-            raise kind(f"torch.distributed reported on {self._place}: {error}") from error
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the collective and what followed it are done."""
-        return self._future.done()
-
-    def exception(self) -> BaseException | None:
-        """The error, if it has finished with one."""
-        if not self._future.done():
-            return None
-        try:
-            self._future.value()
-        except RuntimeError as error:
-            return error
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
-        return self._tensors
-
-    def get_future(self) -> TensorsFuture:
-        """A future that completes when `wait` would return."""
-        return self._future
+def _copy_each(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 
@@ -51,6 +52,10 @@ class Work(ABC):
     @abstractmethod
     def result(self) -> list[torch.Tensor]:
         """The output tensors, which are those that were handed in. Call it after `wait`."""
+
+    def source_rank(self) -> int | None:
+        """For a receive that has finished: the rank in the group that sent. None for everything else."""
+        return None
 
     @abstractmethod
     def get_future(self) -> TensorsFuture:
@@ -103,7 +108,7 @@ class PendingWork(Work):
 
     __slots__ = ("_describe", "_done", "_error", "_future", "_lock", "_tensors")
 
-    def __init__(self, tensors: list[torch.Tensor], describe: Any) -> None:
+    def __init__(self, tensors: list[torch.Tensor], describe: Callable[[], str]) -> None:
         self._tensors = tensors
         self._describe = describe
         self._done = threading.Event()
@@ -168,3 +173,51 @@ class PendingWork(Work):
         if already_done:
             self._settle(future)
         return future
+
+
+class FutureWork(Work):
+    """What a future stands for, seen as a work: several collectives as one, or a collective with something after it.
+
+    Args:
+        future: its value is the list of output tensors.
+        tensors: those tensors.
+        describe: says in words what is waited for.
+    """
+
+    def __init__(self, future: TensorsFuture, tensors: list[torch.Tensor], describe: Callable[[], str]) -> None:
+        self._future = future
+        self._tensors = tensors
+        self._describe = describe
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until the future is there; see `Work.wait`."""
+        if timeout is not None:
+            timeout_s = seconds(timeout)
+            done = threading.Event()
+            self._future.add_done_callback(lambda _: done.set())
+            if not done.wait(timeout_s):
+                raise CollectiveTimeout(f"{self._describe()} did not finish within the {timeout_s:g} s given to wait()")
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the future is there."""
+        return self._future.done()
+
+    def exception(self) -> BaseException | None:
+        """The error of the future, if it has one."""
+        if not self._future.done():
+            return None
+        try:
+            self._future.wait()
+        except Exception as error:  # noqa: BLE001 - it is the caller's to judge
+            return error
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._tensors
+
+    def get_future(self) -> TensorsFuture:
+        """The future itself."""
+        return self._future

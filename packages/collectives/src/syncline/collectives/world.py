@@ -6,15 +6,17 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import NoReturn
 
-from .backend import ConnectRequest
+from .backend import Backend, ConnectRequest
 from .deadline import seconds
-from .errors import MisuseError, NotInitializedError
-from .launch import detect_launch
+from .errors import InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
+from .launch import check_init_method, detect_launch
 from .process_group import ProcessGroup
 from .registry import load_backend
-from .site import choose_backend
+from .site import BackendChoice, choose_backend, load_site
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -28,29 +30,37 @@ def init_process_group(
     timeout: timedelta | float | None = None,
     world_size: int = -1,
     rank: int = -1,
+    *,
+    reproducible: bool | None = None,
 ) -> ProcessGroup:
     """Connect all ranks of the job and make their group the default. Every rank calls it once.
 
     Started by mpirun, mpiexec or srun it needs no argument, no exported variable and no port.
 
     Args:
-        backend: a name from `backend_names()`; None chooses: `SYNCLINE_BACKEND`, else MPI under an MPI launcher, else Gloo
-            under another launcher, else a group of one.
-        init_method: for Gloo only, where the ranks meet: "env://", "file://...", "tcp://...", as torch.distributed has it.
-        timeout: seconds or a timedelta, 30 minutes by default: how long one collective may take.
+        backend: a name from `backend_names()`; None chooses: `SYNCLINE_BACKEND`, else the site file's, else MPI under an MPI
+            launcher, else Gloo under another launcher, else a group of one.
+        init_method: where the ranks of Gloo meet: "env://", "file://...", "tcp://...", as torch.distributed has it; "mpi://" is
+            backend "mpi".
+        timeout: seconds or a timedelta: how long one collective may take. By default the site file's, else 30 minutes.
         world_size: number of ranks; -1 takes the launcher's, another value must agree with it.
         rank: this process's rank; -1 takes the launcher's, another value must agree with it.
+        reproducible: reductions give the same bits in every run, at the price that the backend states. By default the site
+            file's, else False. (Every rank of one run has the same bits always.)
 
     Returns:
         The default group, which `get_default_group()` returns from now on.
 
     Raises:
         MisuseError: there is a default group already.
-        UnknownBackendError, BackendUnavailableError, LaunchError: see `errors`.
+        InvalidArgumentError: the `init_method` is of an unknown kind.
+        SiteFileError, UnknownBackendError, BackendUnavailableError, LaunchError: see `errors`.
     """
     global _default
-    timeout_s = seconds(timeout)
+    site = load_site(os.environ)
+    timeout_s = seconds(timeout, site.timeout_s)
     launch = detect_launch(os.environ)
+    scheme = check_init_method(init_method)
     with _lock:
         if _default is not None:
             raise MisuseError(f"init_process_group was called before and made {_default!r}; call destroy_process_group first")
@@ -59,15 +69,29 @@ def init_process_group(
             os.environ,
             launch,
             lambda name: load_backend(name).missing(),
+            scheme=scheme,
             rendezvous_given=init_method is not None or world_size != -1,
+            site=site,
         )
         request = ConnectRequest(
-            launch, None if rank == -1 else rank, None if world_size == -1 else world_size, init_method, timeout_s
+            launch,
+            None if rank == -1 else rank,
+            None if world_size == -1 else world_size,
+            init_method,
+            timeout_s,
+            reproducible=site.reproducible if reproducible is None else reproducible,
         )
-        _default = load_backend(choice.name).connect(request)
+        _default = _load(choice).connect(request)
     if _default.rank == 0:
         logger.info("%d rank(s) over %s (%s)", _default.size, _default.describe(), choice.reason)
     return _default
+
+
+def _load(choice: BackendChoice) -> Backend:
+    try:
+        return load_backend(choice.name)
+    except UnknownBackendError as error:
+        raise UnknownBackendError(f"{error} (the backend was {choice.reason})") from None
 
 
 def destroy_process_group() -> None:
@@ -106,11 +130,62 @@ def get_default_group() -> ProcessGroup:
     return _default
 
 
-def get_rank(group: ProcessGroup | None = None) -> int:
-    """This process's rank in the group, the default one if None."""
-    return (group or get_default_group()).rank
+def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
+    """The group that a functional form shall use: the one given, or the default one.
+
+    Raises:
+        NotInitializedError: None was given and there is no default group.
+        MisuseError: this rank is not in the group.
+    """
+    if isinstance(group, NonMember):
+        raise MisuseError(group.complaint())
+    return get_default_group() if group is None else group
 
 
-def get_world_size(group: ProcessGroup | None = None) -> int:
-    """The number of ranks of the group, the default one if None."""
-    return (group or get_default_group()).size
+def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, default: int | None = None) -> int:
+    """The rank in a group that a pair of arguments such as `src` (a rank of the default group) and `group_src` means.
+
+    Raises:
+        InvalidArgumentError: both or (without a default) none were given, or `rank` is not in the group.
+    """
+    if rank is not None and group_rank is not None:
+        raise InvalidArgumentError(f"expected a rank or a rank in the group, found both ({rank} and {group_rank})")
+    if rank is None:
+        chosen = default if group_rank is None else group_rank
+        if chosen is None:
+            raise InvalidArgumentError("expected a rank, found none")
+        return chosen
+    if rank not in group.ranks:
+        raise InvalidArgumentError(f"rank {rank} is not in group '{group.name}', which has ranks {list(group.ranks)}")
+    return group.ranks.index(rank)
+
+
+def get_rank(group: ProcessGroup | NonMember | None = None) -> int:
+    """This process's rank in the group, the default one if None; -1 if it is not in the group."""
+    return -1 if isinstance(group, NonMember) else resolve_group(group).rank
+
+
+def get_world_size(group: ProcessGroup | NonMember | None = None) -> int:
+    """The number of ranks of the group, the default one if None; -1 if this process is not in the group."""
+    return -1 if isinstance(group, NonMember) else resolve_group(group).size
+
+
+class NonMember:
+    """What `new_group` returns on a rank that is not in the new group. Using it as a group is an error that says so."""
+
+    def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self._rank = rank
+
+    def complaint(self) -> str:
+        """Why this cannot be used."""
+        return (
+            f"rank {self._rank} is not in group '{self.name}', which has ranks {list(self.ranks)}; call its collectives only on "
+            "those ranks (get_rank(group) is -1 elsewhere)"
+        )
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise MisuseError(f"{attribute}: {self.complaint()}")

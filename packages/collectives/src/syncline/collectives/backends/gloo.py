@@ -11,50 +11,95 @@ import torch
 import torch.distributed as dist
 
 from ..backend import Backend, ConnectRequest
+from ..collective import Collective
 from ..deadline import Deadline
 from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError
 from ..host_group import HostGroup
-from ..process_group import Collective
-from ..reduce_op import ReduceOp
+from ..reduce_op import Reduction
 from ..registry import load_backend
 from ..torch_group import TorchGroup
-from ..transport import Transport
+from ..transport import Request, Transport
 from ..work import Work
 
 
 class GlooTransport(Transport):
-    """Blocking collectives of a torch Gloo group."""
+    """Blocking collectives of a torch Gloo group.
+
+    Args:
+        group: the torch group.
+        store: where subsets of its ranks find one another.
+    """
 
     backend_name = "gloo"
 
-    def __init__(self, group: TorchGroup) -> None:
+    def __init__(self, group: TorchGroup, store: dist.Store) -> None:
         self._group = group
+        self._store = store
 
     def describe(self) -> str:
         """Gloo's version is torch's."""
         return f"gloo of torch {torch.__version__}"
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, call: Collective, deadline: Deadline) -> None:  # noqa: ARG002
-        """Gloo's ring."""
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """Gloo's ring; halves in float32."""
         _wait(self._group.all_reduce(tensor, op, async_op=True), deadline)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:  # noqa: ARG002
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """An all_reduce of a copy."""
+        _wait(self._group.reduce(tensor, root, op, async_op=True), deadline)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
         """Gloo's broadcast of bytes."""
         _wait(self._group.broadcast(tensor, root, async_op=True), deadline)
 
-    def all_gather(
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+        """Gloo's all-gather of bytes."""
+        _wait(self._group.all_gather_into_tensor(block, tensor, async_op=True), deadline)
+
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+        """Gloo's gather of bytes."""
+        _wait(self._group.gather(tensor, self._parts(block, tensor), root, async_op=True), deadline)
+
+    def scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
+    ) -> None:
+        """Gloo's scatter of bytes."""
+        _wait(self._group.scatter(tensor, self._parts(block, tensor), root, async_op=True), deadline)
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        """An all-to-all of bytes, then a reduction in rank order."""
+        _wait(self._group.reduce_scatter_tensor(tensor, block, op, async_op=True), deadline)
+
+    def all_to_all(
         self,
-        outputs: Sequence[torch.Tensor],
+        output: torch.Tensor,
         tensor: torch.Tensor,
-        call: Collective,  # noqa: ARG002
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        call: Collective,
         deadline: Deadline,
     ) -> None:
-        """Gloo's all-gather of bytes."""
-        _wait(self._group.all_gather(outputs, tensor, async_op=True), deadline)
+        """Gloo's all-to-all of bytes."""
+        _wait(self._group.all_to_all_single(output, tensor, output_counts, input_counts, async_op=True), deadline)
 
-    def barrier(self, call: Collective, deadline: Deadline) -> None:  # noqa: ARG002
+    def barrier(self, call: Collective, deadline: Deadline) -> None:
         """Gloo's barrier."""
         _wait(self._group.barrier(async_op=True), deadline)
+
+    def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
+        """Gloo's send."""
+        return self._group.start_send(tensor, dst, tag)
+
+    def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
+        """Gloo's receive."""
+        return self._group.start_recv(tensor, src, tag)
+
+    def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
+        """Another Gloo group, which meets in the same store under its own name."""
+        rank = list(members).index(self._group.rank)
+        return connect(self._store, rank, len(members), name, max(deadline.remaining_s(), 1.0))
 
     def close(self) -> None:
         """Gloo closes its sockets when the last reference to the group goes."""
@@ -63,6 +108,16 @@ class GlooTransport(Transport):
     def abort(self) -> None:
         """Let the group go; its peers see closed sockets."""
         del self._group
+
+    def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
+        return None if block is None else list(block.view(self._group.size, part.numel()))
+
+
+def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float) -> GlooTransport:
+    """Connect with the other ranks, who call it with the same store, size and name."""
+    timeout = timedelta(seconds=timeout_s)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore(f"syncline/{name}", store), rank, size, timeout)
+    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=timeout_s), store)
 
 
 def _wait(work: Work, deadline: Deadline) -> None:
@@ -87,11 +142,8 @@ class GlooBackend(Backend):
         if lack is not None:
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
         store, rank, size = _rendezvous(request)
-        gloo = dist.ProcessGroupGloo(
-            dist.PrefixStore(f"syncline/{request.group_name}", store), rank, size, timedelta(seconds=request.timeout_s)
-        )
-        group = TorchGroup(gloo, name=request.group_name, timeout_s=request.timeout_s)
-        return HostGroup(GlooTransport(group), rank, size, name=request.group_name, timeout_s=request.timeout_s)
+        transport = connect(store, rank, size, request.group_name, request.timeout_s)
+        return HostGroup(transport, rank, size, name=request.group_name, timeout_s=request.timeout_s)
 
 
 def _rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
@@ -120,15 +172,17 @@ def _place(request: ConnectRequest) -> tuple[int, int]:
         if request.rank is None:
             raise LaunchError(f"world_size={request.world_size} was given without a rank, and nothing launched this process")
         return request.rank, request.world_size
+    if launch.world_size is None and request.world_size is None:
+        raise LaunchError(f"{launch.launcher} does not say how many processes there are; give world_size, or use backend 'mpi'")
     for what, asked, told in (
         ("world_size", request.world_size, launch.world_size),
         ("rank", request.rank, launch.rank),
     ):
-        if asked is not None and asked != told:
+        if asked is not None and told is not None and asked != told:
             raise LaunchError(
                 f"{what}={asked} was asked for, but {launch.launcher} says {told}; leave {what} out, or launch differently"
             )
-    return launch.rank, launch.world_size
+    return launch.rank, launch.world_size or request.world_size or 1
 
 
 def _by_url(url: str, rank: int, size: int, timeout_s: float) -> tuple[dist.Store, int, int]:
@@ -146,15 +200,15 @@ def _over_mpi(request: ConnectRequest, rank: int, size: int) -> dist.Store:
 
 
 def _tcp_store_of_rank_0(mpi: object, rank: int, size: int, timeout_s: float) -> dist.Store:
-    from ..objects import all_gather_object
+    from ..objects import exchange_objects
     from ..process_group import ProcessGroup
 
     assert isinstance(mpi, ProcessGroup)
     timeout = timedelta(seconds=timeout_s)
-    hosts = all_gather_object(socket.gethostname(), group=mpi)
+    hosts = exchange_objects(socket.gethostname(), group=mpi)
     address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
     server = dist.TCPStore(address, 0, size, is_master=True, timeout=timeout, wait_for_workers=False) if rank == 0 else None
-    port = all_gather_object(server.port if server else None, group=mpi)[0]
+    port = exchange_objects(server.port if server else None, group=mpi)[0]
     return server or dist.TCPStore(address, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
 
 

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..backend import Backend, ConnectRequest
+from ..collective import Collective
 from ..deadline import Deadline
 from ..errors import DisagreementError, InvalidArgumentError, LaunchError, TransportError
 from ..host_group import HostGroup
-from ..process_group import Collective
-from ..reduce_op import ReduceOp
+from ..reduce_op import Reduction
 from ..reduction import reduce_in_rank_order
-from ..transport import Transport
+from ..transport import Request, Transport
 
 
 class MeetingPoint:
-    """Where the threads of a group hand one another what they have: the n-th call of each rank meets the n-th of the others."""
+    """Where the threads of a group hand one another what they have.
+
+    Collectives: the n-th `exchange` of each rank meets the n-th of the others. Messages: `post` leaves one in a mailbox, from
+    which `collect` takes it. One condition guards everything; nobody calls out while holding it.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._condition = threading.Condition()
         self._rounds: dict[int, dict[int, Any]] = {}
         self._departed: dict[int, int] = {}
+        self._mail: dict[int, deque[tuple[int, int, torch.Tensor]]] = defaultdict(deque)
+        self._children: dict[str, MeetingPoint] = {}
         self._aborted = False
 
     def exchange(self, round_number: int, rank: int, value: Any, deadline: Deadline) -> list[Any]:
@@ -39,25 +46,67 @@ class MeetingPoint:
             arrived = self._rounds.setdefault(round_number, {})
             arrived[rank] = value
             self._condition.notify_all()
-            self._condition.wait_for(lambda: len(arrived) == self.size or self._aborted, deadline.remaining_s())
-            if len(arrived) < self.size:
-                missing = ", ".join(str(r) for r in range(self.size) if r not in arrived)
-                if self._aborted:
-                    raise TransportError(f"the group was aborted while rank(s) {missing} had not called")
-                raise TimeoutError(f"rank(s) {missing} have not called")
+            self._wait_for(lambda: len(arrived) == self.size, deadline, lambda: self._absent(arrived))
             self._depart(round_number)
             return [arrived[r] for r in range(self.size)]
 
+    def post(self, src: int, dst: int, tag: int, tensor: torch.Tensor) -> None:
+        """Leave a message."""
+        with self._condition:
+            self._mail[dst].append((src, tag, tensor))
+            self._condition.notify_all()
+
+    def collect(self, dst: int, src: int | None, tag: int, deadline: Deadline) -> tuple[int, torch.Tensor]:
+        """Take the oldest message from that rank (any, if None) with that tag; sender and content.
+
+        Raises:
+            TimeoutError: none came in time.
+            TransportError: the group was aborted.
+        """
+        with self._condition:
+            self._wait_for(lambda: self._find(dst, src, tag) is not None, deadline, lambda: "no message has come")
+            found = self._find(dst, src, tag)
+            assert found is not None
+            self._mail[dst].remove(found)
+            return found[0], found[2]
+
+    def has_mail(self, dst: int, src: int | None, tag: int) -> bool:
+        """Whether `collect` would return at once."""
+        with self._condition:
+            return self._find(dst, src, tag) is not None
+
+    def child(self, name: str, size: int) -> MeetingPoint:
+        """The meeting point of a subset of the ranks; the same object for all that ask by the same name."""
+        with self._condition:
+            return self._children.setdefault(name, MeetingPoint(size))
+
     def abort(self) -> None:
-        """Wake everybody who waits."""
+        """Wake everybody who waits, here and in the subsets."""
         with self._condition:
             self._aborted = True
             self._condition.notify_all()
+            children = list(self._children.values())
+        for child in children:
+            child.abort()
+
+    def _wait_for(self, is_true: Callable[[], bool], deadline: Deadline, lack: Callable[[], str]) -> None:
+        self._condition.wait_for(lambda: is_true() or self._aborted, deadline.remaining_s())
+        if not is_true():
+            raise TransportError(f"the group was aborted: {lack()}") if self._aborted else TimeoutError(lack())
+
+    def _absent(self, arrived: dict[int, Any]) -> str:
+        return f"rank(s) {', '.join(str(r) for r in range(self.size) if r not in arrived)} have not called"
 
     def _depart(self, round_number: int) -> None:
         self._departed[round_number] = self._departed.get(round_number, 0) + 1
         if self._departed[round_number] == self.size:
             del self._rounds[round_number], self._departed[round_number]
+
+    def _find(self, dst: int, src: int | None, tag: int) -> tuple[int, int, torch.Tensor] | None:
+        for message in self._mail[dst]:
+            if message[1] == tag and src in (None, message[0]):
+                return message
+        return None
 
 
 class InProcessTransport(Transport):
@@ -74,11 +123,19 @@ class InProcessTransport(Transport):
         """Its name and the number of threads."""
         return f"in_process: {self._meeting_point.size} rank(s) as threads"
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, call: Collective, deadline: Deadline) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """Every rank reduces all tensors itself, in rank order."""
         result = reduce_in_rank_order(op, self._show(tensor, call, deadline))
         self.barrier(call, deadline)
         tensor.copy_(result)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """The root reduces."""
+        tensors = self._show(tensor, call, deadline)
+        result = reduce_in_rank_order(op, tensors) if self._rank == root else None
+        self.barrier(call, deadline)
+        if result is not None:
+            tensor.copy_(result)
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
         """Every rank copies the root's tensor."""
@@ -87,16 +144,75 @@ class InProcessTransport(Transport):
             tensor.copy_(tensors[root])
         self.barrier(call, deadline)
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
         """Every rank copies every tensor."""
-        results = [shown.clone() for shown in self._show(tensor, call, deadline)]
+        result = torch.cat(self._show(tensor, call, deadline))
         self.barrier(call, deadline)
-        for output, result in zip(outputs, results, strict=True):
-            output.copy_(result)
+        block.copy_(result)
+
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+        """The root copies every tensor."""
+        tensors = self._show(tensor, call, deadline)
+        result = None if block is None else torch.cat(tensors)
+        self.barrier(call, deadline)
+        if block is not None and result is not None:
+            block.copy_(result)
+
+    def scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
+    ) -> None:
+        """Every rank copies its part of the root's block."""
+        part = self._show(block, call, deadline)[root].view(self._size, tensor.numel())[self._rank].clone()
+        self.barrier(call, deadline)
+        tensor.copy_(part)
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        """Every rank reduces its part of all blocks."""
+        blocks = self._show(block, call, deadline)
+        result = reduce_in_rank_order(op, [entry.view(self._size, tensor.numel())[self._rank] for entry in blocks])
+        self.barrier(call, deadline)
+        tensor.copy_(result)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        call: Collective,
+        deadline: Deadline,
+    ) -> None:
+        """Every rank copies its part of every tensor."""
+        shown = self._meet(call, (tensor, list(input_counts)), deadline)
+        parts = [theirs.split(counts)[self._rank] for theirs, counts in shown]
+        sent = [part.numel() for part in parts]
+        result = torch.cat(parts)
+        self.barrier(call, deadline)
+        if sent != list(output_counts):
+            raise DisagreementError(
+                f"the other ranks send {sent} elements to rank {self._rank}, which expects {list(output_counts)}; make the "
+                "input splits of the senders equal the output splits of the receiver"
+            )
+        output.copy_(result)
 
     def barrier(self, call: Collective, deadline: Deadline) -> None:
         """Meet."""
         self._meet(call, None, deadline)
+
+    def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
+        """Leave a copy in the receiver's mailbox."""
+        self._meeting_point.post(self._rank, dst, tag, tensor.clone())
+        return _Sent()
+
+    def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
+        """Look into the mailbox when waited for."""
+        return _Receiving(self._meeting_point, self._rank, tensor, src, tag)
+
+    def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
+        """Another meeting point."""
+        return InProcessTransport(self._meeting_point.child(name, len(members)), list(members).index(self._rank))
 
     def close(self) -> None:
         """Nothing to release."""
@@ -105,10 +221,14 @@ class InProcessTransport(Transport):
         """Wake the other threads."""
         self._meeting_point.abort()
 
-    def _show(self, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> list[torch.Tensor]:
+    @property
+    def _size(self) -> int:
+        return self._meeting_point.size
+
+    def _show(self, tensor: torch.Tensor | None, call: Collective, deadline: Deadline) -> list[Any]:
         return self._meet(call, tensor, deadline)
 
-    def _meet(self, call: Collective, value: torch.Tensor | None, deadline: Deadline) -> list[Any]:
+    def _meet(self, call: Collective, value: Any, deadline: Deadline) -> list[Any]:
         self._round += 1
         met = self._meeting_point.exchange(self._round, self._rank, (call.signature(), value), deadline)
         signatures = [signature for signature, _ in met]
@@ -116,6 +236,49 @@ class InProcessTransport(Transport):
             calls = "; ".join(f"rank {rank}: {signature}" for rank, signature in enumerate(signatures))
             raise DisagreementError(f"the ranks called different collectives ({calls}); make every rank issue the same ones")
         return [value for _, value in met]
+
+
+class _Sent(Request):
+    """A message that lies in a mailbox: the sender is done."""
+
+    def wait(self, deadline: Deadline) -> None:
+        pass
+
+    def test(self) -> bool:
+        return True
+
+    def source(self) -> int | None:
+        return None
+
+
+class _Receiving(Request):
+    """A message that will be taken from a mailbox."""
+
+    def __init__(self, meeting_point: MeetingPoint, rank: int, tensor: torch.Tensor, src: int | None, tag: int) -> None:
+        self._meeting_point = meeting_point
+        self._address = (rank, src, tag)
+        self._tensor = tensor
+        self._source: int | None = None
+
+    def wait(self, deadline: Deadline) -> None:
+        if self._source is not None:
+            return
+        source, message = self._meeting_point.collect(*self._address, deadline)
+        self._source = source
+        if message.numel() != self._tensor.numel() or message.dtype != self._tensor.dtype:
+            raise DisagreementError(
+                f"rank {source} sent {message.numel()} elements of {message.dtype} to rank {self._address[0]}, which expects "
+                f"{self._tensor.numel()} of {self._tensor.dtype}"
+            )
+        self._tensor.copy_(message)
+
+    def test(self) -> bool:
+        if self._source is None and self._meeting_point.has_mail(*self._address):
+            self.wait(Deadline(0.001))
+        return self._source is not None
+
+    def source(self) -> int | None:
+        return self._source
 
 
 def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) -> list[HostGroup]:
@@ -141,7 +304,7 @@ class InProcessBackend(Backend):
 
     def connect(self, request: ConnectRequest) -> HostGroup:
         """Return a group of one; more ranks are threads, which only `syncline.collectives.testing.run_ranks` starts."""
-        asked = request.world_size or (request.launch.world_size if request.launch else 1)
+        asked = request.world_size or (request.launch.least_world_size() if request.launch else 1)
         if asked != 1:
             raise LaunchError(
                 f"backend 'in_process' connects threads of one process, but this job has {asked} processes; use backend "

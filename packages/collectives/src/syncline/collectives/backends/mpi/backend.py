@@ -37,6 +37,7 @@ class MPIBackend(Backend):
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'mpi': {lack}")
+        _check_init_method(request)
         from mpi4py import MPI
 
         from .transport import MPITransport
@@ -48,7 +49,7 @@ class MPIBackend(Backend):
         _check_sizes(request, world.Get_rank(), world.Get_size())
         _guard()
         return HostGroup(
-            MPITransport(world.Dup()),
+            MPITransport(world.Dup(), reproducible=request.reproducible),
             world.Get_rank(),
             world.Get_size(),
             name=request.group_name,
@@ -78,11 +79,19 @@ def _check_threads() -> None:
         )
 
 
+def _check_init_method(request: ConnectRequest) -> None:
+    if request.init_method not in (None, "mpi://", "env://"):
+        raise LaunchError(
+            f"init_method {request.init_method!r} says where the ranks meet, but the ranks of backend 'mpi' were connected by "
+            "their launcher; leave init_method out, or choose backend 'gloo'"
+        )
+
+
 def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
     from .transport import library_name
 
     launch = request.launch
-    if launch is not None and launch.is_mpi and launch.world_size != size:
+    if launch is not None and launch.world_size not in (None, size):
         raise LaunchError(
             f"{launch.launcher} started {launch.world_size} rank(s), but {library_name()} sees {size}: the launcher and the "
             "library belong to different MPIs. Use that library's mpiexec, or set MPI4PY_LIBMPI to the launcher's libmpi.so"

@@ -4,113 +4,302 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from mpi4py import MPI
 
+from ...collective import Collective
 from ...deadline import Deadline
 from ...errors import TransportError
-from ...process_group import Collective
-from ...reduce_op import ReduceOp
-from ...reduction import reduce_in_rank_order
-from ...transport import Transport
+from ...reduce_op import PremulSum, ReduceOp, Reduction
+from ...reduction import core_op, reduce_in_rank_order
+from ...transport import Request, Transport
 from .datatypes import REDUCIBLE, memory, mpi_op
+from .inquest import Inquest
 from .waiting import wait
+
+# MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes.
+PIECE_BYTES = 1 << 30
+
+_TAGS = 32_767  # MPI promises at least as many
+_PAIRWISE = 1  # tag on the private communicator; Inquest has another
 
 
 class MPITransport(Transport):
     """Non-blocking MPI collectives, waited for with a deadline.
 
-    Cost, for n bytes and p ranks: `all_reduce`, `broadcast` and `all_gather` are the MPI library's own. `all_reduce` of
-    float16 and bfloat16 is an all-to-all and an all-gather of bytes with an addition in float32 between them: 2 n (p-1)/p
-    bytes on the wire from each rank, as a ring has, and 2 n of extra memory.
+    Cost, for n bytes and p ranks: each collective is the MPI library's own, with two exceptions. A reduction of float16 or
+    bfloat16 (no MPI type is portable for them), or any reduction if `reproducible`, is an all-to-all of bytes, an addition in
+    rank order on the rank that owns the slice, and for `all_reduce` an all-gather: 2 n (p-1)/p bytes on the wire from each
+    rank, as a ring has, and 2 n of extra memory. `reduce` of these is the same followed by a gather.
+
+    Args:
+        communicator: used by this transport alone.
+        reproducible: reduce in rank order, so that the same inputs give the same bits in every run, whatever algorithms the MPI
+            library chooses.
     """
 
     backend_name = "mpi"
 
-    def __init__(self, communicator: MPI.Intracomm) -> None:
+    def __init__(self, communicator: MPI.Intracomm, *, reproducible: bool = False) -> None:
         self._communicator = communicator
         self._size = communicator.Get_size()
+        self._rank = communicator.Get_rank()
+        self._reproducible = reproducible
         self._abandoned: list[object] = []
+        self._private = communicator.Dup()
+        self._inquest = Inquest(self._private)
 
     def describe(self) -> str:
         """The MPI library's name and version."""
         return f"mpi: {library_name()}"
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, call: Collective, deadline: Deadline) -> None:  # noqa: ARG002
-        """Reduce with MPI, or, where MPI has no such type, by moving bytes and reducing here."""
-        if tensor.dtype not in REDUCIBLE:
-            self._all_reduce_bytes(tensor, op, deadline)
+    # ---- reductions ----
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """Reduce with MPI, or by moving bytes and reducing here."""
+        if not self._mpi_reduces(tensor):
+            for piece in _pieces(tensor):
+                self._all_reduce_here(piece, op, call, deadline)
             return
-        spec = (memory(tensor), tensor.numel(), REDUCIBLE[tensor.dtype])
-        self._run(lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, mpi_op(op, tensor.dtype)), deadline)
-        if op is ReduceOp.AVG:
-            tensor.div_(self._size)
+        self._scale_before(tensor, op)
+        datatype, mpi = REDUCIBLE[tensor.dtype], mpi_op(core_op(op), tensor.dtype)
+        for piece in _pieces(tensor):
+            spec = (memory(piece), piece.numel(), datatype)
+            self._run(call, lambda spec=spec: self._communicator.Iallreduce(MPI.IN_PLACE, spec, mpi), deadline)  # type: ignore[misc]
+        self._scale_after(tensor, op)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:  # noqa: ARG002
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """Reduce with MPI, or by moving bytes and reducing here."""
+        if not self._mpi_reduces(tensor):
+            for piece in _pieces(tensor):
+                self._reduce_here(piece, root, op, call, deadline)
+            return
+        source = tensor.clone() if isinstance(op, PremulSum) and self._rank != root else tensor
+        self._scale_before(source, op)
+        datatype, mpi = REDUCIBLE[tensor.dtype], mpi_op(core_op(op), tensor.dtype)
+        for piece in _pieces(source):
+            spec = (memory(piece), piece.numel(), datatype)
+            sides = (MPI.IN_PLACE, spec) if self._rank == root else (spec, None)
+            self._run(call, lambda sides=sides: self._communicator.Ireduce(*sides, mpi, root), deadline)  # type: ignore[misc]
+        if self._rank == root:
+            self._scale_after(tensor, op)
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        """Every rank gets its part of all blocks, as bytes, and reduces it in rank order."""
+        rows = block.view(self._size, tensor.numel())
+        step = self._piece_numel(tensor)
+        results = []
+        for start in range(0, tensor.numel(), step):
+            columns = rows[:, start : start + step].contiguous()
+            terms = torch.empty_like(columns)
+            self._exchange(terms, columns, [columns[0].nbytes] * self._size, columns[0].nbytes, call, deadline)
+            results.append(reduce_in_rank_order(op, list(terms)))
+        if results:
+            tensor.copy_(torch.cat(results))
+
+    # ---- moves ----
+
+    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
         """Copy bytes."""
-        self._run(lambda: self._communicator.Ibcast((memory(tensor), MPI.BYTE), root), deadline)
+        for piece in _pieces(tensor):
+            spec = (memory(piece), MPI.BYTE)
+            self._run(call, lambda spec=spec: self._communicator.Ibcast(spec, root), deadline)  # type: ignore[misc]
 
-    def all_gather(
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+        """Gather bytes, in place where the tensor is this rank's part."""
+        part = block.view(self._size, tensor.numel())[self._rank]
+        if part.data_ptr() != tensor.data_ptr():
+            part.copy_(tensor)
+        if block.nbytes <= PIECE_BYTES:
+            spec = (memory(block), MPI.BYTE)
+            self._run(call, lambda: self._communicator.Iallgather(MPI.IN_PLACE, spec), deadline)
+            return
+        for root, row in enumerate(block.view(self._size, tensor.numel())):
+            self.broadcast(row, root, call, deadline)
+
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+        """Gather bytes."""
+        rows = None if block is None else block.view(self._size, tensor.numel())
+        step = self._piece_numel(tensor)
+        for start in range(0, tensor.numel(), step):
+            piece = tensor[start : start + step]
+            landing = None if rows is None else torch.empty((self._size, piece.numel()), dtype=tensor.dtype)
+            there = None if landing is None else (memory(landing), MPI.BYTE)
+            here = (memory(piece), MPI.BYTE)
+            self._run(call, lambda here=here, there=there: self._communicator.Igather(here, there, root), deadline)  # type: ignore[misc]
+            if rows is not None and landing is not None:
+                rows[:, start : start + step].copy_(landing)
+
+    def scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
+    ) -> None:
+        """Scatter bytes."""
+        rows = None if block is None else block.view(self._size, tensor.numel())
+        step = self._piece_numel(tensor)
+        for start in range(0, tensor.numel(), step):
+            piece = tensor[start : start + step]
+            departing = None if rows is None else rows[:, start : start + step].contiguous()
+            there = None if departing is None else (memory(departing), MPI.BYTE)
+            here = (memory(piece), MPI.BYTE)
+            self._run(call, lambda here=here, there=there: self._communicator.Iscatter(there, here, root), deadline)  # type: ignore[misc]
+
+    def all_to_all(
         self,
-        outputs: Sequence[torch.Tensor],
+        output: torch.Tensor,
         tensor: torch.Tensor,
-        call: Collective,  # noqa: ARG002
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        call: Collective,
         deadline: Deadline,
     ) -> None:
-        """Gather bytes into one block and copy it out."""
-        block = torch.empty((self._size, tensor.numel()), dtype=tensor.dtype)
-        self._run(
-            lambda: self._communicator.Iallgather((memory(tensor), MPI.BYTE), (memory(block), MPI.BYTE)),
-            deadline,
-        )
-        for output, row in zip(outputs, block, strict=True):
-            output.copy_(row.view(tensor.shape))
+        """Exchange bytes pairwise. MPI's own form would need every rank to know whether any pair exceeds its counts."""
+        requests = []
+        with mpi_errors():
+            for peer, part in enumerate(output.split(list(output_counts))):
+                requests += [self._private.Irecv((memory(p), MPI.BYTE), peer, _PAIRWISE) for p in _pieces(part)]
+            for peer, part in enumerate(tensor.split(list(input_counts))):
+                requests += [self._private.Isend((memory(p), MPI.BYTE), peer, _PAIRWISE) for p in _pieces(part)]
+        for request in requests:
+            self._run(call, lambda request=request: request, deadline)  # type: ignore[misc]
 
-    def barrier(self, call: Collective, deadline: Deadline) -> None:  # noqa: ARG002
+    def barrier(self, call: Collective, deadline: Deadline) -> None:
         """MPI's barrier."""
-        self._run(self._communicator.Ibarrier, deadline)
+        self._run(call, self._communicator.Ibarrier, deadline)
+
+    # ---- two ranks ----
+
+    def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
+        """MPI's Isend."""
+        with mpi_errors():
+            return MPIRequest(self._communicator.Isend((memory(tensor), MPI.BYTE), dst, tag), tensor)
+
+    def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
+        """MPI's Irecv."""
+        with mpi_errors():
+            source = MPI.ANY_SOURCE if src is None else src
+            return MPIRequest(self._communicator.Irecv((memory(tensor), MPI.BYTE), source, tag), tensor)
+
+    # ---- life ----
+
+    def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
+        """A communicator of the members, in their order. MPI makes it without a deadline."""
+        with mpi_errors():
+            group = self._communicator.Get_group().Incl(list(members))
+            communicator = self._communicator.Create_group(group, tag=number % _TAGS)
+        return MPITransport(communicator, reproducible=self._reproducible)
 
     def close(self) -> None:
         """Free the communicator; all ranks do."""
+        self._private.Free()
         self._communicator.Free()
 
     def abort(self) -> None:
         """MPI has no way to wake the other ranks short of ending the job, which is not ours to decide: do nothing."""
 
-    def _all_reduce_bytes(self, tensor: torch.Tensor, op: ReduceOp, deadline: Deadline) -> None:
-        """Each rank gets slice r of all ranks, reduces it in rank order, and gives the result to all."""
-        flat = tensor.view(-1)
-        itemsize = flat.element_size()
-        slices = flat.tensor_split(self._size)
-        counts = [piece.numel() * itemsize for piece in slices]
-        starts = [sum(counts[:r]) for r in range(self._size)]
-        mine = slices[self._communicator.Get_rank()]
-        terms = torch.empty((self._size, mine.numel()), dtype=flat.dtype)
-        row = mine.numel() * itemsize
-        self._run(
-            lambda: self._communicator.Ialltoallv(
-                (memory(flat), (counts, starts), MPI.BYTE),
-                (memory(terms), ([row] * self._size, [row * r for r in range(self._size)]), MPI.BYTE),
-            ),
-            deadline,
-        )
-        mine.copy_(reduce_in_rank_order(op, list(terms)))
-        self._run(lambda: self._communicator.Iallgatherv(MPI.IN_PLACE, (memory(flat), (counts, starts), MPI.BYTE)), deadline)
+    # ---- reducing here ----
 
-    def _run(self, start: Callable[[], MPI.Request], deadline: Deadline) -> None:
-        with _mpi_errors():
+    def _mpi_reduces(self, tensor: torch.Tensor) -> bool:
+        return tensor.dtype in REDUCIBLE and not self._reproducible
+
+    def _all_reduce_here(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        counts = self._byte_counts(tensor)
+        tensor.tensor_split(self._size)[self._rank].copy_(self._reduced_slice(tensor, op, call, deadline))
+        spec = (memory(tensor), (counts, _starts(counts)), MPI.BYTE)
+        self._run(call, lambda: self._communicator.Iallgatherv(MPI.IN_PLACE, spec), deadline)
+
+    def _reduce_here(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        counts = self._byte_counts(tensor)
+        mine = self._reduced_slice(tensor, op, call, deadline)
+        there = (memory(tensor), (counts, _starts(counts)), MPI.BYTE) if self._rank == root else None
+        self._run(call, lambda: self._communicator.Igatherv((memory(mine), MPI.BYTE), there, root), deadline)
+
+    def _reduced_slice(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> torch.Tensor:
+        """Every rank gets its slice of all tensors and reduces it in rank order."""
+        counts = self._byte_counts(tensor)
+        terms = torch.empty((self._size, counts[self._rank] // tensor.element_size()), dtype=tensor.dtype)
+        self._exchange(terms, tensor, counts, counts[self._rank], call, deadline)
+        return reduce_in_rank_order(op, list(terms))
+
+    def _byte_counts(self, tensor: torch.Tensor) -> list[int]:
+        return [piece.nbytes for piece in tensor.tensor_split(self._size)]
+
+    def _exchange(
+        self, terms: torch.Tensor, tensor: torch.Tensor, sent: list[int], received: int, call: Collective, deadline: Deadline
+    ) -> None:
+        """An all-to-all whose sizes every rank knows; in bytes, at most a piece."""
+        there = (memory(tensor), (sent, _starts(sent)), MPI.BYTE)
+        here = (memory(terms), ([received] * self._size, [received * r for r in range(self._size)]), MPI.BYTE)
+        self._run(call, lambda: self._communicator.Ialltoallv(there, here), deadline)
+
+    def _scale_before(self, tensor: torch.Tensor, op: Reduction) -> None:
+        if isinstance(op, PremulSum):
+            tensor.mul_(op.factor)
+
+    def _scale_after(self, tensor: torch.Tensor, op: Reduction) -> None:
+        if op is ReduceOp.AVG:
+            tensor.div_(self._size)
+
+    # ---- running ----
+
+    def _piece_numel(self, tensor: torch.Tensor) -> int:
+        return max(1, PIECE_BYTES // (tensor.element_size() * self._size))
+
+    def _run(self, call: Collective, start: Callable[[], MPI.Request], deadline: Deadline) -> None:
+        with mpi_errors():
             request = start()
             try:
                 wait(request, deadline)
             except TimeoutError:
                 # MPI may still write to the tensors, which `start` refers to: they must outlive the request.
                 self._abandoned.append((request, start))
-                raise
+                raise TimeoutError(self._inquest.hold(call.signature())) from None
+
+
+class MPIRequest(Request):
+    """A non-blocking MPI send or receive; keeps its tensor alive."""
+
+    def __init__(self, request: MPI.Request, tensor: torch.Tensor) -> None:
+        self._request = request
+        self._tensor = tensor
+        self._status = MPI.Status()
+        self._over = False
+
+    def wait(self, deadline: Deadline) -> None:
+        """Test until it is over."""
+        if not self._over:
+            with mpi_errors():
+                wait(self._request, deadline, self._status)
+            self._over = True
+
+    def test(self) -> bool:
+        """Test once."""
+        if not self._over:
+            with mpi_errors():
+                self._over = self._request.Test(self._status)
+        return self._over
+
+    def source(self) -> int | None:
+        """The sender, once a receive is over."""
+        return self._status.Get_source() if self._over else None
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    if tensor.nbytes <= PIECE_BYTES:
+        return (tensor,)
+    return tensor.split(PIECE_BYTES // tensor.element_size())
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts[:-1])]
 
 
 @contextmanager
-def _mpi_errors() -> Iterator[None]:
+def mpi_errors() -> Iterator[None]:
+    """Raise what MPI reports as a `TransportError`."""
     try:
         yield
     except MPI.Exception as error:

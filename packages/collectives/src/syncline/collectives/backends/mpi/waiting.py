@@ -13,7 +13,7 @@ _TESTS_BEFORE_YIELDING = 50
 _TESTS_BETWEEN_CLOCKS = 256
 
 
-def wait(request: MPI.Request, deadline: Deadline) -> None:
+def wait(request: MPI.Request, deadline: Deadline, status: MPI.Status | None = None) -> None:
     """Block until an MPI request is complete.
 
     It tests the request, a few times at once and then giving the core away between tests (`sched_yield`): with as many
@@ -24,9 +24,9 @@ def wait(request: MPI.Request, deadline: Deadline) -> None:
         TimeoutError: the deadline passed. The request stays active: MPI cannot withdraw a collective.
     """
     tests = 0
-    while not request.Test():
+    while not request.Test(status):
         tests += 1
         if tests > _TESTS_BEFORE_YIELDING:
             os.sched_yield()
         if tests % _TESTS_BETWEEN_CLOCKS == 0 and deadline.expired():
-            raise TimeoutError("MPI does not say which ranks did not take part")
+            raise TimeoutError("MPI does not say which ranks do not take part")

@@ -11,7 +11,7 @@ import torch
 
 from ...errors import InvalidArgumentError
 from ...process_group import ProcessGroup
-from ...reduce_op import BOOL, COMPLEX, DTYPES_OF, FLOATS, HALVES, INTEGERS, ReduceOp
+from ...reduce_op import BOOL, COMPLEX, DTYPES_OF, FLOATS, HALVES, INTEGERS, ReduceOp, Reduction, premul_sum
 from .values import (
     LAYOUTS,
     MOVABLE_DTYPES,
@@ -40,6 +40,7 @@ _ELEMENT: dict[ReduceOp, Callable[[int, int], int]] = {
     ReduceOp.BAND: lambda rank, index: 127 & ~(1 << (rank + index) % 7),
     ReduceOp.BOR: lambda rank, index: 1 << (rank + index) % 7,
     ReduceOp.BXOR: lambda rank, index: (rank + 1) * (index + 3) & 127,
+    ReduceOp.PREMUL_SUM: lambda rank, index: 2 * (rank + 1) * (1 + index % 5),
 }
 _COMBINE: dict[ReduceOp, Callable[[Any, Any], Any]] = {
     ReduceOp.SUM: operator.add,
@@ -50,7 +51,9 @@ _COMBINE: dict[ReduceOp, Callable[[Any, Any], Any]] = {
     ReduceOp.BAND: operator.and_,
     ReduceOp.BOR: operator.or_,
     ReduceOp.BXOR: operator.xor,
+    ReduceOp.PREMUL_SUM: operator.add,
 }
+_FACTOR = 0.5
 
 
 def every_dtype_and_reduction(group: ProcessGroup) -> None:
@@ -64,19 +67,26 @@ def every_dtype_and_reduction(group: ProcessGroup) -> None:
             else:
                 tensor = torch.empty(_NUMEL, dtype=dtype)
                 what = f"{op.name} of {dtype}, which is not defined"
-                expect_raises(InvalidArgumentError, functools.partial(group.all_reduce, tensor, op), what, op.name)
+                expect_raises(InvalidArgumentError, functools.partial(group.all_reduce, tensor, reduction(op)), what, op.name)
     expect_equal(len(computed), sum(map(len, DTYPES_OF.values())), "number of reductions computed")
+
+
+def reduction(op: ReduceOp) -> Reduction:
+    """What to pass for an op: itself, or with the factor that it needs."""
+    return premul_sum(_FACTOR) if op is ReduceOp.PREMUL_SUM else op
 
 
 def _check_cell(group: ProcessGroup, op: ReduceOp, dtype: torch.dtype) -> None:
     tensor = _tensor([_element(op, dtype, group.rank, index) for index in range(_NUMEL)], dtype)
-    work = group.all_reduce(tensor, op)
+    work = group.all_reduce(tensor, reduction(op))
     expected = [
         functools.reduce(_COMBINE[op], [_element(op, dtype, rank, index) for rank in range(group.size)])
         for index in range(_NUMEL)
     ]
     if op is ReduceOp.AVG:
         expected = [total / group.size for total in expected]
+    if op is ReduceOp.PREMUL_SUM:
+        expected = [total * _FACTOR for total in expected]
     what = f"{op.name} of {dtype}"
     # Adding zero makes every zero positive: Python and torch sign those of complex products differently.
     found = tensor + 0 if dtype in COMPLEX else tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...objects import all_gather_bytes, all_gather_object
+from ...objects import all_gather_bytes, exchange_objects
 from ...process_group import ProcessGroup
 from .values import MOVABLE_DTYPES, Check, expect_equal, sum_of_terms, terms
 from .values import expect as expect_tensor
@@ -14,7 +14,7 @@ def gathered(group: ProcessGroup) -> None:
     """Each rank's object, by rank; they may differ in type and length."""
     kinds = [{"rank": group.rank, "text": "ä" * 100 * group.rank}, None, list(range(1000 * group.rank))]
     for shift in range(len(kinds)):
-        everyone = all_gather_object((group.rank, kinds[(group.rank + shift) % 3]), group=group)
+        everyone = exchange_objects((group.rank, kinds[(group.rank + shift) % 3]), group=group)
         for rank, (their_rank, theirs) in enumerate(everyone):
             expected = [{"rank": rank, "text": "ä" * 100 * rank}, None, list(range(1000 * rank))][(rank + shift) % 3]
             expect_equal((their_rank, theirs), (rank, expected), f"object of rank {rank}")

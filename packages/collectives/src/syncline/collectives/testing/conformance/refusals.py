@@ -9,6 +9,7 @@ import torch
 
 from ...errors import GroupClosedError, InvalidArgumentError
 from ...process_group import ProcessGroup
+from ...reduce_op import ReduceOp
 from ...work import Work
 from .values import Check, expect, expect_raises, sum_of_terms, terms
 
@@ -65,7 +66,7 @@ def wrong_device(group: ProcessGroup) -> None:
 def wrong_layout(group: ProcessGroup) -> None:
     """A sparse tensor."""
     sparse = torch.eye(3).to_sparse()
-    _refused(group, "all_reduce of a sparse tensor", partial(group.all_reduce, sparse), "sparse")
+    _refused(group, "MAX of a sparse tensor", partial(group.all_reduce, sparse, ReduceOp.MAX), "sparse")
     _refused(group, "broadcast of a sparse tensor", partial(group.broadcast, sparse), "sparse")
 
 

@@ -12,7 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...process_group import ProcessGroup
-from . import all_gather, all_reduce, barrier, broadcast, coalesced, in_flight, objects, refusals, total_order
+from . import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    coalesced,
+    in_flight,
+    objects,
+    point_to_point,
+    refusals,
+    rooted,
+    scattered,
+    sparse,
+    subgroups,
+    total_order,
+)
 from .values import Check as Check
 from .values import CheckError
 
@@ -22,6 +38,12 @@ CHECKS: dict[str, Check] = {
     **all_reduce.CHECKS,
     **broadcast.CHECKS,
     **all_gather.CHECKS,
+    **rooted.CHECKS,
+    **scattered.CHECKS,
+    **all_to_all.CHECKS,
+    **point_to_point.CHECKS,
+    **sparse.CHECKS,
+    **subgroups.CHECKS,
     **barrier.CHECKS,
     **in_flight.CHECKS,
     **total_order.CHECKS,

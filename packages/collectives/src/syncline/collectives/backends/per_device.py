@@ -1,0 +1,104 @@
+"""Dispatch by the tensor's device: "cpu:mpi,cuda:nccl"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..backend import Backend, ConnectRequest
+from ..delegating_group import DelegatingGroup
+from ..errors import InvalidArgumentError
+from ..process_group import ProcessGroup
+from ..registry import load_backend
+
+
+class PerDeviceGroup(DelegatingGroup):
+    """One group for each type of device; a barrier is that of the first.
+
+    Each of the groups has its own total order; collectives on tensors of different devices are not ordered with one another.
+
+    Args:
+        groups: from device type ("cpu", "cuda") to a group with the same ranks.
+    """
+
+    def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
+        first = next(iter(groups.values()))
+        super().__init__(first.rank, first.size, name=first.name, timeout_s=first.timeout_s, ranks=first.ranks)
+        for device_type, group in groups.items():
+            if device_type not in group.device_types:
+                raise InvalidArgumentError(
+                    f"backend '{group.backend_name}' moves tensors on {', '.join(sorted(group.device_types))}, not on {device_type}"
+                )
+        self.groups = dict(groups)
+
+    @property
+    def backend_name(self) -> str:
+        """The spelling by which it was asked for."""
+        return ",".join(f"{device_type}:{group.backend_name}" for device_type, group in self.groups.items())
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """Those that have a group."""
+        return frozenset(self.groups)
+
+    def describe(self) -> str:
+        """What each group says."""
+        return "; ".join(f"{device_type} by {group.describe()}" for device_type, group in self.groups.items())
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Memory of the group for that device."""
+        return self.groups[torch.device(device).type].allocate(numel, dtype, device)
+
+    def close(self) -> None:
+        """Close each."""
+        for group in self.groups.values():
+            group.close()
+
+    def abort(self) -> None:
+        """Abort each."""
+        for group in self.groups.values():
+            group.abort()
+
+    def _choose(self, tensor: torch.Tensor | None) -> ProcessGroup:
+        return next(iter(self.groups.values())) if tensor is None else self.groups[tensor.device.type]
+
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        parts = {name: group.split(color, key, timeout_s=timeout_s) for name, group in self.groups.items()}
+        made = {name: part for name, part in parts.items() if part is not None}
+        return PerDeviceGroup(made) if made else None
+
+
+class PerDeviceBackend(Backend):
+    """Connects one backend for each device of a specification such as "cpu:mpi,cuda:nccl"."""
+
+    def __init__(self, specification: str) -> None:
+        self._names = parse(specification)
+
+    def missing(self) -> str | None:
+        """What the first of them lacks."""
+        lacks = (load_backend(name).missing() for name in self._names.values())
+        return next((lack for lack in lacks if lack is not None), None)
+
+    def connect(self, request: ConnectRequest) -> PerDeviceGroup:
+        """Connect each in turn."""
+        return PerDeviceGroup({device: load_backend(name).connect(request) for device, name in self._names.items()})
+
+
+def parse(specification: str) -> dict[str, str]:
+    """From "cpu:mpi,cuda:nccl" to {"cpu": "mpi", "cuda": "nccl"}.
+
+    Raises:
+        InvalidArgumentError: it is not of that form, or names a device twice.
+    """
+    pairs = [entry.split(":") for entry in specification.replace(" ", "").split(",")]
+    if any(len(pair) != 2 or not all(pair) for pair in pairs) or len({pair[0] for pair in pairs}) < len(pairs):
+        raise InvalidArgumentError(
+            f"expected devices and backends such as 'cpu:mpi,cuda:nccl', each device once, found {specification!r}"
+        )
+    return dict(pairs)
+
+
+def backend(specification: str) -> PerDeviceBackend:
+    """The backend for a specification; the registry calls it for a name with a colon."""
+    return PerDeviceBackend(specification)

@@ -1,0 +1,86 @@
+"""What is wrong with the arguments of a collective, in words. Pure: each function returns a complaint or None."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .collective import in_words
+from .layout import overlaps_itself
+
+
+def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: str) -> str | None:
+    """Whether a group can touch the tensor at all."""
+    if tensor.device.type not in device_types:
+        served = ", ".join(sorted(device_types))
+        return (
+            f"backend '{backend_name}' moves tensors on {served}, found a tensor on {tensor.device}; move the tensor, or "
+            "choose a backend for that device"
+        )
+    if tensor.layout is not torch.strided:
+        return f"expected a dense tensor, found layout {tensor.layout}"
+    return None
+
+
+def unwritable(tensor: torch.Tensor) -> str | None:
+    """Whether writing the tensor would write one place in memory twice."""
+    if overlaps_itself(tensor.shape, tensor.stride()):
+        return (
+            "the tensor would be written, but several of its elements share one place in memory (strides "
+            f"{tuple(tensor.stride())}, as after expand()); pass tensor.contiguous()"
+        )
+    return None
+
+
+def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> str | None:
+    """Whether a list has one tensor for each rank, each with the shape and dtype of `like`."""
+    if len(tensors) != size:
+        return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
+    for index, tensor in enumerate(tensors):
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
+            return f"expected {what} {index} to be {in_words(like)} as the other side is, found {in_words(tensor)}"
+    return None
+
+
+def not_times(large: torch.Tensor, small: torch.Tensor, size: int, what: str) -> str | None:
+    """Whether `large` holds `size` times the elements of `small`, in the same dtype."""
+    if large.dtype != small.dtype or large.numel() != size * small.numel():
+        return f"expected the {what} to hold {size} times {in_words(small)}, found {in_words(large)}"
+    return None
+
+
+def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> str | None:
+    """Whether the first dimension of a tensor can be divided over `size` ranks as told (None: evenly)."""
+    if tensor.dim() == 0:
+        return f"expected the {what} to have at least one dimension to split, found a 0-dimensional tensor"
+    rows = tensor.shape[0]
+    if splits is None:
+        return None if rows % size == 0 else f"the {what} has {rows} rows, which {size} ranks cannot share evenly; pass splits"
+    if len(splits) != size or min(splits, default=0) < 0 or sum(splits) != rows:
+        return f"expected {size} {what} splits, none below 0, that add up to its {rows} rows, found {list(splits)}"
+    return None
+
+
+def overlapping(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> str | None:
+    """Whether two outputs, or an output and an input, share memory."""
+    extents = sorted((*_extent(tensor), is_output) for tensor, is_output in _marked(outputs, inputs) if tensor.numel())
+    written_to = read_to = -1
+    for start, end, is_output in extents:
+        if start < written_to or (is_output and start < read_to):
+            return "an output shares memory with another tensor of the same call; pass tensors that do not overlap"
+        if is_output:
+            written_to = max(written_to, end)
+        else:
+            read_to = max(read_to, end)
+    return None
+
+
+def _marked(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
+    return [(tensor, True) for tensor in outputs] + [(tensor, False) for tensor in inputs]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and the byte after the last, in memory; of a tensor with gaps (another may lie in them) the first element."""
+    elements = tensor.numel() if tensor.is_contiguous() else 1
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

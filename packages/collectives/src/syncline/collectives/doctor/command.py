@@ -1,0 +1,86 @@
+"""The command `doctor`: connect as a training script would, gather what every rank sees, judge it, print it on rank 0."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+
+from ..errors import SynclineError
+from ..launch import detect_launch
+from ..objects import exchange_objects
+from ..placement import placement_of
+from ..process_group import ProcessGroup
+from ..registry import load_backend
+from ..site import BackendChoice, choose_backend, load_site
+from ..world import destroy_process_group, init_process_group
+from .cuda_awareness import try_cuda_awareness
+from .diagnosis import diagnose
+from .finding import exit_status, in_text
+from .observation import Observation, observe
+
+CONNECT_TIMEOUT_S = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--backend", help="check this backend rather than the one that would be chosen")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Every rank of the job calls it. Returns the exit status, the same on every rank."""
+    choice, problem = None, None
+    ranks: list[Observation] = []
+    try:
+        choice = _choice(arguments.backend)
+        group = init_process_group(choice.name, timeout=CONNECT_TIMEOUT_S)
+        ranks, problem = _gather(group)
+    except SynclineError as error:
+        problem = str(error)
+    findings = diagnose(ranks or [_observe_alone()], choice, problem)
+    if _speaks():
+        print(in_text(findings), flush=True)
+    destroy_process_group()
+    return exit_status(findings)
+
+
+def _choice(argument: str | None) -> BackendChoice:
+    return choose_backend(argument, os.environ, detect_launch(os.environ), _missing, site=load_site(os.environ))
+
+
+def _gather(group: ProcessGroup) -> tuple[list[Observation], str | None]:
+    placement = placement_of(group)
+    aware = None
+    if placement.local_rank == 0 and torch.cuda.is_available() and _missing("mpi") is None:
+        aware = try_cuda_awareness()
+    ranks = exchange_objects(observe(os.environ, _missing("mpi"), aware), group=group)
+    return ranks, _wrong_sum(group)
+
+
+def _wrong_sum(group: ProcessGroup) -> str | None:
+    """Add numbers that differ by rank and by index; the same verdict on every rank."""
+    indices = torch.arange(1000, dtype=torch.float64)
+    total = indices * (group.rank + 1)
+    group.all_reduce(total)
+    right = torch.equal(total, indices * (group.size * (group.size + 1) // 2))
+    wrong = [rank for rank, is_right in enumerate(exchange_objects(right, group=group)) if not is_right]
+    return f"an all_reduce over {group.describe()} gave a wrong sum on rank(s) {wrong}" if wrong else None
+
+
+def _observe_alone() -> Observation:
+    """What this process sees, when the ranks could not be connected."""
+    return observe(os.environ, _missing("mpi"))
+
+
+def _missing(backend: str) -> str | None:
+    return load_backend(backend).missing()
+
+
+def _speaks() -> bool:
+    """Whether this process prints: rank 0, as far as anybody can tell."""
+    try:
+        launch = detect_launch(os.environ)
+    except SynclineError:
+        return True
+    return launch is None or launch.rank == 0

@@ -1,0 +1,44 @@
+"""Can this MPI send from CUDA memory? Asked in a process of its own, because the wrong answer is a crash."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+TIMEOUT_S = 120.0
+
+# A launcher's variables would make the child a second process of the job.
+_LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "PMI2_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MPI_LOCAL", "TORCHELASTIC_")
+
+_CHILD = """
+import torch
+from mpi4py import MPI
+sent = torch.arange(4096, dtype=torch.float32, device="cuda")
+received = torch.zeros_like(sent)
+torch.cuda.synchronize()
+there, here = (MPI.buffer.fromaddress(t.data_ptr(), t.nbytes) for t in (sent, received))
+MPI.COMM_SELF.Sendrecv((there, MPI.BYTE), 0, 0, (here, MPI.BYTE), 0, 0)
+torch.cuda.synchronize()
+assert torch.equal(sent, received), "the data did not arrive"
+MPI.COMM_SELF.Allreduce(MPI.IN_PLACE, (here, 4096, MPI.FLOAT))
+torch.cuda.synchronize()
+assert torch.equal(sent, received), "the reduction is wrong"
+print("aware")
+"""
+
+
+def try_cuda_awareness(environ: Mapping[str, str] = os.environ, child: str = _CHILD) -> str:
+    """Transfer and reduce CUDA memory by MPI in a child process of one rank; the outcome in words, starting "yes" or "no"."""
+    own = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    try:
+        done = subprocess.run([sys.executable, "-c", child], env=own, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"no: a transfer of CUDA memory by MPI did not end within {TIMEOUT_S:g} s"
+    if done.returncode == 0 and "aware" in done.stdout:
+        return "yes: MPI moved and reduced CUDA memory correctly"
+    if done.returncode < 0:
+        return f"no: MPI crashed on CUDA memory (signal {-done.returncode})"
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return f"no: MPI did not move CUDA memory ({last})"

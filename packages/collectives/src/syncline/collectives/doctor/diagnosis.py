@@ -1,0 +1,244 @@
+"""From what the ranks observed to what is right and wrong. Pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ..placement import place
+from ..site import BackendChoice
+from .finding import Finding, Status, ok
+from .observation import Observation
+
+# Buckets of 25 MiB, a few at a time, on both sides: below this a model's gradients do not fit.
+SHM_PER_RANK_BYTES = 128 * 2**20
+
+Observations = Sequence[Observation]
+
+
+def diagnose(ranks: Observations, choice: BackendChoice | None, problem: str | None) -> list[Finding]:
+    """Judge what every rank of the job observed.
+
+    Args:
+        ranks: one observation for each rank.
+        choice: the backend that would be chosen, or None if that failed.
+        problem: why the ranks could not be connected or did not compute the right sum, or None.
+    """
+    found = [
+        software(ranks),
+        launcher(ranks),
+        *mpi(ranks),
+        nodes(ranks),
+        *cores(ranks),
+        shared_memory(ranks),
+        *gpus(ranks),
+        backend(choice),
+        connection(len(ranks), problem),
+    ]
+    return found
+
+
+def software(ranks: Observations) -> Finding:
+    """The same versions everywhere?"""
+    versions = [", ".join(f"{name} {version}" for name, version in rank.software) for rank in ranks]
+    if len(set(versions)) == 1:
+        return ok("software", versions[0])
+    return Finding("software", Status.WRONG, _differing(versions), "install the same versions on every node")
+
+
+def launcher(ranks: Observations) -> Finding:
+    """Who started the ranks, and do its variables make sense?"""
+    problem = next((rank.launch_problem for rank in ranks if rank.launch_problem), None)
+    if problem is not None:
+        return Finding("launcher", Status.WRONG, problem, "clean the environment, or launch anew")
+    first = ranks[0]
+    if first.launcher is None:
+        return ok("launcher", "none: this process is alone (start with mpirun, mpiexec, srun or torchrun for more)")
+    size = "an unknown number of" if first.launch_world_size is None else str(first.launch_world_size)
+    return ok("launcher", f"{first.launcher}, {size} process(es)")
+
+
+def mpi(ranks: Observations) -> list[Finding]:
+    """The library, its ABI, its thread level, and whether it belongs to the launcher."""
+    first = ranks[0]
+    if first.mpi is None:
+        return [_mpi_not_loaded(first)]
+    facts = first.mpi
+    libraries = [rank.mpi.library if rank.mpi else "none" for rank in ranks]
+    found = f"{facts.library}, standard {facts.standard}, ABI {facts.abi}, mpi4py {facts.mpi4py}"
+    if len(set(libraries)) > 1:
+        library = Finding("MPI", Status.WRONG, _differing(libraries), "load the same MPI module on every node")
+    else:
+        library = ok("MPI", found)
+    return [library, _thread_level(facts.thread_level), *_other_mpi(first)]
+
+
+def nodes(ranks: Observations) -> Finding:
+    """Which ranks are where. Unequal numbers of ranks are slow, not wrong."""
+    placement = place(0, [rank.host for rank in ranks])
+    per_node = Counter(placement.node_of)
+    names = {placement.node_of[rank]: placement.hostnames[rank] for rank in range(len(ranks))}
+    shown = ", ".join(
+        f"{names[node]} with {count} (ranks {_span(placement.ranks_on_node(node))})" for node, count in per_node.items()
+    )
+    found = f"{placement.nodes} node(s), {len(ranks)} rank(s): {shown}"
+    if len(set(per_node.values())) > 1:
+        return Finding("nodes", Status.WARN, found, "give every node the same number of ranks: the fullest sets the pace")
+    return ok("nodes", found)
+
+
+def cores(ranks: Observations) -> list[Finding]:
+    """For the worst node: enough cores for the ranks, and for their threads?"""
+    placement = place(0, [rank.host for rank in ranks])
+    worst: list[Finding] = []
+    for node in range(placement.nodes):
+        members = placement.ranks_on_node(node)
+        findings = _cores_of_node(placement.hostnames[members[0]], [ranks[rank] for rank in members])
+        if node == 0 or any(finding.status is not Status.OK for finding in findings):
+            worst = findings
+    return worst
+
+
+def shared_memory(ranks: Observations) -> Finding:
+    """Is there room in the smallest /dev/shm for what the ranks of a node share?"""
+    local = Counter(rank.host for rank in ranks)
+    tightest = min(ranks, key=lambda rank: rank.shm_free_bytes / local[rank.host])
+    wanted = SHM_PER_RANK_BYTES * local[tightest.host]
+    found = (
+        f"{_in_bytes(tightest.shm_total_bytes)}, {_in_bytes(tightest.shm_free_bytes)} free, for {local[tightest.host]} "
+        f"rank(s) on {tightest.host.hostname}"
+    )
+    if tightest.shm_free_bytes >= wanted:
+        return ok("/dev/shm", found)
+    return Finding(
+        "/dev/shm",
+        Status.WARN,
+        found,
+        f"have {_in_bytes(wanted)} free, or gradients travel by plain MPI: remove stale files there, and start containers with "
+        "`--ipc=host` or `--shm-size=2g`",
+    )
+
+
+def gpus(ranks: Observations) -> list[Finding]:
+    """Devices, whether MPI reads their memory, and what NCCL needs. Nothing without CUDA."""
+    if not any(rank.gpus for rank in ranks):
+        return [ok("GPUs", "none visible to torch")]
+    first = next(rank for rank in ranks if rank.gpus)
+    return [
+        ok("GPUs", f"{len(first.gpus)} visible to rank {list(ranks).index(first)}: {', '.join(sorted(set(first.gpus)))}"),
+        _cuda_awareness(next((rank.cuda_aware for rank in ranks if rank.cuda_aware), None)),
+        _nccl(first),
+    ]
+
+
+def backend(choice: BackendChoice | None) -> Finding:
+    """Which backend would be chosen, and why."""
+    if choice is None:
+        return Finding("backend", Status.WRONG, "none could be chosen", "see what is wrong above and below")
+    found = f"{choice.name} ({choice.reason})"
+    if "MPI cannot be used" in choice.reason:
+        return Finding("backend", Status.WARN, found, "mend MPI: between the ranks of a node Gloo is several times slower")
+    return ok("backend", found)
+
+
+def connection(size: int, problem: str | None) -> Finding:
+    """Did the ranks connect and compute the right sum?"""
+    if problem is None:
+        return ok("connection", f"{size} rank(s) connected, and an all_reduce gave the right sum")
+    return Finding("connection", Status.WRONG, problem, "see the message, and the findings above")
+
+
+def _mpi_not_loaded(rank: Observation) -> Finding:
+    if rank.mpi_lack is None:
+        return ok("MPI", "available, not started")
+    if rank.launcher is None:
+        return Finding("MPI", Status.WARN, "cannot be used here", rank.mpi_lack)
+    return Finding("MPI", Status.WRONG, f"cannot be used, though {rank.launcher} launched this process", rank.mpi_lack)
+
+
+def _thread_level(level: str) -> Finding:
+    if level == "MULTIPLE":
+        return ok("MPI threads", "MPI_THREAD_MULTIPLE")
+    return Finding(
+        "MPI threads",
+        Status.WRONG,
+        f"MPI_THREAD_{level}",
+        "backend 'mpi' needs MPI_THREAD_MULTIPLE: do not lower mpi4py.rc.thread_level, or use another MPI build",
+    )
+
+
+def _other_mpi(rank: Observation) -> list[Finding]:
+    """Mpiexec of one MPI, library of another: every process believes that it is alone."""
+    told = rank.launch_world_size
+    if rank.mpi is None or told is None or told == rank.mpi.world_size:
+        return []
+    return [
+        Finding(
+            "MPI world",
+            Status.WRONG,
+            f"{rank.launcher} started {told} process(es), {rank.mpi.library} sees {rank.mpi.world_size}",
+            "the launcher and the library belong to different MPIs: use the library's own mpiexec, or set MPI4PY_LIBMPI to the "
+            "launcher's libmpi.so",
+        )
+    ]
+
+
+def _cores_of_node(hostname: str, ranks: Observations) -> list[Finding]:
+    usable = frozenset[int]().union(*(rank.cores for rank in ranks))
+    threads = max(rank.threads for rank in ranks)
+    shares = f"{len(ranks)} rank(s) share {len(usable)} of {ranks[0].node_cores} core(s) on {hostname}"
+    if len(usable) < len(ranks):
+        return [_too_few_cores(shares, len(ranks), len(usable), ranks[0].node_cores)]
+    found = f"{shares}, {threads} thread(s) each"
+    if threads * len(ranks) > len(usable) and len(ranks) > 1:
+        share = max(1, len(usable) // len(ranks))
+        return [Finding("cores", Status.WARN, found, f"set OMP_NUM_THREADS={share}, or the ranks take each other's cores")]
+    return [ok("cores", found)]
+
+
+def _too_few_cores(shares: str, ranks: int, usable: int, node_cores: int) -> Finding:
+    if node_cores >= ranks:
+        remedy = "the launcher binds ranks to the same cores: try `--bind-to none` (mpirun) or `--cpus-per-task` (srun)"
+        return Finding("cores", Status.WRONG, shares, remedy)
+    return Finding(
+        "cores", Status.WARN, shares, f"start at most {usable} rank(s) there, or expect them to wait for one another"
+    )
+
+
+def _cuda_awareness(result: str | None) -> Finding:
+    name = "CUDA-aware MPI"
+    if result is None:
+        return ok(name, "not tried: MPI is not in use")
+    if result.startswith("yes"):
+        return ok(name, result)
+    return Finding(
+        name, Status.WARN, result, "CUDA tensors travel through pinned host memory; a CUDA-aware MPI or NCCL is faster"
+    )
+
+
+def _nccl(rank: Observation) -> Finding:
+    if rank.cupy is None:
+        remedy = "for NCCL, `pip install 'syncline-collectives[nccl-cuda12]'` (or [nccl-cuda13])"
+        return Finding("NCCL", Status.WARN, "CuPy is not installed or cannot be imported", remedy)
+    if rank.nccl is None:
+        remedy = "`pip install nvidia-nccl-cu12` (or -cu13), to match CuPy's CUDA"
+        return Finding("NCCL", Status.WARN, f"CuPy {rank.cupy} finds no NCCL", remedy)
+    return ok("NCCL", f"NCCL {rank.nccl} through CuPy {rank.cupy}")
+
+
+def _differing(values: Sequence[str]) -> str:
+    where: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        where.setdefault(value, []).append(rank)
+    return "; ".join(f"ranks {_span(ranks)}: {value}" for value, ranks in where.items())
+
+
+def _span(ranks: Sequence[int]) -> str:
+    """Ranks in words: 0-3, or 0, 2, 4."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _in_bytes(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

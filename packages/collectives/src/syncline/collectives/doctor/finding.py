@@ -1,0 +1,72 @@
+"""Finding: one thing that the doctor looked at, and how findings are shown."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Status(Enum):
+    """How bad it is: fine, worse than it could be, or a reason why jobs fail."""
+
+    OK = "ok"
+    WARN = "warn"
+    WRONG = "WRONG"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what was looked at, in a word or two.
+        status: how bad it is.
+        found: what was found.
+        remedy: what to do about it; empty if and only if the status is OK.
+    """
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.status is Status.OK) == bool(self.remedy):
+            raise ValueError(f"finding '{self.name}': expected a remedy if and only if something is not ok")
+
+
+def ok(name: str, found: str) -> Finding:
+    """A finding with nothing to do."""
+    return Finding(name, Status.OK, found)
+
+
+def in_text(findings: Sequence[Finding], width: int = 100) -> str:
+    """The findings as aligned text: a row each, with its remedy below it, then how many were not ok."""
+    name_width = max((len(finding.name) for finding in findings), default=0)
+    indent = " " * (7 + name_width + 2)
+    lines: list[str] = []
+    for finding in findings:
+        lines += _wrapped(finding.found, f"{finding.status.value:<7}{finding.name:<{name_width}}  ", indent, width)
+        if finding.remedy:
+            lines += _wrapped(finding.remedy, f"{indent}-> ", f"{indent}   ", width)
+    return "\n".join([*lines, "", summary(findings)])
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many findings there are of each kind, in words."""
+    wrong = sum(finding.status is Status.WRONG for finding in findings)
+    warned = sum(finding.status is Status.WARN for finding in findings)
+    if not wrong and not warned:
+        return "everything is fine"
+    return f"{wrong} wrong, {warned} to look at"
+
+
+def exit_status(findings: Sequence[Finding]) -> int:
+    """1 if something is wrong, else 0."""
+    return int(any(finding.status is Status.WRONG for finding in findings))
+
+
+def _wrapped(text: str, first: str, rest: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False) or [first]

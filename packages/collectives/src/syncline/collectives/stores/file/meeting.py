@@ -1,0 +1,108 @@
+"""meet: the processes of one run find each other in a folder, whatever earlier runs have left there.
+
+Note [Meeting among leftovers]
+------------------------------
+Nobody can tell by looking whether a file is of this run. So nobody believes a file unless it repeats a random number that
+he himself has just drawn. The folder has a store, the *lobby*, which lives for ever; nothing in it needs to be true::
+
+    rank r > 0                                   rank 0
+    1. draws a number, sets join/r to it
+                                                 2. draws the id of a new run, reads every join/r,
+                                                    sets offer to (run, {r: number})
+    3. reads offer until it holds his number:
+       a live rank 0 has seen him; sets
+       here/<run>/r
+                                                 4. done when here/<run>/r is there for every r, else back to 2:
+                                                    a join/r of an earlier run is answered too, which does no harm
+
+The store of the run is a fresh one, named by the random id of step 2. Two runs at the same time in the same lobby could
+mix their ranks; `lobby` keeps them apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from datetime import timedelta
+
+from ...deadline import Deadline
+from ...errors import InvalidArgumentError, StoreTimeout
+from ..polling import poll
+from .store import FileStore
+
+
+def meet(
+    path: str | os.PathLike[str],
+    rank: int,
+    world_size: int,
+    *,
+    lobby: str = "lobby",
+    timeout: timedelta | float | None = None,
+) -> FileStore:
+    """A new file store for this run, without an id that names the run; see Note [Meeting among leftovers].
+
+    All processes of the run call it, with the same `path`, `world_size` and `lobby`. Rank 0 returns when all are there.
+
+    Args:
+        path: a folder that all processes reach under this name; it may hold the remains of earlier runs.
+        rank: this process's number.
+        world_size: how many processes there are.
+        lobby: tells runs apart that meet in the same folder at the same time; named like a `run_id`.
+        timeout: seconds or a timedelta; for the meeting, and for the store that it gives.
+
+    Raises:
+        StoreTimeout: not all came in time; on rank 0, the message names the missing ranks.
+        StoreUnavailableError: the folder cannot be written.
+        InvalidArgumentError: `rank` is not below `world_size`.
+    """
+    if not 0 <= rank < world_size:
+        raise InvalidArgumentError(f"rank={rank}: expected a rank from 0 to {world_size - 1}, as world_size is {world_size}")
+    hall = FileStore(path, lobby, timeout)
+    run = _host(hall, world_size) if rank == 0 else _join(hall, rank)
+    return FileStore(path, run, timeout)
+
+
+def _host(hall: FileStore, world_size: int) -> str:
+    run = f"run-{secrets.token_hex(16)}"
+    here = {f"here/{run}/{rank}": rank for rank in range(1, world_size)}
+    answered: dict[str, str] = {}
+
+    def all_here() -> bool:
+        nonlocal answered
+        joined = {str(rank): hall.get(f"join/{rank}").decode() for rank in here.values() if hall.check([f"join/{rank}"])}
+        if joined != answered:
+            hall.set("offer", json.dumps({"run": run, "joined": joined}))
+            answered = joined
+        return hall.check(list(here))
+
+    if not poll(all_here, Deadline(hall.timeout.total_seconds())):
+        absent = [rank for key, rank in here.items() if not hall.check([key])]
+        raise StoreTimeout(
+            f"{hall.describe()}: of {world_size} ranks, {absent} did not come within {hall.timeout.total_seconds():g} s; "
+            "either they failed or never started, or they were given another path, or they do not see this file system"
+        )
+    for key in here:
+        hall.delete_key(key)
+    return run
+
+
+def _join(hall: FileStore, rank: int) -> str:
+    number = secrets.token_hex(16)
+    hall.set(f"join/{rank}", number)
+    offer: dict[str, object] = {}
+
+    def answered() -> bool:
+        nonlocal offer
+        offer = json.loads(hall.get("offer")) if hall.check(["offer"]) else {}
+        joined = offer.get("joined")
+        return isinstance(joined, dict) and joined.get(str(rank)) == number
+
+    if not poll(answered, Deadline(hall.timeout.total_seconds())):
+        raise StoreTimeout(
+            f"{hall.describe()}: rank 0 did not answer rank {rank} within {hall.timeout.total_seconds():g} s; either it failed "
+            "or never started, or it was given another path, or it does not see this file system"
+        )
+    run = str(offer["run"])
+    hall.set(f"here/{run}/{rank}", b"")
+    return run

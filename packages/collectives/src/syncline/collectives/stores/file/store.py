@@ -1,0 +1,140 @@
+"""FileStore: a table in a folder of a file system that all processes share."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from ...deadline import Deadline
+from ...errors import InvalidArgumentError, StoreError, StoreUnavailableError
+from .. import changes
+from ..locked_store import LockedStore
+from ..polling import poll
+from ..store import as_key, as_keys, never_came
+from .lock import LinkLock
+from .log import Log
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+
+
+class FileStore(LockedStore):
+    """A store in the folder `path/run_id`, which is made if it is not there.
+
+    It needs no daemon, no port and no lock server: hard links and close-to-open consistency are enough, so NFS, Lustre,
+    BeeGFS, GPFS and local file systems will do (Note [Locking by link], Note [A log on a shared file system]). A change
+    costs about ten operations on the file system, one of them a sync; a look costs one open and one read. Waiting asks
+    again every 1 to 50 ms. The log grows with every change: this is a place to meet, not a database.
+
+    What an earlier run left behind is in the folder of *its* run and is never read. That is why there is no default for
+    `run_id`: give what names this run and no other, such as the scheduler's job and step number together. Where there is
+    no such thing, `meet` finds one.
+
+    Who may read or write is the folder's business; it is made for its owner only.
+
+    Args:
+        path: a folder that all processes reach under this name.
+        run_id: letters, digits, dot, dash and underscore; the same in all processes of a run, and new in every run.
+        timeout: seconds or a timedelta; see `Store`. It also limits how long a change waits for its turn.
+
+    Raises:
+        StoreUnavailableError: the folder cannot be made or written, or its file system has no hard links.
+        InvalidArgumentError: `run_id` cannot be the name of a folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], run_id: str, timeout: timedelta | float | None = None) -> None:
+        super().__init__(timeout)
+        if not _RUN_ID.fullmatch(run_id):
+            raise InvalidArgumentError(
+                f"run_id={run_id!r}: expected 1 to 200 letters, digits, dots, dashes and underscores, the first no dot or dash"
+            )
+        self._folder = Path(path).absolute() / run_id
+        self._reading = threading.Lock()  # this handle's threads share one Log
+        self._lock, self._log = self._open()
+
+    def describe(self) -> str:
+        """The folder of this run."""
+        return f"file store {self._folder}"
+
+    def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
+        """See `Store.get`."""
+        timeout_s = self._limit_s(timeout)
+        found: list[bytes] = []
+
+        def look() -> bool:
+            value = self._values().get(key)
+            found.extend([] if value is None else [value])
+            return bool(found)
+
+        if not poll(look, Deadline(timeout_s)):
+            raise never_came([as_key(key)], self.describe(), timeout_s)
+        return found[0]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
+        """See `Store.wait`."""
+        timeout_s, names = self._limit_s(timeout), as_keys(keys)
+        if not poll(lambda: not changes.missing(names, self._values()), Deadline(timeout_s)):
+            raise never_came(changes.missing(names, self._values()) or names, self.describe(), timeout_s)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """See `Store.check`."""
+        return not changes.missing(as_keys(keys), self._values())
+
+    def num_keys(self) -> int:
+        """See `Store.num_keys`."""
+        return len(self._values())
+
+    def remove(self) -> None:
+        """Delete the folder of this run. Call it in one process, when all of them are done with the store.
+
+        Raises:
+            StoreError: it cannot be deleted.
+        """
+        with self._explained():
+            shutil.rmtree(self._folder)
+
+    def _apply(self, key: str, change: changes.Change[changes.Answer]) -> changes.Answer:
+        with self._explained(), self._lock.held(self._timeout_s), self._reading:
+            self._log.refresh()
+            old = self._log.values.get(key)
+            new, answer = change(old)
+            if new != old:
+                self._log.append(key, new)
+            return answer
+
+    def _values(self) -> dict[str, bytes]:
+        """The table as it is now; a copy, because other threads go on."""
+        with self._explained(), self._reading:
+            self._log.refresh()
+            return dict(self._log.values)
+
+    def _open(self) -> tuple[LinkLock, Log]:
+        """Make the folder and its log, and try everything once that a change will need."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = LinkLock(self._folder)
+            with lock.held(self._timeout_s):
+                return lock, Log(self._folder / "log")
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"{self.describe()} cannot be opened: {error}; expected a folder that this process may write to, on a file "
+                "system with hard links that all ranks share"
+            ) from error
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(
+                f"{self.describe()} failed: {error}; was the folder removed while in use, or is the file system full?"
+            ) from error

@@ -1,0 +1,61 @@
+"""InMemoryStore: a store for the threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+from . import changes
+from .locked_store import LockedStore
+from .store import as_key, as_keys, never_came
+
+
+class InMemoryStore(LockedStore):
+    """A table in this process, for ranks that are threads: share the object.
+
+    Args:
+        timeout: seconds or a timedelta; see `Store`.
+    """
+
+    def __init__(self, timeout: timedelta | float | None = None) -> None:
+        super().__init__(timeout)
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def describe(self) -> str:
+        """It has no address but the process."""
+        return "in-memory store"
+
+    def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
+        """See `Store.get`."""
+        timeout_s = self._limit_s(timeout)
+        with self._changed:
+            self._hold_until([as_key(key)], timeout_s)
+            return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
+        """See `Store.wait`."""
+        timeout_s = self._limit_s(timeout)
+        with self._changed:
+            self._hold_until(as_keys(keys), timeout_s)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """See `Store.check`."""
+        with self._changed:
+            return not changes.missing(as_keys(keys), self._values)
+
+    def num_keys(self) -> int:
+        """See `Store.num_keys`."""
+        with self._changed:
+            return len(self._values)
+
+    def _apply(self, key: str, change: changes.Change[changes.Answer]) -> changes.Answer:
+        with self._changed:
+            answer = changes.apply(self._values, key, change)
+            self._changed.notify_all()
+            return answer
+
+    def _hold_until(self, keys: list[str], timeout_s: float) -> None:
+        if not self._changed.wait_for(lambda: not changes.missing(keys, self._values), timeout_s):
+            raise never_came(changes.missing(keys, self._values), self.describe(), timeout_s)

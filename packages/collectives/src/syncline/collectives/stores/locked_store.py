@@ -1,0 +1,33 @@
+"""LockedStore: a store that carries out every change under one lock."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from operator import index
+
+from . import changes
+from .store import Store, as_bytes, as_key
+
+
+class LockedStore(Store):
+    """The four changing methods, on top of one: `_apply`."""
+
+    @abstractmethod
+    def _apply(self, key: str, change: changes.Change[changes.Answer]) -> changes.Answer:
+        """Carry out `change` on the value of `key`, atomically."""
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """See `Store.set`."""
+        self._apply(as_key(key), changes.setting(as_bytes(value)))
+
+    def add(self, key: str, amount: int) -> int:
+        """See `Store.add`."""
+        return self._apply(as_key(key), changes.adding(key, index(amount)))
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """See `Store.compare_set`."""
+        return self._apply(as_key(key), changes.swapping(as_bytes(expected), as_bytes(desired)))
+
+    def delete_key(self, key: str) -> bool:
+        """See `Store.delete_key`."""
+        return self._apply(as_key(key), changes.removing())

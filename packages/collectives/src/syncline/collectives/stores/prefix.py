@@ -1,0 +1,62 @@
+"""PrefixStore: a part of another store, in which all keys begin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from .store import Store, as_key, as_keys
+
+
+class PrefixStore(Store):
+    """Every key `k` is `prefix/k` in `store`, so that several users share one store without knowing of each other.
+
+    Args:
+        prefix: what the keys begin with; a slash is put after it.
+        store: where the values are. Closing this handle leaves it open.
+        timeout: seconds or a timedelta; None takes the limit that `store` has now. Later changes of either leave the other.
+    """
+
+    def __init__(self, prefix: str, store: Store, timeout: timedelta | float | None = None) -> None:
+        super().__init__(store.timeout if timeout is None else timeout)
+        self._prefix = f"{as_key(prefix)}/"
+        self._store = store
+
+    def describe(self) -> str:
+        """The store, and which part of it."""
+        return f"{self._store.describe()}, keys {self._prefix}*"
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """See `Store.set`."""
+        self._store.set(self._full(key), value)
+
+    def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
+        """See `Store.get`."""
+        return self._store.get(self._full(key), self._limit_s(timeout))
+
+    def add(self, key: str, amount: int) -> int:
+        """See `Store.add`."""
+        return self._store.add(self._full(key), amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """See `Store.check`."""
+        return self._store.check([self._full(key) for key in as_keys(keys)])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
+        """See `Store.wait`."""
+        self._store.wait([self._full(key) for key in as_keys(keys)], self._limit_s(timeout))
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """See `Store.compare_set`."""
+        return self._store.compare_set(self._full(key), expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        """See `Store.delete_key`."""
+        return self._store.delete_key(self._full(key))
+
+    def num_keys(self) -> int:
+        """How many keys the whole store has, as torch's PrefixStore says too."""
+        return self._store.num_keys()
+
+    def _full(self, key: str) -> str:
+        return self._prefix + as_key(key)

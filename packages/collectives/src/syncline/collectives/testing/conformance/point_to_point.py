@@ -1,0 +1,113 @@
+"""send and recv: a ring, tags, any source, futures, no order among them; groups of one have nobody to talk to."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ...errors import InvalidArgumentError
+from ...process_group import ProcessGroup
+from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, expect_raises, values
+
+
+def ring(group: ProcessGroup) -> None:
+    """Each rank receives from its left and sends to its right, every dtype and layout."""
+    if group.size == 1:
+        return
+    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    for dtype in MOVABLE_DTYPES:
+        tensor = torch.zeros(11, dtype=dtype)
+        receiving = group.recv(tensor, left, async_op=True)
+        group.send(values((11,), group.rank, dtype), right)
+        receiving.wait()
+        expect(tensor, values((11,), left, dtype), f"{dtype} from rank {left}")
+        expect_equal(receiving.source_rank(), left, "source rank")
+    for layout in LAYOUTS:
+        laid = Laid(layout, values(layout.shape, group.size))
+        receiving = group.recv(laid.tensor, left, async_op=True)
+        group.send(Laid(layout, values(layout.shape, group.rank)).tensor, right)
+        receiving.wait()
+        laid.expect(values(layout.shape, left))
+
+
+def both_send_first(group: ProcessGroup) -> None:
+    """Two ranks that both start a large send before they receive do not block one another."""
+    if group.size == 1:
+        return
+    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    sending = group.send(values((400_000,), group.rank), right, async_op=True)
+    tensor = torch.zeros(400_000)
+    group.recv(tensor, left)
+    sending.wait()
+    expect(tensor, values((400_000,), left), f"400,000 elements from rank {left}")
+
+
+def tags(group: ProcessGroup) -> None:
+    """A message is received by its tag, not by its turn; between two ranks and of one tag, in order."""
+    if group.rank == 0:
+        for peer in range(1, group.size):
+            second, first = torch.zeros(3), torch.zeros(3)
+            group.recv(second, peer, tag=8)
+            group.recv(first, peer, tag=7)
+            expect(first, values((3,), peer), "tag 7")
+            expect(second, values((3,), peer + 10), "tag 8")
+    else:
+        works = [
+            group.send(values((3,), group.rank), 0, tag=7, async_op=True),
+            group.send(values((3,), group.rank + 10), 0, tag=8, async_op=True),
+        ]
+        for work in works:
+            work.wait()
+
+
+def any_source(group: ProcessGroup) -> None:
+    """Without a source, messages come from all ranks, each once, and the work says from which."""
+    if group.rank > 0:
+        group.send(values((5,), group.rank), 0, tag=3)
+        return
+    sources = []
+    for _ in range(group.size - 1):
+        tensor = torch.zeros(5)
+        work = group.recv(tensor, None, tag=3)
+        source = work.source_rank()
+        assert source is not None
+        expect(tensor, values((5,), source), f"from rank {source}")
+        sources.append(source)
+    expect_equal(sorted(sources), list(range(1, group.size)), "sources")
+
+
+def futures(group: ProcessGroup) -> None:
+    """The future of a receive completes without anybody waiting for the work."""
+    if group.size == 1:
+        return
+    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    tensor = torch.zeros(4)
+    future = group.recv(tensor, left, tag=1, async_op=True).get_future().then(lambda done: done.value()[0].sum().item())
+    group.barrier()  # nobody has sent yet
+    sending = group.send(values((4,), group.rank), right, tag=1, async_op=True).get_future()
+    expect_equal(future.wait(), values((4,), left).sum().item(), "what the callback saw")
+    sending.wait()
+
+
+def refusals(group: ProcessGroup) -> None:
+    """Oneself, a rank outside the group, a tag below 0."""
+    tensor = torch.zeros(2)
+    for name, call in (
+        ("send to oneself", partial(group.send, tensor, group.rank)),
+        ("recv from oneself", partial(group.recv, tensor, group.rank)),
+        ("send outside", partial(group.send, tensor, group.size)),
+        ("recv outside", partial(group.recv, tensor, -1)),
+    ):
+        expect_raises(InvalidArgumentError, call, name, "another rank")
+    expect_raises(InvalidArgumentError, partial(group.recv, tensor, None, -1), "tag", "tag")
+
+
+CHECKS: dict[str, Check] = {
+    "point_to_point_ring": ring,
+    "point_to_point_both_send_first": both_send_first,
+    "point_to_point_tags": tags,
+    "point_to_point_any_source": any_source,
+    "point_to_point_futures": futures,
+    "point_to_point_refusals": refusals,
+}

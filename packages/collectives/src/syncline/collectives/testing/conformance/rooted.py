@@ -1,0 +1,82 @@
+"""reduce, gather and scatter: every root, every dtype, every layout."""
+
+from __future__ import annotations
+
+import torch
+
+from ...process_group import ProcessGroup
+from ...reduce_op import DTYPES_OF, ReduceOp
+from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, sum_of_terms, terms, values
+
+
+def reduce_every_root_and_dtype(group: ProcessGroup) -> None:
+    """The sum is on the root; nobody else's tensor is changed."""
+    reduced = set()
+    for root in range(group.size):
+        for dtype in sorted(DTYPES_OF[ReduceOp.SUM], key=str):
+            tensor = terms((13,), group.rank, dtype)
+            group.reduce(tensor, root)
+            expected = sum_of_terms((13,), group.size, dtype) if group.rank == root else terms((13,), group.rank, dtype)
+            expect(tensor, expected, f"reduce of {dtype} to rank {root}")
+            reduced.add((root, dtype))
+    expect_equal(len(reduced), group.size * len(DTYPES_OF[ReduceOp.SUM]), "number of reductions")
+
+
+def reduce_every_layout(group: ProcessGroup) -> None:
+    """Through strides, with nothing between the elements touched."""
+    root = group.size - 1
+    for layout in LAYOUTS:
+        laid = Laid(layout, terms(layout.shape, group.rank))
+        group.reduce(laid.tensor, root)
+        laid.expect(sum_of_terms(layout.shape, group.size) if group.rank == root else terms(layout.shape, group.rank))
+
+
+def gather_every_root_and_dtype(group: ProcessGroup) -> None:
+    """The root's output number r holds rank r's values."""
+    for root in range(group.size):
+        for dtype in MOVABLE_DTYPES:
+            outputs = [torch.zeros(13, dtype=dtype) for _ in range(group.size)] if group.rank == root else None
+            group.gather(values((13,), group.rank, dtype), outputs, root)
+            for rank, output in enumerate(outputs or ()):
+                expect(output, values((13,), rank, dtype), f"gather of {dtype} to rank {root}, output {rank}")
+
+
+def gather_every_layout(group: ProcessGroup) -> None:
+    """Strided inputs and outputs."""
+    for layout in LAYOUTS:
+        mine = Laid(layout, values(layout.shape, group.rank))
+        outputs = [Laid(layout, values(layout.shape, group.size)) for _ in range(group.size)] if group.rank == 0 else []
+        group.gather(mine.tensor, [output.tensor for output in outputs] if group.rank == 0 else None, 0)
+        for rank, output in enumerate(outputs):
+            output.expect(values(layout.shape, rank))
+        mine.expect(values(layout.shape, group.rank))
+
+
+def scatter_every_root_and_dtype(group: ProcessGroup) -> None:
+    """Rank r gets entry r of the root's list, which depends on the root, too."""
+    for root in range(group.size):
+        for dtype in MOVABLE_DTYPES:
+            entries = [values((13,), 2 * root + rank, dtype) for rank in range(group.size)]
+            tensor = torch.zeros(13, dtype=dtype)
+            group.scatter(tensor, entries if group.rank == root else None, root)
+            expect(tensor, values((13,), 2 * root + group.rank, dtype), f"scatter of {dtype} from rank {root}")
+
+
+def scatter_every_layout(group: ProcessGroup) -> None:
+    """Strided inputs and outputs."""
+    root = group.size - 1
+    for layout in LAYOUTS:
+        entries = [Laid(layout, values(layout.shape, rank)) for rank in range(group.size)] if group.rank == root else []
+        mine = Laid(layout, values(layout.shape, group.size))
+        group.scatter(mine.tensor, [entry.tensor for entry in entries] if group.rank == root else None, root)
+        mine.expect(values(layout.shape, group.rank))
+
+
+CHECKS: dict[str, Check] = {
+    "reduce_every_root_and_dtype": reduce_every_root_and_dtype,
+    "reduce_every_layout": reduce_every_layout,
+    "gather_every_root_and_dtype": gather_every_root_and_dtype,
+    "gather_every_layout": gather_every_layout,
+    "scatter_every_root_and_dtype": scatter_every_root_and_dtype,
+    "scatter_every_layout": scatter_every_layout,
+}

@@ -1,0 +1,80 @@
+"""all_gather_into_tensor, reduce_scatter and reduce_scatter_tensor: one tensor that has a part for each rank."""
+
+from __future__ import annotations
+
+import torch
+
+from ...process_group import ProcessGroup
+from ...reduce_op import DTYPES_OF, HALVES, ReduceOp
+from .all_reduce import reduction
+from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, sum_of_terms, terms, values
+
+
+def into_tensor(group: ProcessGroup) -> None:
+    """Part r is rank r's, whether the output is flat or stacked, plain or strided."""
+    for dtype in MOVABLE_DTYPES:
+        output = torch.zeros(group.size * 3, 5, dtype=dtype)
+        group.all_gather_into_tensor(output, values((3, 5), group.rank, dtype))
+        for rank, part in enumerate(output.view(group.size, 3, 5)):
+            expect(part, values((3, 5), rank, dtype), f"all_gather_into_tensor of {dtype}, part {rank}")
+    strided = torch.zeros(5, group.size).t()
+    group.all_gather_into_tensor(strided, values((5,), group.rank))
+    for rank in range(group.size):
+        expect(strided[rank], values((5,), rank), f"row {rank} of a transposed output")
+
+
+def into_tensor_in_place(group: ProcessGroup) -> None:
+    """The input may be this rank's part of the output: FSDP gathers so."""
+    output = torch.zeros(group.size, 7)
+    output[group.rank] = values((7,), group.rank)
+    group.all_gather_into_tensor(output, output[group.rank])
+    for rank in range(group.size):
+        expect(output[rank], values((7,), rank), f"part {rank}, gathered in place")
+
+
+def reduce_scatter_every_dtype_and_reduction(group: ProcessGroup) -> None:
+    """Rank r gets the r-th result, as list and as tensor; each cell of the table."""
+    seen = set()
+    for op in ReduceOp:
+        for dtype in sorted(DTYPES_OF[op], key=str):
+            shape = (group.size, 6)
+            whole = values(shape, group.rank, dtype)
+            expected = whole.clone()
+            group.all_reduce(expected, reduction(op))
+            from_list, from_tensor = torch.zeros(6, dtype=dtype), torch.zeros(6, dtype=dtype)
+            group.reduce_scatter(from_list, list(whole), reduction(op))
+            group.reduce_scatter_tensor(from_tensor, whole, reduction(op))
+            if dtype.is_floating_point or dtype.is_complex:  # PRODUCT and the like round differently in another order
+                tolerance = 2e-2 if dtype in HALVES else 1e-5
+                torch.testing.assert_close(from_list, expected[group.rank], rtol=tolerance, atol=0, equal_nan=True)
+            else:
+                expect(from_list, expected[group.rank], f"reduce_scatter {op.name} of {dtype}")
+            expect(from_tensor, from_list, f"reduce_scatter_tensor {op.name} of {dtype}, against the list")
+            expect(whole, values(shape, group.rank, dtype), "input of reduce_scatter")
+            seen.add((op, dtype))
+    expect_equal(len(seen), sum(map(len, DTYPES_OF.values())), "number of reductions")
+
+
+def reduce_scatter_sum(group: ProcessGroup) -> None:
+    """A closed form, by layout; another one for each part."""
+    for layout in LAYOUTS:
+        inputs = [Laid(layout, terms(layout.shape, group.rank) * (part + 1)) for part in range(group.size)]
+        output = Laid(layout, values(layout.shape, group.size))
+        group.reduce_scatter(output.tensor, [entry.tensor for entry in inputs])
+        output.expect(sum_of_terms(layout.shape, group.size) * (group.rank + 1))
+
+
+def reduce_scatter_in_place(group: ProcessGroup) -> None:
+    """The output may be this rank's part of the input."""
+    whole = torch.stack([terms((9,), group.rank) * (part + 1) for part in range(group.size)])
+    group.reduce_scatter_tensor(whole[group.rank], whole)
+    expect(whole[group.rank], sum_of_terms((9,), group.size) * (group.rank + 1), "reduce_scatter_tensor in place")
+
+
+CHECKS: dict[str, Check] = {
+    "all_gather_into_tensor": into_tensor,
+    "all_gather_into_tensor_in_place": into_tensor_in_place,
+    "reduce_scatter_every_dtype_and_reduction": reduce_scatter_every_dtype_and_reduction,
+    "reduce_scatter_sum": reduce_scatter_sum,
+    "reduce_scatter_in_place": reduce_scatter_in_place,
+}

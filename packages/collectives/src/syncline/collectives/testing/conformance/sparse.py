@@ -1,0 +1,46 @@
+"""all_reduce of sparse tensors: different elements on each rank, shared ones, none at all."""
+
+from __future__ import annotations
+
+import torch
+
+from ...process_group import ProcessGroup
+from ...reduce_op import ReduceOp, premul_sum
+from .values import Check, expect, expect_equal
+
+
+def _mine(rank: int, scale: float = 1.0) -> torch.Tensor:
+    """Rows 0 and rank + 1 of six; row 0 on every rank; rank 1 has row 0 in two pieces."""
+    rows = [0, rank + 1] + ([0] if rank == 1 else [])
+    content = torch.tensor([[float(rank + 1), 2.0], [10.0 * rank, 3.0], [1.0, 1.0]])[: len(rows)] * scale
+    return torch.sparse_coo_tensor(torch.tensor([rows]), content, (8, 2), check_invariants=True)
+
+
+def sums(group: ProcessGroup) -> None:
+    """SUM, AVG and PREMUL_SUM, against the sum of the dense tensors."""
+    total = torch.stack([_mine(rank).to_dense() for rank in range(group.size)]).sum(0)
+    for op, expected in (
+        (ReduceOp.SUM, total),
+        (ReduceOp.AVG, total / group.size),
+        (premul_sum(0.5), total * 0.5),
+    ):
+        for async_op in (False, True):
+            tensor = _mine(group.rank)
+            group.all_reduce(tensor, op, async_op=async_op).wait()
+            expect_equal(tensor.layout, torch.sparse_coo, "layout")
+            expect_equal(tensor.coalesce()._nnz(), group.size + 1, "number of rows present")
+            torch.testing.assert_close(tensor.to_dense(), expected)
+
+
+def nothing_present(group: ProcessGroup) -> None:
+    """A rank, or every rank, without any element."""
+    empty = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 2), (8, 2), check_invariants=True)
+    tensor = empty.clone()
+    group.all_reduce(tensor)
+    expect_equal(tensor.coalesce()._nnz(), 0, "elements of a sum of nothing")
+    tensor = _mine(0) if group.rank == group.size - 1 else empty.clone()
+    group.all_reduce(tensor)
+    expect(tensor.to_dense(), _mine(0).to_dense(), "sum of one rank's elements")
+
+
+CHECKS: dict[str, Check] = {"sparse_sums": sums, "sparse_nothing_present": nothing_present}

@@ -1,0 +1,63 @@
+"""split: groups of some ranks, in another order, within one another, and at work at the same time."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ...errors import InvalidArgumentError
+from ...process_group import ProcessGroup
+from .values import Check, expect, expect_equal, expect_raises, values
+
+
+def by_color(group: ProcessGroup) -> None:
+    """Ranks of one color meet; their order is that of the keys; ranks map back to the parent's."""
+    part = group.split(group.rank % 2, -group.rank)
+    assert part is not None
+    members = [rank for rank in range(group.size) if rank % 2 == group.rank % 2][::-1]
+    expect_equal(part.ranks, tuple(group.ranks[member] for member in members), "ranks of the part")
+    expect_equal((part.rank, part.size), (members.index(group.rank), len(members)), "rank and size in the part")
+    tensor = torch.tensor([float(group.rank)])
+    part.all_reduce(tensor)
+    expect(tensor, torch.tensor([float(sum(members))]), "sum within the part")
+    part.close()
+
+
+def without_color(group: ProcessGroup) -> None:
+    """A rank without a color joins no group, and the parent goes on."""
+    part = group.split(None if group.rank == 0 else 0)
+    expect_equal(part is None, group.rank == 0, "who is in no group")
+    if part is not None:
+        expect_equal(part.size, group.size - 1, "size of the rest")
+        part.close()
+    group.barrier()
+    expect_raises(InvalidArgumentError, partial(group.split, -1), "a negative color", "color")
+
+
+def nested_and_together(group: ProcessGroup) -> None:
+    """A part of a part; parent and part each keep their own order while both have collectives in flight."""
+    part = group.split(0, group.rank)
+    assert part is not None
+    inner = part.split(part.rank)
+    assert inner is not None
+    expect_equal((inner.size, inner.ranks), (1, (group.ranks[group.rank],)), "a group of one")
+    works, tensors = [], []
+    for number in range(12):
+        chosen = (group, part)[number % 2]
+        tensor = values((1000,), group.rank + number)
+        works.append(chosen.all_reduce(tensor, async_op=True))
+        tensors.append(tensor)
+    for number, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        work.wait()
+        total = torch.stack([values((1000,), rank + number) for rank in range(group.size)]).sum(0)
+        expect(tensor, total, f"collective {number}")
+    inner.close()
+    part.close()
+
+
+CHECKS: dict[str, Check] = {
+    "subgroups_by_color": by_color,
+    "subgroups_without_color": without_color,
+    "subgroups_nested_and_together": nested_and_together,
+}
