@@ -159,13 +159,9 @@ class _Flight:
     def _copy_back(self) -> None:
         flat = torch.cat(self.memory) if isinstance(self.memory, list) else self.memory
         with torch.no_grad():
-            for tensor, piece in zip(
-                self.destinations, flat[: self._numel()].split([t.numel() for t in self.destinations]), strict=True
-            ):
+            pieces = torch.split(flat, [tensor.numel() for tensor in self.destinations])
+            for tensor, piece in zip(self.destinations, pieces, strict=True):
                 tensor.copy_(piece.view(tensor.shape))
-
-    def _numel(self) -> int:
-        return sum(tensor.numel() for tensor in self.destinations)
 
 
 def _plan(tensors: Sequence[torch.Tensor], buffer_size_bytes: int) -> list[list[int]]:
@@ -189,7 +185,7 @@ def _joined(
             future.value()
         return tensors
 
-    future: TensorsFuture = torch.futures.collect_all(futures).then(join)  # type: ignore[arg-type]  # Future is invariant
+    future: TensorsFuture = torch.futures.collect_all(futures).then(join)
     work = FutureWork(future, tensors, lambda: f"{name} on {group.place()}")
     if async_op:
         return work

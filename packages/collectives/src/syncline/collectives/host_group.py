@@ -194,7 +194,7 @@ class HostGroup(ProcessGroup):
             received = torch.empty(sum(counts), dtype=inputs[0].dtype)
             packed = torch.cat([_flat(entry) for entry in inputs])
             self._transport.all_to_all(received, packed, counts, [entry.numel() for entry in inputs], call, deadline)
-            for output, part in zip(outputs, received.split(counts), strict=True):
+            for output, part in zip(outputs, torch.split(received, counts), strict=True):
                 output.copy_(part.view(output.shape))
 
         return self._issue(call, outputs, body, async_op)

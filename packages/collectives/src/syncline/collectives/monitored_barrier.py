@@ -20,8 +20,8 @@ def monitored_barrier(
 ) -> None:
     """Return on any rank only after all have called it; on a time-out, rank 0 names the missing ranks.
 
-    Rank 0 waits for a message of each rank in turn, then answers all: twice `size` - 1 messages of one byte, one after the other.
-    Meant for finding faults, not for every step.
+    Rank 0 waits for a message of each rank in turn, then answers all: twice `size` - 1 messages of one byte, one by one. Meant
+    for finding faults, not for every step.
 
     Args:
         group: the group, the default one if None.

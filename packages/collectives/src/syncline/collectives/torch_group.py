@@ -145,7 +145,7 @@ class TorchGroup(ProcessGroup):
         torch_work = self._exchanged(received, packed, counts, [entry.numel() for entry in inputs])
 
         def deliver() -> None:
-            _copy_each([p.view(o.shape) for p, o in zip(received.split(counts), outputs, strict=True)], outputs)
+            _copy_each([p.view(o.shape) for p, o in zip(torch.split(received, counts), outputs, strict=True)], outputs)
 
         return self._work(outputs, torch_work, deliver, async_op)
 
@@ -181,7 +181,7 @@ class TorchGroup(ProcessGroup):
     def _barrier(self, async_op: bool) -> Work:
         return self._work([], self.torch_group.barrier(dist.BarrierOptions()), None, async_op)
 
-    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:  # noqa: ARG002 - the contract's
         raise InvalidArgumentError(
             f"split on {self.place()}: this group belongs to torch.distributed; make the new one there "
             "(torch.distributed.new_group) and wrap it in TorchGroup"

@@ -44,7 +44,7 @@ class TransferWork(Work):
 
     def is_completed(self) -> bool:
         """Whether it is over, as far as the library can tell without waiting."""
-        if not self._done and self._driving.acquire(blocking=False):
+        if self._driving.acquire(blocking=False):
             try:
                 if not self._done and self._request.test():
                     self._finish(None)

@@ -181,8 +181,8 @@ class NonMember:
     def complaint(self) -> str:
         """Why this cannot be used."""
         return (
-            f"rank {self._rank} is not in group '{self.name}', which has ranks {list(self.ranks)}; call its collectives only on "
-            "those ranks (get_rank(group) is -1 elsewhere)"
+            f"rank {self._rank} is not in group '{self.name}', which has ranks {list(self.ranks)}; call its collectives only "
+            "on those ranks (get_rank(group) is -1 elsewhere)"
         )
 
     def __getattr__(self, attribute: str) -> NoReturn:

@@ -27,9 +27,8 @@ class PerDeviceGroup(DelegatingGroup):
         super().__init__(first.rank, first.size, name=first.name, timeout_s=first.timeout_s, ranks=first.ranks)
         for device_type, group in groups.items():
             if device_type not in group.device_types:
-                raise InvalidArgumentError(
-                    f"backend '{group.backend_name}' moves tensors on {', '.join(sorted(group.device_types))}, not on {device_type}"
-                )
+                served = ", ".join(sorted(group.device_types))
+                raise InvalidArgumentError(f"backend '{group.backend_name}' moves tensors on {served}, not on {device_type}")
         self.groups = dict(groups)
 
     @property

@@ -81,8 +81,12 @@ class MPITransport(Transport):
         datatype, mpi = REDUCIBLE[tensor.dtype], mpi_op(core_op(op), tensor.dtype)
         for piece in _pieces(source):
             spec = (memory(piece), piece.numel(), datatype)
-            sides = (MPI.IN_PLACE, spec) if self._rank == root else (spec, None)
-            self._run(call, lambda sides=sides: self._communicator.Ireduce(*sides, mpi, root), deadline)  # type: ignore[misc]
+            sender, receiver = (MPI.IN_PLACE, spec) if self._rank == root else (spec, None)
+            self._run(
+                call,
+                lambda sender=sender, receiver=receiver: self._communicator.Ireduce(sender, receiver, mpi, root),  # type: ignore[misc]
+                deadline,
+            )
         if self._rank == root:
             self._scale_after(tensor, op)
 
@@ -159,9 +163,9 @@ class MPITransport(Transport):
         """Exchange bytes pairwise. MPI's own form would need every rank to know whether any pair exceeds its counts."""
         requests = []
         with mpi_errors():
-            for peer, part in enumerate(output.split(list(output_counts))):
+            for peer, part in enumerate(torch.split(output, list(output_counts))):
                 requests += [self._private.Irecv((memory(p), MPI.BYTE), peer, _PAIRWISE) for p in _pieces(part)]
-            for peer, part in enumerate(tensor.split(list(input_counts))):
+            for peer, part in enumerate(torch.split(tensor, list(input_counts))):
                 requests += [self._private.Isend((memory(p), MPI.BYTE), peer, _PAIRWISE) for p in _pieces(part)]
         for request in requests:
             self._run(call, lambda request=request: request, deadline)  # type: ignore[misc]
@@ -290,7 +294,7 @@ class MPIRequest(Request):
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     if tensor.nbytes <= PIECE_BYTES:
         return (tensor,)
-    return tensor.split(PIECE_BYTES // tensor.element_size())
+    return torch.split(tensor, PIECE_BYTES // tensor.element_size())
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
