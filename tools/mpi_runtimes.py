@@ -1,4 +1,4 @@
-"""The MPI runtimes that ranks are started with: MPICH and Open MPI from PyPI, and the system's.
+"""The MPI runtimes that ranks are started with: MPICH, Open MPI and Intel MPI from PyPI, and the system's.
 
 One mpi4py serves them all: it loads the library that `MPI4PY_LIBMPI` names.
 """
@@ -15,15 +15,15 @@ from enum import Enum
 from pathlib import Path
 
 from commands import ToolError
-from environment import OPENMPI_PREFIX, VENV
+from environment import IMPI_PREFIX, OPENMPI_PREFIX, VENV
 
-NAMES = ("mpich", "openmpi", "system")
+NAMES = ("mpich", "openmpi", "impi", "system")
 
 
 class Family(Enum):
     """Whose command line and library names a runtime follows."""
 
-    MPICH = "MPICH"
+    MPICH = "MPICH"  # Intel MPI is one of them
     OPEN_MPI = "Open MPI"
 
 
@@ -61,6 +61,7 @@ def find(name: str) -> MpiRuntime:
     family, prefix = {
         "mpich": (Family.MPICH, VENV),
         "openmpi": (Family.OPEN_MPI, OPENMPI_PREFIX),
+        "impi": (Family.MPICH, IMPI_PREFIX),
     }[name]
     mpiexec = prefix / "bin" / "mpiexec"
     if not mpiexec.exists():

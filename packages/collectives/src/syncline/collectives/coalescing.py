@@ -157,6 +157,8 @@ class _Flight:
         return self.work.get_future().then(copy_back)
 
     def _copy_back(self) -> None:
+        if not self.destinations:  # on the root
+            return
         flat = torch.cat(self.memory) if isinstance(self.memory, list) else self.memory
         with torch.no_grad():
             pieces = torch.split(flat, [tensor.numel() for tensor in self.destinations])

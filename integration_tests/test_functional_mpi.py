@@ -1,0 +1,244 @@
+"""The functional forms on the default group over real ranks: names and arguments of torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import syncline.collectives as sc
+from syncline.collectives import InvalidArgumentError, MisuseError, NonMember, ProcessGroup
+
+pytestmark = pytest.mark.mpi
+
+
+def mine(rank: int) -> torch.Tensor:
+    """Depends on rank and index."""
+    return torch.arange(4.0) + 10 * rank
+
+
+def test_rooted_forms_take_ranks_of_the_default_group(world: ProcessGroup) -> None:
+    last = world.size - 1
+    tensor = mine(world.rank)
+    sc.broadcast(tensor, src=last)
+    assert tensor.tolist() == mine(last).tolist()
+    tensor = mine(world.rank)
+    sc.reduce(tensor, dst=last)
+    total = sum(mine(rank) for rank in range(world.size)) if world.rank == last else mine(world.rank)
+    assert torch.equal(tensor, torch.as_tensor(total))
+    outputs = [torch.zeros(4) for _ in range(world.size)] if world.rank == 0 else None
+    sc.gather(mine(world.rank), outputs)
+    assert outputs is None or [entry.tolist() for entry in outputs] == [mine(r).tolist() for r in range(world.size)]
+    sc.scatter(tensor, [mine(2 * r) for r in range(world.size)] if world.rank == 0 else None)
+    assert torch.equal(tensor, mine(2 * world.rank))
+
+
+def test_forms_with_a_part_for_each_rank(world: ProcessGroup) -> None:
+    gathered = torch.zeros(world.size * 4)
+    work = sc.all_gather_into_tensor(gathered, mine(world.rank), async_op=True)
+    assert work is not None
+    work.wait()
+    assert torch.equal(gathered, torch.cat([mine(rank) for rank in range(world.size)]))
+    for scatter, source in (
+        (sc.reduce_scatter, [mine(rank + world.rank) for rank in range(world.size)]),
+        (sc.reduce_scatter_tensor, torch.cat([mine(rank + world.rank) for rank in range(world.size)])),
+    ):
+        output = torch.zeros(4)
+        assert scatter(output, source) is None  # type: ignore[operator]
+        assert torch.equal(output, torch.stack([mine(world.rank + rank) for rank in range(world.size)]).sum(0))
+    outputs = [torch.zeros(4) for _ in range(world.size)]
+    sc.all_to_all(outputs, [mine(world.rank + 100 * dst) for dst in range(world.size)])
+    assert all(torch.equal(output, mine(src + 100 * world.rank)) for src, output in enumerate(outputs))
+    output = torch.zeros(world.size)
+    sc.all_to_all_single(output, torch.full((world.size,), float(world.rank)))
+    assert output.tolist() == list(map(float, range(world.size)))
+
+
+def test_point_to_point(world: ProcessGroup) -> None:
+    if world.size == 1:
+        with pytest.raises(InvalidArgumentError, match="another rank"):
+            sc.send(mine(0), dst=0)
+        return
+    left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    tensor = torch.zeros(4)
+    works = sc.batch_isend_irecv([sc.P2POp(sc.isend, mine(world.rank), right), sc.P2POp(sc.irecv, tensor, left)])
+    for work in works:
+        work.wait()
+    assert torch.equal(tensor, mine(left))
+    if world.rank == 0:
+        assert sorted(sc.recv(tensor, tag=5) for _ in range(world.size - 1)) == list(range(1, world.size))
+    else:
+        sc.send(mine(world.rank), dst=0, tag=5)
+
+
+def test_batches_are_checked(world: ProcessGroup) -> None:
+    with pytest.raises(InvalidArgumentError, match="at least one"):
+        sc.batch_isend_irecv([])
+    with pytest.raises(InvalidArgumentError, match="isend or irecv"):
+        sc.P2POp(sc.send, mine(0), 0)  # type: ignore[arg-type]
+
+
+def test_objects(world: ProcessGroup) -> None:
+    last = world.size - 1
+    places: list[Any] = [None] * world.size
+    sc.all_gather_object(places, {"rank": world.rank})
+    assert places == [{"rank": rank} for rank in range(world.size)]
+    shared = [world.rank, "x" * world.rank]
+    sc.broadcast_object_list(shared, src=last)
+    assert shared == [last, "x" * last]
+    collected: list[Any] | None = [None] * world.size if world.rank == 0 else None
+    sc.gather_object(world.rank**2, collected)
+    assert collected is None or collected == [rank**2 for rank in range(world.size)]
+    received: list[Any] = [None]
+    sc.scatter_object_list(received, [("for", rank) for rank in range(world.size)] if world.rank == last else None, src=last)
+    assert received == [("for", world.rank)]
+    with pytest.raises(InvalidArgumentError, match="places"):
+        sc.all_gather_object([None] * (world.size + 1), 0)
+
+
+def test_coalesced_forms(world: ProcessGroup) -> None:
+    tensors = [torch.full((n + 1,), float(world.rank + n)) for n in range(4)] + [torch.full((2,), world.rank)]
+    work = sc.all_reduce_coalesced(tensors, async_op=True)
+    assert work is not None
+    assert [len(work.get_future().wait()), work.wait()] == [5, True]
+    total = world.size * (world.size - 1) // 2
+    assert [tensor.unique().tolist() for tensor in tensors] == [[total + n * world.size] for n in range(4)] + [[total]]
+    outputs = [[torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64)] for _ in range(world.size)]
+    sc.all_gather_coalesced(outputs, [torch.full((3,), float(world.rank)), torch.full((2, 2), world.rank + 7)])
+    assert [[entry.unique().item() for entry in row] for row in outputs] == [[rank, rank + 7] for rank in range(world.size)]
+    with pytest.raises(InvalidArgumentError, match="lists of outputs"):
+        sc.all_gather_coalesced(outputs[1:], [torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64)])
+
+
+def test_new_group(world: ProcessGroup) -> None:
+    members = list(range(0, world.size, 2))
+    group = sc.new_group(members[::-1])
+    tensor = torch.tensor([float(world.rank)])
+    if world.rank not in members:
+        assert isinstance(group, NonMember)
+        assert (sc.get_rank(group), sc.get_world_size(group)) == (-1, -1)
+        with pytest.raises(MisuseError, match=f"rank {world.rank} is not in group"):
+            sc.all_reduce(tensor, group=group)  # type: ignore[arg-type]
+        with pytest.raises(MisuseError, match="is not in group"):
+            group.all_reduce(tensor)
+        return
+    assert isinstance(group, ProcessGroup)
+    assert group.ranks == tuple(members)
+    sc.all_reduce(tensor, group=group)
+    assert tensor.item() == sum(members)
+    sc.broadcast(tensor.fill_(world.rank), src=members[-1], group=group)
+    assert tensor.item() == members[-1]
+    if world.size > 1:
+        with pytest.raises(InvalidArgumentError, match="is not in group"):
+            sc.broadcast(tensor, src=1, group=group)
+
+
+def test_new_subgroups(world: ProcessGroup) -> None:
+    size = 2 if world.size % 2 == 0 else world.size
+    group, lists = sc.new_subgroups(size)
+    assert lists == [list(range(start, start + size)) for start in range(0, world.size, size)]
+    assert list(group.ranks) in lists
+    halves = [[0], list(range(1, world.size))] if world.size > 1 else [[0]]
+    part, _ = sc.new_subgroups_by_enumeration(halves)
+    assert isinstance(part, ProcessGroup)
+    assert list(part.ranks) == halves[world.rank > 0]
+    with pytest.raises(InvalidArgumentError, match="divides"):
+        sc.new_subgroups(world.size + 1)
+    with pytest.raises(InvalidArgumentError, match="each rank once"):
+        sc.new_subgroups_by_enumeration([[0], [0]])
+    with pytest.raises(InvalidArgumentError, match=f"ranks in 0..{world.size - 1}"):
+        sc.new_group([world.size])
+
+
+def test_monitored_barrier_names_the_missing(world: ProcessGroup) -> None:
+    sc.monitored_barrier(timeout=20)
+    if world.size < 3:
+        return
+    group = world.split(0)
+    assert group is not None
+    missing = world.size - 1
+    if world.rank == missing:
+        world.barrier()
+        return
+    with pytest.raises(sc.CollectiveTimeout, match=f"rank\\(s\\) {missing} did not come" if world.rank == 0 else "rank 0 did not"):
+        sc.monitored_barrier(group, timeout=0.5, wait_all_ranks=True)
+    world.barrier()
+
+
+def test_round_robin_overlaps_groups(world: ProcessGroup) -> None:
+    parts = [part for part in (world.split(0), world.split(0), world.split(0)) if part is not None]
+    group = sc.RoundRobinGroup(parts)
+    tensors = [torch.full((1000,), float(world.rank + n)) for n in range(12)]
+    for work in [group.all_reduce(tensor, async_op=True) for tensor in tensors]:
+        work.wait()
+    total = world.size * (world.size - 1) / 2
+    assert [tensor.unique().tolist() for tensor in tensors] == [[total + n * world.size] for n in range(12)]
+    group.close()
+    with pytest.raises(InvalidArgumentError, match="at least one group"):
+        sc.RoundRobinGroup([])
+
+
+def test_a_time_out_says_who_waits_and_who_is_silent(mpi_group: ProcessGroup) -> None:
+    if mpi_group.size == 1:
+        pytest.skip("nobody to wait for")
+    group = mpi_group.split(0, timeout_s=1.0)
+    assert group is not None
+    absent = mpi_group.size - 1
+    if mpi_group.rank != absent:
+        with pytest.raises(sc.CollectiveTimeout) as caught:
+            group.all_reduce(torch.zeros(3, 2))
+        text = str(caught.value)
+        assert "all_reduce(float32[3, 2], op=SUM), number 0 on rank" in text
+        assert f"rank(s) {absent} said nothing" in text
+        assert all(f"rank {r} waits in all_reduce" in text for r in range(absent) if r != mpi_group.rank)
+        with pytest.raises(sc.TransportError, match="the group had failed before"):
+            group.barrier()
+    mpi_group.barrier()
+
+
+def test_wait_with_a_time_limit_of_its_own(mpi_group: ProcessGroup) -> None:
+    if mpi_group.size == 1:
+        pytest.skip("nobody to wait for")
+    group = mpi_group.split(0)
+    assert group is not None
+    tensor = torch.ones(2)
+    if mpi_group.rank == 0:
+        work = group.all_reduce(tensor, async_op=True)
+        with pytest.raises(sc.CollectiveTimeout, match=r"given to wait\(\)"):
+            work.wait(0.2)
+        mpi_group.barrier()
+    else:
+        mpi_group.barrier()
+        work = group.all_reduce(tensor, async_op=True)
+    work.wait(20)
+    assert tensor.tolist() == [mpi_group.size] * 2
+
+
+def test_tensors_larger_than_a_piece(mpi_group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What exceeds MPI's counts travels in pieces; here a piece is 64 bytes."""
+    from syncline.collectives.backends.mpi import transport
+    from syncline.collectives.testing import CHECKS
+
+    monkeypatch.setattr(transport, "PIECE_BYTES", 64)
+    chosen = [name for name in CHECKS if "every_layout" in name or "sum" in name or "lists" in name or "single" in name]
+    assert len(chosen) >= 8
+    for name in chosen:
+        CHECKS[name](mpi_group)
+
+
+def test_reproducible_reductions_are_in_rank_order(mpi_group: ProcessGroup) -> None:
+    from mpi4py import MPI
+
+    from syncline.collectives.backends.mpi.transport import MPITransport
+    from syncline.collectives.host_group import HostGroup
+    from syncline.collectives.reduction import reduce_in_rank_order
+
+    transport = MPITransport(MPI.COMM_WORLD.Dup(), reproducible=True)
+    group = HostGroup(transport, mpi_group.rank, mpi_group.size, timeout_s=30)
+    for numel in (1, 2, 1000, 70_001):
+        terms = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
+        tensor = terms[group.rank].clone()
+        group.all_reduce(tensor)
+        assert torch.equal(tensor, reduce_in_rank_order(sc.ReduceOp.SUM, terms))
+    group.close()
