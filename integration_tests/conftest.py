@@ -19,7 +19,13 @@ PLUGIN = "syncline.collectives.testing.pytest_plugin"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without the plugin the ranks would not agree on verdicts: better not to run at all."""
+    """Without the plugin the ranks would not agree on verdicts: better not to run at all.
+
+    Every test here is marked `mpi` or `launch`, for `dev.py ranks` selects by these.
+    """
+    for item in items:
+        if item.get_closest_marker("mpi") is None and item.get_closest_marker("launch") is None:
+            raise pytest.UsageError(f"{item.nodeid} is marked neither mpi nor launch, so dev.py would never run it")
     if config.pluginmanager.has_plugin(PLUGIN):
         return
     command = f"mpiexec -n N python -m pytest -m mpi -p {PLUGIN} -p no:cacheprovider integration_tests"

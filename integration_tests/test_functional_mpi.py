@@ -161,7 +161,9 @@ def test_monitored_barrier_names_the_missing(world: ProcessGroup) -> None:
     if world.rank == missing:
         world.barrier()
         return
-    with pytest.raises(sc.CollectiveTimeout, match=f"rank\\(s\\) {missing} did not come" if world.rank == 0 else "rank 0 did not"):
+    with pytest.raises(
+        sc.CollectiveTimeout, match=f"rank\\(s\\) {missing} did not come" if world.rank == 0 else "rank 0 did not"
+    ):
         sc.monitored_barrier(group, timeout=0.5, wait_all_ranks=True)
     world.barrier()
 

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.launch
+
 SOON_S = 30.0  # with the start of the ranks on a busy machine; what is bounded here would else take for ever
 
 

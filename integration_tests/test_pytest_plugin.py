@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.launch
+
 PLUGIN = "syncline.collectives.testing.pytest_plugin"
 HEADER = "import pytest, torch, time, sys\npytestmark = pytest.mark.mpi\n"
 

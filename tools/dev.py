@@ -70,8 +70,8 @@ def unit(_: argparse.Namespace) -> int:
 
 def ranks(options: argparse.Namespace) -> int:
     """Run the tests that start jobs of their own, then those under mpiexec, on every runtime and size asked for."""
-    failures = 0 if options.paths else run((*PYTEST, "-m", "launch", JOBS), cwd=ROOT)
     words: list[str | Path] = ["-k", options.expression] if options.expression else []
+    failures = 0 if options.paths or words else run((*PYTEST, "-m", "launch", JOBS), cwd=ROOT)
     words += options.paths or [JOBS]
     failed = [
         f"{runtime.name}, {size} ranks"

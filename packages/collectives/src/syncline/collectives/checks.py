@@ -12,6 +12,8 @@ from .layout import overlaps_itself
 
 def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: str) -> str | None:
     """Whether a group can touch the tensor at all."""
+    if not isinstance(tensor, torch.Tensor):  # an unchecked caller may pass anything
+        return f"expected a torch.Tensor, found {type(tensor).__name__}"  # type: ignore[unreachable]
     if tensor.device.type not in device_types:
         served = ", ".join(sorted(device_types))
         return (

@@ -89,10 +89,11 @@ class ProcessGroup(ABC):
         Raises:
             InvalidArgumentError: the dtype has no such reduction.
         """
-        check_reduction(op, tensor.dtype)
-        if tensor.layout is torch.sparse_coo:
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo:
+            check_reduction(op, tensor.dtype)
             return sparse.all_reduce(self, tensor, op, async_op)
         self._check_tensors("all_reduce", writes=(tensor,))
+        check_reduction(op, tensor.dtype)
         return self._all_reduce(tensor, op, async_op)
 
     def reduce(self, tensor: torch.Tensor, root: int = 0, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
@@ -104,9 +105,9 @@ class ProcessGroup(ABC):
             op: see `ReduceOp` and `premul_sum`.
             async_op: return at once, before the collective has finished.
         """
-        check_reduction(op, tensor.dtype)
         self._check_root("reduce", root)
         self._check_tensors("reduce", writes=(tensor,))
+        check_reduction(op, tensor.dtype)
         return self._reduce(tensor, root, op, async_op)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Work:

@@ -14,7 +14,7 @@ from .deadline import DEFAULT_TIMEOUT_S
 from .errors import InvalidArgumentError
 from .layout import bytes_of, in_plain_order
 from .process_group import ProcessGroup
-from .reduce_op import BOOL, COMPLEX, HALVES, PremulSum, ReduceOp, Reduction
+from .reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction
 from .reduction import core_op, reduce_in_rank_order
 from .torch_work import TorchRequest, TorchWork
 from .transfer import TransferWork
@@ -71,7 +71,7 @@ class TorchGroup(ProcessGroup):
     # ---- reductions ----
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        if tensor.dtype in COMPLEX and op is ReduceOp.PRODUCT:
+        if not _torch_reduces(tensor, op):
             terms, torch_work = self._gathered(tensor)
             return self._work([tensor], torch_work, lambda: tensor.copy_(reduce_in_rank_order(op, terms)), async_op)
         wire = _reducible(tensor, op)
@@ -227,6 +227,13 @@ class TorchGroup(ProcessGroup):
         if not async_op:
             work.wait(self.timeout_s)
         return work
+
+
+def _torch_reduces(tensor: torch.Tensor, op: Reduction) -> bool:
+    """Whether the real numbers of a complex one can be reduced instead, and not-a-number reaches all ranks."""
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return not tensor.is_floating_point()
+    return op is not ReduceOp.PRODUCT or not tensor.is_complex()
 
 
 def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:

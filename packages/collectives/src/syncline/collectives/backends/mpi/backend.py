@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
+import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ...backend import Backend, ConnectRequest
 from ...errors import BackendUnavailableError, LaunchError
 from ...host_group import HostGroup
+from ...launch import detect_launch
 
 if TYPE_CHECKING:
-    from .leaving import Leaving
+    from .leaving import Goodbye
+
+_START_S = 300.0
 
 _NO_MPI4PY = (
     "mpi4py is not installed; on a cluster that has an MPI, load its module and run `pip install 'syncline-collectives[mpi]'`; "
@@ -40,14 +45,16 @@ class MPIBackend(Backend):
         _check_init_method(request)
         from mpi4py import MPI
 
+        from .leaving import abort_on_uncaught
         from .transport import MPITransport
 
         if not MPI.Is_initialized():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        abort_on_uncaught()
         world = MPI.COMM_WORLD
         _check_threads()
         _check_sizes(request, world.Get_rank(), world.Get_size())
-        _guard()
+        _agree_to_say_goodbye()
         return HostGroup(
             MPITransport(world.Dup(), reproducible=request.reproducible),
             world.Get_rank(),
@@ -61,10 +68,28 @@ class MPIBackend(Backend):
 def _library_problem() -> str | None:
     """Why mpi4py cannot load an MPI library, or None. Loading it starts MPI, unless the caller has told mpi4py not to."""
     try:
-        import mpi4py.MPI  # noqa: F401
+        _start_mpi_together_with_all_ranks()
     except (ImportError, RuntimeError) as error:
         return f"{_NO_LIBRARY} (the loader said: {' '.join(str(error).split())})"
     return None
+
+
+def _start_mpi_together_with_all_ranks() -> None:
+    """Import mpi4py.MPI, which waits for all ranks of the job.
+
+    A rank that died before it came here would be waited for without end (MPICH's mpiexec does not end the job), and no Python
+    code runs meanwhile. So after `_START_S` seconds faulthandler prints this stack, whose names say what it waits for, and ends
+    this process, which ends the job.
+    """
+    launch = detect_launch(os.environ)
+    waits_for_others = launch is not None and launch.world_size not in (None, 1)
+    if waits_for_others:
+        faulthandler.dump_traceback_later(_START_S, exit=True)
+    try:
+        import mpi4py.MPI  # noqa: F401
+    finally:
+        if waits_for_others:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _check_threads() -> None:
@@ -108,10 +133,10 @@ def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
 
 
 @functools.cache
-def _guard() -> Leaving:
-    from .leaving import Leaving
+def _agree_to_say_goodbye() -> Goodbye:
+    from .leaving import Goodbye
 
-    return Leaving()
+    return Goodbye()
 
 
 backend = MPIBackend()

@@ -25,19 +25,23 @@ GOODBYE_S = 30.0
 _FORWARDING_S = 0.3
 
 
-class Leaving:
-    """The two guards of one process; installed once, with the first group."""
+def abort_on_uncaught() -> None:
+    """Install the first guard. Concerns this process only, so it can be done before anything that may fail."""
+    sys.excepthook = _on_uncaught
+
+
+def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    lines = "".join(traceback.format_exception(kind, error, trace))
+    _say(f"{_who()} failed and ends the job:\n{lines}")
+    _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+class Goodbye:
+    """The second guard. Making it is a collective of all processes of the job."""
 
     def __init__(self) -> None:
         self._communicator = MPI.COMM_WORLD.Dup()
-        self._previous_hook = sys.excepthook
-        sys.excepthook = self._on_uncaught
         atexit.register(self._on_exit)
-
-    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        lines = "".join(traceback.format_exception(kind, error, trace))
-        _say(f"{_who()} failed and ends the job:\n{lines}")
-        _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _on_exit(self) -> None:
         if MPI.Is_finalized():

@@ -182,6 +182,14 @@ def infinities_and_nans(group: ProcessGroup) -> None:
             group.all_reduce(tensor, op)
             found = (tensor.isfinite().tolist(), bool(tensor[1] == torch.inf), bool(tensor[2].isnan()))
             expect_equal(found, ([True, False, False, True], True, True), f"{op.name} of {dtype} with inf and nan")
+    for op in (ReduceOp.MIN, ReduceOp.MAX):
+        for dtype in sorted(FLOATS, key=str):
+            for numel in (2, 100_000):
+                tensor = torch.full((numel,), 1.0, dtype=dtype)
+                tensor[group.rank % 2 :: 2] = torch.nan if group.rank in (0, last) else 2.0
+                group.all_reduce(tensor, op)
+                _expect_same_everywhere(group, tensor, f"{op.name} of {numel} {dtype}, some not-a-number")
+                expect_equal(bool(tensor[0].isnan()), True, f"{op.name} of {dtype} keeps not-a-number")
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
