@@ -89,7 +89,7 @@ class ProcessGroup(ABC):
         Raises:
             InvalidArgumentError: the dtype has no such reduction.
         """
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo:
+        if getattr(tensor, "layout", None) is torch.sparse_coo:
             check_reduction(op, tensor.dtype)
             return sparse.all_reduce(self, tensor, op, async_op)
         self._check_tensors("all_reduce", writes=(tensor,))
