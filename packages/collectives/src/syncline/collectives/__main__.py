@@ -23,13 +23,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="syncline", description="Check and measure process groups. Start it with mpirun or alone.")
+    parser = argparse.ArgumentParser(
+        prog="syncline", description="Check and measure process groups. Start it with mpirun or alone."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, module, help_text in (
         ("doctor", doctor, "print and check what a job needs: MPI, nodes, cores, memory, GPUs, backends"),
         ("bench", bench, "measure latency and bandwidth of collectives, backends side by side"),
     ):
-        command = commands.add_parser(name, help=help_text, description=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command = commands.add_parser(
+            name, help=help_text, description=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser

@@ -12,7 +12,7 @@ import torch
 from .collective import Collective
 from .deadline import Deadline
 from .errors import CollectiveTimeout, GroupClosedError, SynclineError, TransportError
-from .layout import in_plain_order
+from .layout import flat, in_plain_order
 from .process_group import ProcessGroup
 from .progress import Progress
 from .reduce_op import Reduction
@@ -20,8 +20,9 @@ from .transfer import TransferWork
 from .transport import Transport
 from .work import FinishedWork, PendingWork, Work
 
-
 Body = Callable[[Deadline], None]
+
+_CPU = frozenset({"cpu"})
 
 
 class HostGroup(ProcessGroup):
@@ -59,7 +60,7 @@ class HostGroup(ProcessGroup):
     @property
     def device_types(self) -> frozenset[str]:
         """Only the CPU."""
-        return frozenset({"cpu"})
+        return _CPU
 
     def describe(self) -> str:
         """The transport's own description."""
@@ -93,7 +94,7 @@ class HostGroup(ProcessGroup):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
-            self._transport.all_reduce(wire.view(-1), op, call, deadline)
+            self._transport.all_reduce(flat(wire), op, call, deadline)
             _copy_back(wire, tensor)
 
         return self._issue(call, [tensor], body, async_op)
@@ -103,7 +104,7 @@ class HostGroup(ProcessGroup):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
-            self._transport.reduce(wire.view(-1), root, op, call, deadline)
+            self._transport.reduce(flat(wire), root, op, call, deadline)
             if self.rank == root:
                 _copy_back(wire, tensor)
 
@@ -114,7 +115,7 @@ class HostGroup(ProcessGroup):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
-            self._transport.broadcast(wire.view(-1), root, call, deadline)
+            self._transport.broadcast(flat(wire), root, call, deadline)
             if self.rank != root:
                 _copy_back(wire, tensor)
 
@@ -137,7 +138,7 @@ class HostGroup(ProcessGroup):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
-            self._transport.all_gather(wire.view(-1), _flat(tensor), call, deadline)
+            self._transport.all_gather(flat(wire), _flat(tensor), call, deadline)
             _copy_back(wire, output)
 
         return self._issue(call, [output], body, async_op)
@@ -159,7 +160,7 @@ class HostGroup(ProcessGroup):
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
             block = None if inputs is None else torch.cat([_flat(entry) for entry in inputs])
-            self._transport.scatter(wire.view(-1), block, root, call, deadline)
+            self._transport.scatter(flat(wire), block, root, call, deadline)
             _copy_back(wire, tensor)
 
         return self._issue(call, [tensor], body, async_op)
@@ -170,7 +171,7 @@ class HostGroup(ProcessGroup):
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
             block = torch.cat([_flat(entry) for entry in inputs])
-            self._transport.reduce_scatter(wire.view(-1), block, op, call, deadline)
+            self._transport.reduce_scatter(flat(wire), block, op, call, deadline)
             _copy_back(wire, output)
 
         return self._issue(call, [output], body, async_op)
@@ -180,7 +181,7 @@ class HostGroup(ProcessGroup):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
-            self._transport.reduce_scatter(wire.view(-1), _flat(tensor), op, call, deadline)
+            self._transport.reduce_scatter(flat(wire), _flat(tensor), op, call, deadline)
             _copy_back(wire, output)
 
         return self._issue(call, [output], body, async_op)
@@ -209,7 +210,7 @@ class HostGroup(ProcessGroup):
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
             counts = [rows * row for rows in output_splits]
-            self._transport.all_to_all(wire.view(-1), _flat(tensor), counts, [n * row for n in input_splits], call, deadline)
+            self._transport.all_to_all(flat(wire), _flat(tensor), counts, [n * row for n in input_splits], call, deadline)
             _copy_back(wire, output)
 
         return self._issue(call, [output], body, async_op)
@@ -261,7 +262,7 @@ class HostGroup(ProcessGroup):
         call = Collective("recv", tensor, f"src={'any' if src is None else src}, tag={tag}")
         self._check_usable(call)
         wire = in_plain_order(tensor)
-        request = self._transport.start_recv(wire.view(-1), src, tag)
+        request = self._transport.start_recv(flat(wire), src, tag)
         work = TransferWork(request, [tensor], lambda: _copy_back(wire, tensor), self._transfer_in_words(call))
         return self._finish_now(work, async_op)
 
@@ -302,9 +303,10 @@ class HostGroup(ProcessGroup):
         """Run one collective to its end and return, rather than raise, what went wrong."""
         if self._first_failure is not None:
             return self._failed_before(call, sequence)
+        grad_was_enabled = torch.is_grad_enabled()
         try:
-            with torch.no_grad():
-                body(Deadline(self.timeout_s))
+            torch._C._set_grad_enabled(False)  # what torch.no_grad() does, for a tenth of its price
+            body(Deadline(self.timeout_s))
         except TimeoutError as error:
             self._first_failure = self._timed_out(call, sequence, error)
         except SynclineError as error:
@@ -312,6 +314,8 @@ class HostGroup(ProcessGroup):
             self._first_failure.__cause__ = error.__cause__
         except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get it, whatever it is
             self._first_failure = error
+        finally:
+            torch._C._set_grad_enabled(grad_was_enabled)
         return self._first_failure
 
     # ---- complaints ----
@@ -379,7 +383,7 @@ def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return in_plain_order(tensor).view(-1)
+    return flat(in_plain_order(tensor))
 
 
 def _copy_back(wire: torch.Tensor, tensor: torch.Tensor) -> None:

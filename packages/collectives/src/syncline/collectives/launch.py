@@ -72,9 +72,7 @@ class _Dialect:
 # RANK and WORLD_SIZE by hand, which many scripts copy from MPI's or Slurm's variables and which then agree. A stale pair,
 # from a shell profile or a container image, would give the wrong rank to half of a program; so it is an error, not a
 # preference.
-_TORCHRUN = _Dialect(
-    "torchrun", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", also="TORCHELASTIC_RUN_ID"
-)
+_TORCHRUN = _Dialect("torchrun", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", also="TORCHELASTIC_RUN_ID")
 _OPEN_MPI = _Dialect(
     "Open MPI",
     True,
@@ -84,13 +82,9 @@ _OPEN_MPI = _Dialect(
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 _PMI = _Dialect("PMI (MPICH, Intel MPI)", True, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_SLURM = _Dialect(
-    "Slurm", True, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", also="SLURM_STEP_ID"
-)
+_SLURM = _Dialect("Slurm", True, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", also="SLURM_STEP_ID")
 _PMIX = _Dialect("PMIx", True, "PMIX_RANK", None, "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE", also="PMIX_NAMESPACE")
-_BY_HAND = _Dialect(
-    "RANK and WORLD_SIZE", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", also="MASTER_ADDR"
-)
+_BY_HAND = _Dialect("RANK and WORLD_SIZE", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", also="MASTER_ADDR")
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch | None:

@@ -30,7 +30,14 @@ def in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
 
     It does not where there are strides, and where torch conjugates or negates lazily (`conj()`, `conj().imag`).
     """
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor with one dimension; itself if it has one already."""
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

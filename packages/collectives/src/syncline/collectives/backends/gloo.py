@@ -194,12 +194,12 @@ def _over_mpi(request: ConnectRequest, rank: int, size: int) -> dist.Store:
     """A store on a port that the system chose; MPI tells the others where it is."""
     mpi = load_backend("mpi").connect(request)
     try:
-        return _tcp_store_of_rank_0(mpi, rank, size, request.timeout_s)
+        return tcp_store_of_rank_0(mpi, rank, size, request.timeout_s)
     finally:
         mpi.close()
 
 
-def _tcp_store_of_rank_0(mpi: object, rank: int, size: int, timeout_s: float) -> dist.Store:
+def tcp_store_of_rank_0(mpi: object, rank: int, size: int, timeout_s: float) -> dist.Store:
     from ..objects import exchange_objects
     from ..process_group import ProcessGroup
 

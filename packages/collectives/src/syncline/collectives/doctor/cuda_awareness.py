@@ -42,5 +42,3 @@ def try_cuda_awareness(environ: Mapping[str, str] = os.environ, child: str = _CH
         return f"no: MPI crashed on CUDA memory (signal {-done.returncode})"
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return f"no: MPI did not move CUDA memory ({last})"
-
-

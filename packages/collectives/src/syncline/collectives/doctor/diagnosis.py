@@ -24,7 +24,7 @@ def diagnose(ranks: Observations, choice: BackendChoice | None, problem: str | N
         choice: the backend that would be chosen, or None if that failed.
         problem: why the ranks could not be connected or did not compute the right sum, or None.
     """
-    found = [
+    return [
         software(ranks),
         launcher(ranks),
         *mpi(ranks),
@@ -35,7 +35,6 @@ def diagnose(ranks: Observations, choice: BackendChoice | None, problem: str | N
         backend(choice),
         connection(len(ranks), problem),
     ]
-    return found
 
 
 def software(ranks: Observations) -> Finding:
@@ -78,7 +77,9 @@ def nodes(ranks: Observations) -> Finding:
     placement = place(0, [rank.host for rank in ranks])
     per_node = Counter(placement.node_of)
     names = {placement.node_of[rank]: placement.hostnames[rank] for rank in range(len(ranks))}
-    shown = ", ".join(f"{names[node]} with {count} (ranks {_span(placement.ranks_on_node(node))})" for node, count in per_node.items())
+    shown = ", ".join(
+        f"{names[node]} with {count} (ranks {_span(placement.ranks_on_node(node))})" for node, count in per_node.items()
+    )
     found = f"{placement.nodes} node(s), {len(ranks)} rank(s): {shown}"
     if len(set(per_node.values())) > 1:
         return Finding("nodes", Status.WARN, found, "give every node the same number of ranks: the fullest sets the pace")
@@ -166,7 +167,7 @@ def _thread_level(level: str) -> Finding:
 
 
 def _other_mpi(rank: Observation) -> list[Finding]:
-    """mpiexec of one MPI, library of another: every process believes that it is alone."""
+    """Mpiexec of one MPI, library of another: every process believes that it is alone."""
     told = rank.launch_world_size
     if rank.mpi is None or told is None or told == rank.mpi.world_size:
         return []
@@ -198,7 +199,9 @@ def _too_few_cores(shares: str, ranks: int, usable: int, node_cores: int) -> Fin
     if node_cores >= ranks:
         remedy = "the launcher binds ranks to the same cores: try `--bind-to none` (mpirun) or `--cpus-per-task` (srun)"
         return Finding("cores", Status.WRONG, shares, remedy)
-    return Finding("cores", Status.WARN, shares, f"start at most {usable} rank(s) there, or expect them to wait for one another")
+    return Finding(
+        "cores", Status.WARN, shares, f"start at most {usable} rank(s) there, or expect them to wait for one another"
+    )
 
 
 def _cuda_awareness(result: str | None) -> Finding:
@@ -207,7 +210,9 @@ def _cuda_awareness(result: str | None) -> Finding:
         return ok(name, "not tried: MPI is not in use")
     if result.startswith("yes"):
         return ok(name, result)
-    return Finding(name, Status.WARN, result, "CUDA tensors travel through pinned host memory; a CUDA-aware MPI or NCCL is faster")
+    return Finding(
+        name, Status.WARN, result, "CUDA tensors travel through pinned host memory; a CUDA-aware MPI or NCCL is faster"
+    )
 
 
 def _nccl(rank: Observation) -> Finding:
