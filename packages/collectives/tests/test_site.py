@@ -1,9 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
+from syncline.collectives import LaunchError, SiteFileError
+from syncline.collectives.deadline import DEFAULT_TIMEOUT_S
 from syncline.collectives.launch import Launch
-from syncline.collectives.site import BACKEND_VARIABLE, choose_backend
+from syncline.collectives.site import (
+    BACKEND_VARIABLE,
+    SITE_VARIABLE,
+    BackendChoice,
+    Site,
+    choose_backend,
+    load_site,
+    parse_site,
+)
 
 MPIEXEC = Launch("Open MPI", True, 0, 2)
 TORCHRUN = Launch("torchrun", False, 0, 2)
@@ -36,3 +49,109 @@ def test_mpi_is_not_looked_for_without_need(argument: str | None, launch: Launch
         raise AssertionError(f"asked what {name} lacks")
 
     choose_backend(argument, {}, launch, fail)
+
+
+SMOKE_SITE = Site(backend="smoke", path="/site.toml")
+
+
+@pytest.mark.parametrize(
+    ("argument", "variable", "expected"),
+    [
+        (None, None, BackendChoice("smoke", "set by the site file /site.toml")),
+        (None, "", BackendChoice("smoke", "set by the site file /site.toml")),
+        (None, "gloo", BackendChoice("gloo", f"set by {BACKEND_VARIABLE}")),
+        ("mpi", "gloo", BackendChoice("mpi", "given as argument")),
+    ],
+)
+def test_argument_then_variable_then_site(argument: str | None, variable: str | None, expected: BackendChoice) -> None:
+    environ = {} if variable is None else {BACKEND_VARIABLE: variable}
+    assert choose_backend(argument, environ, MPIEXEC, lambda _: None, site=SMOKE_SITE) == expected
+
+
+def test_a_site_without_a_backend_leaves_the_choice_automatic() -> None:
+    assert choose_backend(None, {}, MPIEXEC, lambda _: None, site=Site(path="/site.toml")).name == "mpi"
+
+
+@pytest.mark.parametrize("argument", [None, "mpi"])
+def test_mpi_url_is_the_backend_mpi(argument: str | None) -> None:
+    choice = choose_backend(argument, {BACKEND_VARIABLE: "gloo"}, TORCHRUN, lambda _: None, scheme="mpi", site=SMOKE_SITE)
+    assert choice == BackendChoice("mpi", "init_method is mpi://")
+
+
+def test_mpi_url_and_another_backend_contradict() -> None:
+    with pytest.raises(LaunchError, match="'mpi://' means backend 'mpi', but backend 'gloo' was given"):
+        choose_backend("gloo", {}, None, lambda _: None, scheme="mpi")
+
+
+@pytest.mark.parametrize(
+    ("text", "site"),
+    [
+        ("", Site(path="f")),
+        ("# nothing", Site(path="f")),
+        ('backend = "mpi"', Site(backend="mpi", path="f")),
+        ("timeout_s = 600", Site(timeout_s=600.0, path="f")),
+        ("timeout_s = 0.5", Site(timeout_s=0.5, path="f")),
+        ("reproducible = true", Site(reproducible=True, path="f")),
+        ('backend = "cpu:mpi,cuda:nccl"\ntimeout_s = 7\nreproducible = false', Site("cpu:mpi,cuda:nccl", 7.0, False, "f")),
+    ],
+)
+def test_site_files(text: str, site: Site) -> None:
+    parsed = parse_site(text, "f")
+    assert parsed == site
+    assert type(parsed.timeout_s) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "bakend = 'mpi'",
+            ["/e/s.toml: unknown key 'bakend'; did you mean 'backend'?", "timeout_s (float)", "reproducible (bool)"],
+        ),
+        ("timeout = 5", ["unknown key 'timeout'; did you mean 'timeout_s'?"]),
+        ("colour = 5", ["unknown key 'colour'. Known keys: backend (str)"]),
+        ("path = 'x'", ["unknown key 'path'"]),
+        ("[mpi]\nx = 1", ["unknown key 'mpi'"]),
+        ("backend = 5", ["/e/s.toml: expected 'backend' to be a string", "found 5"]),
+        ("timeout_s = '5'", ["expected 'timeout_s' to be a number, found '5'"]),
+        ("timeout_s = true", ["expected 'timeout_s' to be a number, found True"]),
+        ("timeout_s = 0", ["/e/s.toml: 'timeout_s'", "positive number"]),
+        ("timeout_s = nan", ["positive number"]),
+        ("reproducible = 1", ["expected 'reproducible' to be true or false, found 1"]),
+        ("backend = mpi", ["/e/s.toml is not valid TOML", "line 1"]),
+    ],
+)
+def test_site_files_with_mistakes(text: str, words: list[str]) -> None:
+    with pytest.raises(SiteFileError) as caught:
+        parse_site(text, "/e/s.toml")
+    for part in words:
+        assert part in str(caught.value)
+
+
+def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
+    keys = [entry for entry in fields(Site) if entry.metadata]
+    assert [entry.name for entry in keys] == ["backend", "timeout_s", "reproducible"]
+    assert all(entry.metadata["doc"] for entry in keys)
+    assert Site() == Site(None, DEFAULT_TIMEOUT_S, False, None)
+
+
+def test_the_variable_names_the_file(tmp_path: Path) -> None:
+    named, default = tmp_path / "named.toml", tmp_path / "default.toml"
+    assert load_site({}, default) == Site()
+    default.write_text("timeout_s = 1")
+    assert load_site({}, default) == Site(timeout_s=1.0, path=str(default))
+    assert load_site({SITE_VARIABLE: ""}, default).timeout_s == 1.0
+    named.write_text("timeout_s = 2")
+    assert load_site({SITE_VARIABLE: str(named)}, default) == Site(timeout_s=2.0, path=str(named))
+
+
+def test_a_named_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SiteFileError, match=f"cannot read the site file .*{SITE_VARIABLE} names it"):
+        load_site({SITE_VARIABLE: str(tmp_path / "gone.toml")}, tmp_path / "default.toml")
+
+
+def test_a_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SiteFileError, match="cannot read the site file"):
+        load_site({}, path)

@@ -27,7 +27,7 @@ def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: s
 
 def unwritable(tensor: torch.Tensor) -> str | None:
     """Whether writing the tensor would write one place in memory twice."""
-    if overlaps_itself(tensor.shape, tensor.stride()):
+    if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
         return (
             "the tensor would be written, but several of its elements share one place in memory (strides "
             f"{tuple(tensor.stride())}, as after expand()); pass tensor.contiguous()"

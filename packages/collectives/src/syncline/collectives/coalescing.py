@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .errors import InvalidArgumentError
+from .layout import untracked
 from .process_group import ProcessGroup
 from .reduce_op import ReduceOp, Reduction
 from .work import FutureWork, TensorsFuture, Work
@@ -160,7 +161,7 @@ class _Flight:
         if not self.destinations:  # on the root
             return
         flat = torch.cat(self.memory) if isinstance(self.memory, list) else self.memory
-        with torch.no_grad():
+        with untracked():
             pieces = torch.split(flat, [tensor.numel() for tensor in self.destinations])
             for tensor, piece in zip(self.destinations, pieces, strict=True):
                 tensor.copy_(piece.view(tensor.shape))

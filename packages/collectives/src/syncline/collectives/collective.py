@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from typing import NamedTuple
+from zlib import crc32
 
 import torch
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One call of a collective.
+class Collective(NamedTuple):
+    """One call of a collective. A tuple, because one is made for each call and a frozen dataclass costs three times as much.
 
     Attributes:
         name: the method's name, such as "all_reduce".
@@ -27,6 +28,16 @@ class Collective:
         if self.detail:
             words.append(self.detail)
         return f"{self.name}({', '.join(words)})"
+
+    def digest(self) -> int:
+        """32 bits of the signature, for a quick comparison."""
+        shape = None if self.tensor is None else self.tensor.shape
+        return _digest(self.name, self.detail, None if self.tensor is None else self.tensor.dtype, shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(name: str, detail: str, dtype: torch.dtype | None, shape: torch.Size | None) -> int:
+    return crc32(repr((name, detail, dtype, shape)).encode())
 
 
 def in_words(tensor: torch.Tensor) -> str:

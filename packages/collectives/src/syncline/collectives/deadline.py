@@ -26,13 +26,19 @@ def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOU
 
 
 class Deadline:
-    """`timeout_s` seconds from the moment of construction, on the monotonic clock."""
+    """`timeout_s` seconds from the moment of construction, on the monotonic clock; or the moment of `cancel`."""
 
-    __slots__ = ("_end", "timeout_s")
+    __slots__ = ("_end", "timeout_s", "was_cancelled")
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self.was_cancelled = False
         self._end = time.monotonic() + timeout_s
+
+    def cancel(self) -> None:
+        """Let the time be up now. May be called from another thread than the one that waits."""
+        self.was_cancelled = True
+        self._end = -math.inf
 
     def remaining_s(self) -> float:
         """Seconds left, never below zero."""

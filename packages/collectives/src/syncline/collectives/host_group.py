@@ -11,8 +11,8 @@ import torch
 
 from .collective import Collective
 from .deadline import Deadline
-from .errors import CollectiveTimeout, GroupClosedError, SynclineError, TransportError
-from .layout import in_plain_order
+from .errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
+from .layout import flat, in_plain_order, untracked
 from .process_group import ProcessGroup
 from .progress import Progress
 from .reduce_op import Reduction
@@ -21,6 +21,8 @@ from .transport import Transport
 from .work import FinishedWork, PendingWork, Work
 
 Body = Callable[[Deadline], None]
+
+_CPU = frozenset({"cpu"})
 
 
 class HostGroup(ProcessGroup):
@@ -49,6 +51,8 @@ class HostGroup(ProcessGroup):
         self._splits_made = itertools.count()
         self._closed = False
         self._first_failure: BaseException | None = None
+        self._in_flight: set[PendingWork] = set()
+        self._deadline: Deadline | None = None  # of the collective that runs now
 
     @property
     def backend_name(self) -> str:
@@ -58,14 +62,20 @@ class HostGroup(ProcessGroup):
     @property
     def device_types(self) -> frozenset[str]:
         """Only the CPU."""
-        return frozenset({"cpu"})
+        return _CPU
 
     def describe(self) -> str:
         """The transport's own description."""
         return self._transport.describe()
 
     def close(self) -> None:
-        """Run what was issued, then close the transport."""
+        """Run what was issued, then close the transport.
+
+        Raises:
+            MisuseError: it was called from a future's callback, which is part of what it would wait for.
+        """
+        if self._progress.is_running_here():
+            raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
         if self._closed:
             return
         self._closed = True
@@ -81,8 +91,12 @@ class HostGroup(ProcessGroup):
         if self._closed:
             return
         self._closed = True
-        self._first_failure = self._first_failure or TransportError(f"the group was aborted on {self.place()}")
+        failure = self._first_failure = self._first_failure or self._aborted()
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._transport.abort()
+        for work in list(self._in_flight):
+            work.fail(failure)
         self._progress.stop()
 
     # ---- one tensor on each rank ----
@@ -92,7 +106,7 @@ class HostGroup(ProcessGroup):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
-            self._transport.all_reduce(wire.view(-1), op, call, deadline)
+            self._transport.all_reduce(flat(wire), op, call, deadline)
             _copy_back(wire, tensor)
 
         return self._issue(call, [tensor], body, async_op)
@@ -102,7 +116,7 @@ class HostGroup(ProcessGroup):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
-            self._transport.reduce(wire.view(-1), root, op, call, deadline)
+            self._transport.reduce(flat(wire), root, op, call, deadline)
             if self.rank == root:
                 _copy_back(wire, tensor)
 
@@ -113,7 +127,7 @@ class HostGroup(ProcessGroup):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
-            self._transport.broadcast(wire.view(-1), root, call, deadline)
+            self._transport.broadcast(flat(wire), root, call, deadline)
             if self.rank != root:
                 _copy_back(wire, tensor)
 
@@ -136,7 +150,7 @@ class HostGroup(ProcessGroup):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
-            self._transport.all_gather(wire.view(-1), _flat(tensor), call, deadline)
+            self._transport.all_gather(flat(wire), _flat(tensor), call, deadline)
             _copy_back(wire, output)
 
         return self._issue(call, [output], body, async_op)
@@ -158,7 +172,7 @@ class HostGroup(ProcessGroup):
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
             block = None if inputs is None else torch.cat([_flat(entry) for entry in inputs])
-            self._transport.scatter(wire.view(-1), block, root, call, deadline)
+            self._transport.scatter(flat(wire), block, root, call, deadline)
             _copy_back(wire, tensor)
 
         return self._issue(call, [tensor], body, async_op)
@@ -169,7 +183,7 @@ class HostGroup(ProcessGroup):
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
             block = torch.cat([_flat(entry) for entry in inputs])
-            self._transport.reduce_scatter(wire.view(-1), block, op, call, deadline)
+            self._transport.reduce_scatter(flat(wire), block, op, call, deadline)
             _copy_back(wire, output)
 
         return self._issue(call, [output], body, async_op)
@@ -179,7 +193,7 @@ class HostGroup(ProcessGroup):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
-            self._transport.reduce_scatter(wire.view(-1), _flat(tensor), op, call, deadline)
+            self._transport.reduce_scatter(flat(wire), _flat(tensor), op, call, deadline)
             _copy_back(wire, output)
 
         return self._issue(call, [output], body, async_op)
@@ -208,7 +222,7 @@ class HostGroup(ProcessGroup):
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
             counts = [rows * row for rows in output_splits]
-            self._transport.all_to_all(wire.view(-1), _flat(tensor), counts, [n * row for n in input_splits], call, deadline)
+            self._transport.all_to_all(flat(wire), _flat(tensor), counts, [n * row for n in input_splits], call, deadline)
             _copy_back(wire, output)
 
         return self._issue(call, [output], body, async_op)
@@ -260,7 +274,7 @@ class HostGroup(ProcessGroup):
         call = Collective("recv", tensor, f"src={'any' if src is None else src}, tag={tag}")
         self._check_usable(call)
         wire = in_plain_order(tensor)
-        request = self._transport.start_recv(wire.view(-1), src, tag)
+        request = self._transport.start_recv(flat(wire), src, tag)
         work = TransferWork(request, [tensor], lambda: _copy_back(wire, tensor), self._transfer_in_words(call))
         return self._finish_now(work, async_op)
 
@@ -285,13 +299,17 @@ class HostGroup(ProcessGroup):
                     raise error
                 return FinishedWork(outputs)
         work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress)
-        self._progress.enqueue(lambda: self._run_into(work, call, sequence, body))
+        self._in_flight.add(work)
+        if not self._progress.enqueue(lambda: self._run_into(work, call, sequence, body)):
+            self._in_flight.discard(work)
+            self._check_open(call)  # another thread has just closed the group
         if not async_op:
             work.wait()
         return work
 
     def _run_into(self, work: PendingWork, call: Collective, sequence: int, body: Body) -> None:
         error = self._run(call, sequence, body)
+        self._in_flight.discard(work)
         if error is None:
             work.succeed()
         else:
@@ -301,16 +319,19 @@ class HostGroup(ProcessGroup):
         """Run one collective to its end and return, rather than raise, what went wrong."""
         if self._first_failure is not None:
             return self._failed_before(call, sequence)
+        deadline = self._deadline = Deadline(self.timeout_s)
         try:
-            with torch.no_grad():
-                body(Deadline(self.timeout_s))
+            with untracked():
+                body(deadline)
         except TimeoutError as error:
-            self._first_failure = self._timed_out(call, sequence, error)
+            self._first_failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
         except SynclineError as error:
             self._first_failure = type(error)(f"{self._in_words(call, sequence)}: {error}")
             self._first_failure.__cause__ = error.__cause__
         except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get it, whatever it is
             self._first_failure = error
+        finally:
+            self._deadline = None
         return self._first_failure
 
     # ---- complaints ----
@@ -329,6 +350,9 @@ class HostGroup(ProcessGroup):
     def _in_words(self, call: Collective, sequence: int | None) -> str:
         number = "" if sequence is None else f", number {sequence}"
         return f"{call.signature()}{number} on {self.place()}"
+
+    def _aborted(self) -> TransportError:
+        return TransportError(f"the group was aborted on {self.place()}")
 
     def _timed_out(self, call: Collective, sequence: int, error: TimeoutError) -> CollectiveTimeout:
         timeout = CollectiveTimeout(
@@ -378,7 +402,7 @@ def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return in_plain_order(tensor).view(-1)
+    return flat(in_plain_order(tensor))
 
 
 def _copy_back(wire: torch.Tensor, tensor: torch.Tensor) -> None:

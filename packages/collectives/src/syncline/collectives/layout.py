@@ -7,6 +7,14 @@ from collections.abc import Sequence
 import torch
 
 
+def untracked() -> torch.inference_mode:
+    """A context in which any tensor may be written: one that requires a gradient, and one made in inference mode.
+
+    (`torch.no_grad()` is not enough for the latter, which a collective may meet on a thread that is not in that mode.)
+    """
+    return torch.inference_mode()
+
+
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two indices lead to the same place. A pure function.
 
@@ -30,7 +38,14 @@ def in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
 
     It does not where there are strides, and where torch conjugates or negates lazily (`conj()`, `conj().imag`).
     """
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor with one dimension; itself if it has one already."""
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -35,7 +37,10 @@ class Progress:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._condition = threading.Condition(threading.Lock())
+        # One lock; the condition is only for those who wait (a `with` on it costs three times as much).
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
+        self._draining = 0
         self._queue: deque[Task] = deque()
         self._running_on: int | None = None
         self._stopping = False
@@ -54,7 +59,7 @@ class Progress:
         if self.is_running_here():
             task()
             return True
-        with self._condition:
+        with self._lock:
             if self._running_on is not None or self._queue:
                 return False
             self._running_on = threading.get_ident()
@@ -64,18 +69,26 @@ class Progress:
             self._release()
         return True
 
-    def enqueue(self, task: Task) -> None:
-        """Run a task on the progress thread, after all that were issued before it; inside a callback, at once and here."""
+    def enqueue(self, task: Task) -> bool:
+        """Run a task on the progress thread, after all that were issued before it; inside a callback, at once and here.
+
+        Returns:
+            False if `stop` was called: the task will not run.
+        """
         if self.is_running_here():
             task()
-            return
+            return True
         with self._condition:
+            if self._stopping:
+                return False
             self._queue.append(task)
             if self._thread is None:
+                _finish_before_exit(self)
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
             if self._running_on is None:
                 self._condition.notify_all()
+        return True
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """From inside a callback: run queued tasks, in order, until `is_done` or none is left."""
@@ -89,7 +102,11 @@ class Progress:
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing runs and nothing is queued; false if that took longer than `timeout_s` seconds."""
         with self._condition:
-            return self._condition.wait_for(lambda: self._running_on is None and not self._queue, timeout_s)
+            self._draining += 1
+            try:
+                return self._condition.wait_for(lambda: self._running_on is None and not self._queue, timeout_s)
+            finally:
+                self._draining -= 1
 
     def stop(self) -> None:
         """End the thread once the queue is empty. Does not wait for it."""
@@ -97,10 +114,16 @@ class Progress:
             self._stopping = True
             self._condition.notify_all()
 
+    def join(self, timeout_s: float) -> None:
+        """After `stop`: wait for the thread to end, at most `timeout_s` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
     def _release(self) -> None:
-        with self._condition:
+        with self._lock:
             self._running_on = None
-            self._condition.notify_all()
+            if self._queue or self._stopping or self._draining:
+                self._condition.notify_all()
 
     def _loop(self) -> None:
         me = threading.get_ident()
@@ -115,3 +138,22 @@ class Progress:
                 task()
             finally:
                 self._release()
+
+
+# A daemon thread that is inside torch when the interpreter is taken down crashes the process, so before that happens every
+# thread gets a little time to finish what is in flight.
+_EXIT_S = 5.0
+_started: weakref.WeakSet[Progress] = weakref.WeakSet()
+
+
+def _finish_before_exit(progress: Progress) -> None:
+    if not _started:
+        atexit.register(_finish_all)
+    _started.add(progress)
+
+
+def _finish_all() -> None:
+    for progress in list(_started):
+        progress.drain(_EXIT_S)
+        progress.stop()
+        progress.join(_EXIT_S)

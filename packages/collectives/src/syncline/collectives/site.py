@@ -74,10 +74,10 @@ def parse_site(text: str, path: str) -> Site:
     return Site(**{key: _checked(key, value, path) for key, value in content.items()}, path=path)
 
 
-def _checked(key: str, value: object, path: str) -> object:
+def _checked(key: str, value: Any, path: str) -> Any:
     if key not in _KEYS:
         close = difflib.get_close_matches(key, _KEYS, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
+        hint = f"; did you mean '{close[0]}'?" if close else "."
         raise SiteFileError(f"{path}: unknown key '{key}'{hint} Known keys: {_known_keys()}")
     kind = _KEYS[key]
     if not (type(value) is kind or (kind is float and type(value) is int)):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import InvalidArgumentError
+from .layout import untracked
 from .reduce_op import PremulSum, ReduceOp, Reduction
 from .work import FutureWork, TensorsFuture, Work
 
@@ -37,7 +38,7 @@ def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: Reduction, async_o
 
     def gather_elements(done: Any) -> list[torch.Tensor]:
         done.value()
-        with torch.no_grad():
+        with untracked():
             tensor.copy_(_total(group, mine, [int(entry) for entry in counts], op))
         return [tensor]
 

@@ -10,6 +10,7 @@ import torch
 
 from .deadline import Deadline, seconds
 from .errors import CollectiveTimeout, TransportError
+from .layout import untracked
 from .transport import Request
 from .work import TensorsFuture, Work
 
@@ -62,7 +63,7 @@ class TorchWork(Work):
         def deliver(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
             done.value()
             if finish is not None:
-                with torch.no_grad():
+                with untracked():
                     finish()
             return tensors
 

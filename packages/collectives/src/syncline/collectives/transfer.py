@@ -10,6 +10,7 @@ import torch
 
 from .deadline import DEFAULT_TIMEOUT_S, Deadline, seconds
 from .errors import CollectiveTimeout
+from .layout import untracked
 from .transport import Request
 from .work import TensorsFuture, Work
 
@@ -106,7 +107,7 @@ class TransferWork(Work):
 
     def _finish(self, error: BaseException | None) -> None:
         if error is None:
-            with torch.no_grad():
+            with untracked():
                 self._deliver()
         with self._settling:
             self._error = error

@@ -104,7 +104,7 @@ class FinishedWork(Work):
 
 
 class PendingWork(Work):
-    """A collective that another thread will finish, by calling `succeed` or `fail` exactly once."""
+    """A collective that another thread will finish, by calling `succeed` or `fail`; the first call counts."""
 
     __slots__ = ("_describe", "_done", "_error", "_future", "_lock", "_tensors")
 
@@ -125,7 +125,10 @@ class PendingWork(Work):
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
+        """The first call counts: an abort may be faster than the thread that it gives up on."""
         with self._lock:
+            if self._done.is_set():
+                return
             self._error = error
             self._done.set()
             future = self._future

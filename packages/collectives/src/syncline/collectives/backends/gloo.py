@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Sequence
@@ -13,13 +14,20 @@ import torch.distributed as dist
 from ..backend import Backend, ConnectRequest
 from ..collective import Collective
 from ..deadline import Deadline
-from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError
+from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, TransportError
 from ..host_group import HostGroup
+from ..objects import exchange_objects
+from ..process_group import ProcessGroup
 from ..reduce_op import Reduction
 from ..registry import load_backend
 from ..torch_group import TorchGroup
 from ..transport import Request, Transport
 from ..work import Work
+
+# The store may outlive a group (torchrun's does), so every connection writes under a number of its own; all ranks connect
+# equally often.
+_generations = itertools.count()
+_abandoned: list[TorchGroup] = []
 
 
 class GlooTransport(Transport):
@@ -106,8 +114,8 @@ class GlooTransport(Transport):
         del self._group
 
     def abort(self) -> None:
-        """Let the group go; its peers see closed sockets."""
-        del self._group
+        """Keep the torch group for the rest of the process: its destructor would wait for what is in flight."""
+        _abandoned.append(self._group)
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
         return None if block is None else list(block.view(self._group.size, part.numel()))
@@ -116,7 +124,10 @@ class GlooTransport(Transport):
 def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float) -> GlooTransport:
     """Connect with the other ranks, who call it with the same store, size and name."""
     timeout = timedelta(seconds=timeout_s)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore(f"syncline/{name}", store), rank, size, timeout)
+    try:
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+    except RuntimeError as error:
+        raise TransportError(f"Gloo could not connect rank {rank} of {size} in group '{name}': {error}") from error
     return GlooTransport(TorchGroup(gloo, name=name, timeout_s=timeout_s), store)
 
 
@@ -142,6 +153,7 @@ class GlooBackend(Backend):
         if lack is not None:
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
         store, rank, size = _rendezvous(request)
+        store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
         transport = connect(store, rank, size, request.group_name, request.timeout_s)
         return HostGroup(transport, rank, size, name=request.group_name, timeout_s=request.timeout_s)
 
@@ -155,12 +167,15 @@ def _rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
         return dist.HashStore(), rank, size
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return _by_url("env://", rank, size, request.timeout_s)
-    if request.launch is not None and request.launch.is_mpi and load_backend("mpi").missing() is None:
-        return _over_mpi(request, rank, size), rank, size
+    lack = None
+    if request.launch is not None and request.launch.is_mpi:
+        lack = load_backend("mpi").missing()
+        if lack is None:
+            return _over_mpi(request, rank, size), rank, size
     raise LaunchError(
         f"backend 'gloo' has {size} ranks and no way for them to meet: expected an init_method (such as "
         "'file:///shared/folder/name' or 'tcp://host:port'), MASTER_ADDR and MASTER_PORT as torchrun sets them, or a launch "
-        "by MPI with mpi4py installed (`pip install 'syncline-collectives[mpi]'`)"
+        f"by MPI{'' if lack is None else f'; MPI launched this job, but cannot be used: {lack}'}"
     )
 
 
@@ -194,16 +209,13 @@ def _over_mpi(request: ConnectRequest, rank: int, size: int) -> dist.Store:
     """A store on a port that the system chose; MPI tells the others where it is."""
     mpi = load_backend("mpi").connect(request)
     try:
-        return _tcp_store_of_rank_0(mpi, rank, size, request.timeout_s)
+        return tcp_store_of_rank_0(mpi, rank, size, request.timeout_s)
     finally:
         mpi.close()
 
 
-def _tcp_store_of_rank_0(mpi: object, rank: int, size: int, timeout_s: float) -> dist.Store:
-    from ..objects import exchange_objects
-    from ..process_group import ProcessGroup
-
-    assert isinstance(mpi, ProcessGroup)
+def tcp_store_of_rank_0(mpi: ProcessGroup, rank: int, size: int, timeout_s: float) -> dist.Store:
+    """A store on rank 0, on a port that the system chose, for torch's groups; `mpi` tells the others where it is."""
     timeout = timedelta(seconds=timeout_s)
     hosts = exchange_objects(socket.gethostname(), group=mpi)
     address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]

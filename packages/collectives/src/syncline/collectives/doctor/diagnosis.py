@@ -24,7 +24,7 @@ def diagnose(ranks: Observations, choice: BackendChoice | None, problem: str | N
         choice: the backend that would be chosen, or None if that failed.
         problem: why the ranks could not be connected or did not compute the right sum, or None.
     """
-    found = [
+    return [
         software(ranks),
         launcher(ranks),
         *mpi(ranks),
@@ -35,7 +35,6 @@ def diagnose(ranks: Observations, choice: BackendChoice | None, problem: str | N
         backend(choice),
         connection(len(ranks), problem),
     ]
-    return found
 
 
 def software(ranks: Observations) -> Finding:

@@ -12,8 +12,8 @@ from ..errors import InvalidArgumentError, StoreTimeout
 DEFAULT_STORE_TIMEOUT_S = 300.0
 """How long a store waits for a key unless told otherwise; as long as torch's."""
 
-LONGEST_STORE_TIMEOUT_S = 10 * 365 * 86400.0
-"""Longer limits, infinity among them, are cut to ten years: clocks that count nanoseconds in 64 bits can hold that."""
+LONGEST_STORE_TIMEOUT_S = 20 * 86400.0
+"""Longer limits, infinity among them, are cut to twenty days: the system's calls count milliseconds in 31 bits."""
 
 
 class Store(ABC):

@@ -63,16 +63,16 @@ class FileStore(LockedStore):
 
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
         """See `Store.get`."""
-        timeout_s = self._limit_s(timeout)
+        timeout_s, name = self._limit_s(timeout), as_key(key)
         found: list[bytes] = []
 
         def look() -> bool:
-            value = self._values().get(key)
+            value = self._values().get(name)
             found.extend([] if value is None else [value])
             return bool(found)
 
         if not poll(look, Deadline(timeout_s)):
-            raise never_came([as_key(key)], self.describe(), timeout_s)
+            raise never_came([name], self.describe(), timeout_s)
         return found[0]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:

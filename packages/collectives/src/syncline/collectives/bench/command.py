@@ -1,0 +1,125 @@
+"""The command `bench`: connect, measure every case on every backend, and show the figures on rank 0."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgumentError
+from ..placement import placement_of
+from ..process_group import ProcessGroup
+from ..world import destroy_process_group, init_process_group
+from .kinds import KINDS
+from .measure import Case, measure
+from .plot import require_matplotlib, save_plot
+from .results import Measurement, in_json, in_text
+from .sizes import ladder, parse_size
+from .subjects import Subject, connect_subject, default_subjects
+
+TIMEOUT_S = 120.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--collective", nargs="+", choices=sorted(KINDS), default=["all_reduce"], help="what to measure")
+    parser.add_argument(
+        "--sizes",
+        nargs=2,
+        metavar=("SMALLEST", "LARGEST"),
+        default=["4", "64M"],
+        help="bytes of the collective's larger side, as in 4 64M",
+    )
+    parser.add_argument("--factor", type=int, default=4, help="each size is so many times the one before")
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="such as float32 bfloat16")
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        help="backends, and the baselines raw-mpi (mpi4py's blocking calls) and torch-gloo (torch's own group); "
+        "ratios are to the first",
+    )
+    parser.add_argument("--seconds", type=float, default=0.3, help="time for each case on each backend")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw them into this file (needs the extra [bench])")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Every rank of the job calls it. Returns the exit status."""
+    cases = _cases(arguments)
+    _check_outputs(arguments)
+    names = arguments.backends
+    control = init_process_group(timeout=TIMEOUT_S)
+    subjects: list[Subject] = []
+    try:
+        for name in dict.fromkeys(names or default_subjects(control)):
+            subjects.append(connect_subject(name, control))
+        environment = _environment(control)
+        measurements: list[Measurement] = []
+        for case in cases:
+            measurements += measure(case, subjects, control, arguments.seconds)
+            if control.rank == 0 and sys.stderr.isatty():
+                print(f"\r{case.collective} {case.dtype} {case.size_bytes} B", end="\033[K\r", file=sys.stderr, flush=True)
+        if control.rank == 0:
+            _show(measurements, environment, arguments)
+    finally:
+        for subject in subjects:
+            subject.close()
+        destroy_process_group()
+    return 0
+
+
+def _cases(arguments: argparse.Namespace) -> list[Case]:
+    smallest, largest = map(parse_size, arguments.sizes)
+    sizes = ladder(smallest, largest, arguments.factor)
+    dtypes = [_dtype(name) for name in arguments.dtypes]
+    cases: list[Case] = []
+    for collective in dict.fromkeys(arguments.collective):
+        if collective == "barrier":
+            cases.append(Case(collective, dtypes[0], sizes[0]))
+        else:
+            cases += [Case(collective, dtype, size) for dtype in dtypes for size in sizes]
+    return cases
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or dtype is torch.bool:
+        raise InvalidArgumentError(f"expected a dtype of numbers such as float32, bfloat16 or int64, found {name!r}")
+    return dtype
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    if arguments.plot is not None:
+        require_matplotlib()
+    for path in (arguments.json, arguments.plot):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise InvalidArgumentError(f"cannot write {path}: there is no folder {path.resolve().parent}")
+
+
+def _environment(control: ProcessGroup) -> dict[str, Any]:
+    placement = placement_of(control)
+    return {
+        "syncline": version("syncline-collectives"),
+        "torch": torch.__version__,
+        "control": control.describe(),
+        "world_size": control.size,
+        "nodes": placement.nodes,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _show(measurements: list[Measurement], environment: dict[str, Any], arguments: argparse.Namespace) -> None:
+    print(", ".join(f"{name} {value}" for name, value in environment.items()))
+    print("seconds per call on the slowest rank; size and bandwidths as nccl-tests define them\n")
+    print(in_text(measurements))
+    refused = {f"{row.backend}: {row.collective} of {row.dtype}: {row.note}" for row in measurements if not row.samples_s}
+    print("".join(f"\nnot measured: {line}" for line in sorted(refused)), end="", flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(in_json(measurements, environment), indent=1) + "\n")
+    if arguments.plot is not None:
+        save_plot(measurements, str(arguments.plot))

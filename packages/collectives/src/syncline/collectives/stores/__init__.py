@@ -1,0 +1,21 @@
+"""Stores: small key-value tables through which the processes of a job find one another."""
+
+from .file import FileStore, meet
+from .in_memory import InMemoryStore
+from .prefix import PrefixStore
+from .store import Store
+from .tcp import TCPStore, TCPStoreServer, new_secret
+from .torch_store import AsTorchStore, FromTorchStore
+
+__all__ = [
+    "AsTorchStore",
+    "FileStore",
+    "FromTorchStore",
+    "InMemoryStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "TCPStoreServer",
+    "meet",
+    "new_secret",
+]

@@ -1,0 +1,7 @@
+"""A store that one process serves to the others over TCP, behind a shared secret."""
+
+from .secret import new_secret
+from .server import TCPStoreServer
+from .store import TCPStore
+
+__all__ = ["TCPStore", "TCPStoreServer", "new_secret"]

@@ -1,0 +1,325 @@
+"""What every `Store` must do, as checks that run on any of them, third-party ones too.
+
+Each check takes a function that opens one more handle on the same, at first empty, store::
+
+    @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
+    def test_my_store(check):
+        server = MyServer()
+        check(lambda: MyStore(server.address))
+
+A store whose handle is the table itself (threads of one process) returns the same object each time. A check fails with an
+AssertionError that says what was expected and what was found. Nothing is timed: a limit counts as honoured if what must
+happen before it did, and what it must end was ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+from ..errors import InvalidArgumentError, StoreTimeout, SynclineError, TransportError
+from ..stores import Store
+
+OpenStore: TypeAlias = Callable[[], Store]
+StoreCheck: TypeAlias = Callable[[OpenStore], None]
+Result = TypeVar("Result")
+
+THREADS = 8
+ROUNDS = 15
+SHORT_S = 0.05
+LONG_S = 30.0
+
+
+def values_are_bytes_and_the_last_one_counts(open_store: OpenStore) -> None:
+    """`set` replaces; bytes come back as they were, a str as UTF-8."""
+    writer, reader = open_store(), open_store()
+    every_byte = bytes(range(256)) * 3
+    for value, expected in ((every_byte, every_byte), (b"", b""), ("grün", "grün".encode()), (b"last", b"last")):
+        writer.set("key", value)
+        _expect(reader.get("key"), expected, f"get after set({value!r})")
+
+
+def keys_are_any_text(open_store: OpenStore) -> None:
+    """Slashes, spaces, other alphabets, long keys: each its own key."""
+    writer, reader = open_store(), open_store()
+    keys = ["a", "a/b", "a//b", "../a", "A", " a ", "schlüssel", "鍵", "k" * 1000]
+    for key in keys:
+        writer.set(key, f"value of {key}")
+    for key in keys:
+        _expect(reader.get(key), f"value of {key}".encode(), f"get({key!r})")
+
+
+def a_megabyte_fits(open_store: OpenStore) -> None:
+    """Values are not limited to what fits into one packet."""
+    value = bytes(i * i % 251 for i in range(2**20))
+    open_store().set("large", value)
+    _expect(open_store().get("large") == value, True, "a value of 1 MiB comes back as it was")
+
+
+def add_counts_in_decimal_text(open_store: OpenStore) -> None:
+    """From nothing, from what `set` wrote, below zero; `get` reads the number."""
+    one, other = open_store(), open_store()
+    _expect(one.add("count", 5), 5, "add to an absent key")
+    _expect(other.add("count", -7), -2, "add through another handle")
+    _expect(one.add("count", 0), -2, "add of nothing")
+    _expect(other.get("count"), b"-2", "get after add")
+    one.set("count", "40")
+    _expect(other.add("count", 2), 42, "add to what set wrote")
+    _expect(one.add("big", 2**62), 2**62, "add of a large number")
+
+
+def add_to_text_is_refused_and_changes_nothing(open_store: OpenStore) -> None:
+    """A value that is no number raises, and stays."""
+    store = open_store()
+    store.set("text", "not a number")
+    _expect_error(SynclineError, lambda: store.add("text", 1), "add to a text")
+    _expect(open_store().get("text"), b"not a number", "the text after the refused add")
+
+
+def check_asks_for_all_keys_and_does_not_wait(open_store: OpenStore) -> None:
+    """True only if every key is there; the limit of the handle is too long to have been waited for."""
+    store = open_store()
+    store.set_timeout(3600)
+    _expect(store.check(["a"]), False, "check of an absent key")
+    store.set("a", "")
+    _expect(open_store().check(["a"]), True, "check of an empty value")
+    _expect(store.check(["a", "b"]), False, "check of a present and an absent key")
+    store.set("b", "1")
+    _expect(store.check(["a", "b"]), True, "check of two present keys")
+    _expect(store.check([]), True, "check of no keys")
+
+
+def compare_set_answers_as_torch_does(open_store: OpenStore) -> None:
+    """All five cases, and that only two of them store."""
+    store, reader = open_store(), open_store()
+    _expect(store.compare_set("key", "guess", "new"), b"guess", "absent key, some value expected: the expectation")
+    _expect(reader.check(["key"]), False, "nothing was stored by that")
+    _expect(store.compare_set("key", "", "first"), b"first", "absent key, nothing expected: stored")
+    _expect(reader.get("key"), b"first", "the value after that")
+    _expect(store.compare_set("key", b"first", b"\xff\x00"), b"\xff\x00", "the expected value: stored")
+    _expect(reader.get("key"), b"\xff\x00", "the value after that")
+    _expect(store.compare_set("key", "first", "third"), b"\xff\x00", "another value: what is there")
+    _expect(store.compare_set("key", "", "third"), b"\xff\x00", "nothing expected but something there: what is there")
+    _expect(reader.get("key"), b"\xff\x00", "the value after both")
+
+
+def delete_key_says_whether_it_was_there(open_store: OpenStore) -> None:
+    """Gone for every handle, may come again, and `num_keys` follows."""
+    store, other = open_store(), open_store()
+    before = store.num_keys()
+    store.set("a", "1")
+    store.set("b", "2")
+    _expect(other.num_keys() - before, 2, "keys more after two sets")
+    store.set("a", "3")
+    _expect(other.num_keys() - before, 2, "keys more after one was replaced")
+    _expect(other.delete_key("a"), True, "delete of a present key")
+    _expect(store.check(["a"]), False, "check after delete")
+    _expect(store.num_keys() - before, 1, "keys more after delete")
+    _expect(store.delete_key("a"), False, "delete of an absent key")
+    store.set("a", "4")
+    _expect(other.get("a"), b"4", "get after delete and set")
+
+
+def a_key_that_never_comes_is_named(open_store: OpenStore) -> None:
+    """`get` and `wait` end with an error of both families that names the missing keys and the limit."""
+    store = open_store()
+    store.set("here", "1")
+    for limit in (SHORT_S, timedelta(seconds=SHORT_S)):
+        for call in (partial(store.get, "never", limit), partial(store.wait, ["here", "never"], limit)):
+            error = _expect_error(StoreTimeout, call, "a wait for a key that never comes")
+            _expect(isinstance(error, TimeoutError) and isinstance(error, TransportError), True, "it is of both families")
+            _expect("never'" in str(error) and "here'" not in str(error), True, f"{error!s} names the missing key only")
+            _expect("0.05 s" in str(error), True, f"{error!s} names the limit")
+    _expect(store.get("here"), b"1", "the handle works after that")
+
+
+def the_limit_of_the_handle_is_honoured(open_store: OpenStore) -> None:
+    """`set_timeout` holds for `get` and `wait` of this handle, in seconds or as a timedelta."""
+    store = open_store()
+    for limit in (SHORT_S, timedelta(seconds=SHORT_S)):
+        store.set_timeout(limit)
+        _expect(store.timeout, timedelta(seconds=SHORT_S), "the timeout property")
+        _expect_error(StoreTimeout, lambda: store.get("never"), "get")
+        _expect_error(StoreTimeout, lambda: store.wait(["never"]), "wait")
+    store.set_timeout(float("inf"))
+    store.set("there", "1")
+    store.wait(["there"])
+    for wrong in (0, -1, float("nan")):
+        _expect_error(InvalidArgumentError, partial(store.set_timeout, wrong), f"set_timeout({wrong})")
+
+
+def the_limit_of_a_call_comes_before_that_of_the_handle(open_store: OpenStore) -> None:
+    """A call that may wait long outlives the handle's short limit, and the other way round."""
+    patient, hasty, writer = open_store(), open_store(), open_store()
+    patient.set_timeout(SHORT_S)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(patient.wait, ["late"], LONG_S)
+        getting = pool.submit(patient.get, "late", LONG_S)
+        _expect_error(StoreTimeout, lambda: hasty.wait(["never"], 4 * SHORT_S), "a short limit of a call")
+        writer.set("late", "1")
+        _result(waiting)
+        _expect(_result(getting), b"1", "what the patient call returns")
+
+
+def a_wait_ends_when_the_last_key_comes(open_store: OpenStore) -> None:
+    """And not before it, however many others come."""
+    waiter, writer = open_store(), open_store()
+    log: list[str] = []
+
+    def wait() -> None:
+        waiter.wait(["a", "b", "c"], LONG_S)
+        log.append("woken")
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait)
+        for key in ("c", "other", "a"):
+            writer.set(key, "1")
+        _expect_error(StoreTimeout, lambda: writer.wait(["never"], 2 * SHORT_S), "some time passes")
+        log.append("last key")
+        writer.add("b", 1)
+        _result(waiting)
+    _expect(log, ["last key", "woken"], "the order of things")
+
+
+def one_that_waits_holds_up_nobody(open_store: OpenStore) -> None:
+    """Not other handles, and not other threads of the same handle."""
+    store, other = open_store(), open_store()
+    with ThreadPoolExecutor(THREADS) as pool:
+        waiting = [pool.submit(store.get, f"gate {i}", LONG_S) for i in range(THREADS)]
+        for handle in (other, store):
+            handle.set("key", "1")
+            _expect(handle.add("count", 1) > 0, True, "a change while others wait")
+            _expect(handle.check(["key"]), True, "a look while others wait")
+        for i in range(THREADS):
+            store.set(f"gate {i}", str(i))
+        _expect([_result(one) for one in waiting], [str(i).encode() for i in range(THREADS)], "what the waiting calls return")
+
+
+def every_add_counts_once(open_store: OpenStore) -> None:
+    """Threads that add at once see each sum exactly once."""
+
+    def count(_: int) -> list[int]:
+        store = open_store()
+        return [store.add("count", 1) for _ in range(ROUNDS)]
+
+    sums = [total for totals in _in_threads(count) for total in totals]
+    _expect(sorted(sums), list(range(1, THREADS * ROUNDS + 1)), "the sums that all threads saw")
+
+
+def threads_may_share_a_handle(open_store: OpenStore) -> None:
+    """Changing and looking at once, through one object: nothing is counted twice, lost, or seen to go backwards."""
+    store = open_store()
+
+    def use(rank: int) -> list[int]:
+        sums: list[int] = []
+        for _ in range(ROUNDS):
+            sums.append(store.add("count", 1))
+            _expect(int(store.get("count")) >= sums[-1], True, "the count is not below what this thread made it")
+            _expect(store.check([f"own {rank}"]), len(sums) > 1, "whether this thread's own key is there")
+            store.set(f"own {rank}", b"")
+        return sums
+
+    sums = [total for totals in _in_threads(use) for total in totals]
+    _expect(sorted(sums), list(range(1, THREADS * ROUNDS + 1)), "the sums that all threads saw")
+
+
+def compare_set_lets_one_win(open_store: OpenStore) -> None:
+    """A counter that is advanced by compare_set alone loses no step, and each step has one owner."""
+
+    def advance(rank: int) -> list[int]:
+        store = open_store()
+        won: list[int] = []
+        while len(won) < ROUNDS // 3:
+            old = store.get("steps")
+            step = int(old.split()[0]) + 1
+            new = f"{step} by {rank}".encode()
+            if store.compare_set("steps", old, new) == new:
+                won.append(step)
+        return won
+
+    open_store().set("steps", "0 by nobody")
+    steps = [step for won in _in_threads(advance) for step in won]
+    _expect(sorted(steps), list(range(1, THREADS * (ROUNDS // 3) + 1)), "the steps that all threads won")
+
+
+def all_meet_all(open_store: OpenStore) -> None:
+    """Each thread sets a key of its own and waits for everybody's, round after round."""
+
+    def meet(rank: int) -> list[list[bytes]]:
+        store = open_store()
+        seen: list[list[bytes]] = []
+        for turn in range(3):
+            store.set(f"{turn}/{rank}", f"{turn}:{rank}")
+            store.wait([f"{turn}/{other}" for other in range(THREADS)], LONG_S)
+            seen.append([store.get(f"{turn}/{other}") for other in range(THREADS)])
+        return seen
+
+    expected = [[f"{turn}:{rank}".encode() for rank in range(THREADS)] for turn in range(3)]
+    for rank, seen in enumerate(_in_threads(meet)):
+        _expect(seen, expected, f"what thread {rank} saw")
+
+
+def wrong_arguments_are_refused(open_store: OpenStore) -> None:
+    """A single key where a list is wanted, a value that is neither bytes nor str, a key that is no text."""
+    store = open_store()
+    _expect_error(InvalidArgumentError, lambda: store.check("abc"), "check('abc')")
+    _expect_error(InvalidArgumentError, lambda: store.wait("abc", SHORT_S), "wait('abc')")
+    _expect_error(InvalidArgumentError, lambda: store.set("key", 3), "set('key', 3)")  # type: ignore[arg-type]
+    _expect_error(InvalidArgumentError, lambda: store.set(b"key", "1"), "set(b'key', ...)")  # type: ignore[arg-type]
+    _expect(store.check(["key"]), False, "nothing was stored by that")
+
+
+STORE_CHECKS: tuple[StoreCheck, ...] = (
+    values_are_bytes_and_the_last_one_counts,
+    keys_are_any_text,
+    a_megabyte_fits,
+    add_counts_in_decimal_text,
+    add_to_text_is_refused_and_changes_nothing,
+    check_asks_for_all_keys_and_does_not_wait,
+    compare_set_answers_as_torch_does,
+    delete_key_says_whether_it_was_there,
+    a_key_that_never_comes_is_named,
+    the_limit_of_the_handle_is_honoured,
+    the_limit_of_a_call_comes_before_that_of_the_handle,
+    a_wait_ends_when_the_last_key_comes,
+    one_that_waits_holds_up_nobody,
+    every_add_counts_once,
+    threads_may_share_a_handle,
+    compare_set_lets_one_win,
+    all_meet_all,
+    wrong_arguments_are_refused,
+)
+"""All checks; each wants a store of its own."""
+
+
+def _expect(found: object, expected: object, what: str) -> None:
+    if found != expected:
+        raise AssertionError(f"{what}: expected {expected!r}, found {found!r}")
+
+
+def _expect_error(kind: type[BaseException], call: Callable[[], object], what: str) -> BaseException:
+    try:
+        found = call()
+    except kind as error:
+        return error
+    raise AssertionError(f"{what}: expected {kind.__name__}, but it returned {found!r}")
+
+
+def _result(future: Future[Result]) -> Result:
+    return future.result(LONG_S)
+
+
+def _in_threads(body: Callable[[int], Result]) -> list[Result]:
+    """Run `body(rank)` in all threads, which start together."""
+    start = threading.Barrier(THREADS)
+
+    def run(rank: int) -> Result:
+        start.wait(LONG_S)
+        return body(rank)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [_result(one) for one in [pool.submit(run, rank) for rank in range(THREADS)]]

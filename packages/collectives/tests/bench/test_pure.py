@@ -1,0 +1,160 @@
+"""Sizes, factors, statistics and tables: nothing is measured here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from syncline.collectives import InvalidArgumentError, MisuseError
+from syncline.collectives.bench import KINDS, Case, Measurement, plot
+from syncline.collectives.bench.measure import LEAST_ROUNDS, MOST_ROUNDS, repeats_of, rounds_of
+from syncline.collectives.bench.results import in_json, in_text
+from syncline.collectives.bench.sizes import in_words, ladder, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4", 4), ("64K", 65536), ("64k", 65536), ("25M", 25 * 2**20), ("25MiB", 25 * 2**20), ("1G", 2**30), ("7B", 7)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-4", "4.5M", "4T", "M", "4 4"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="expected a size such as"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(4, "4"), (1000, "1000"), (1024, "1K"), (64 * 2**20, "64M"), (2**30, "1G"), (0, "0")]
+)
+def test_sizes_in_words(size: int, words: str) -> None:
+    assert in_words(size) == words
+    assert size == 0 or parse_size(words) == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [((4, 64, 4), [4, 16, 64]), ((4, 63, 4), [4, 16, 63]), ((4, 4, 4), [4]), ((3, 7, 2), [3, 6, 7])],
+)
+def test_ladders(arguments: tuple[int, int, int], sizes: list[int]) -> None:
+    assert ladder(*arguments) == sizes
+
+
+@pytest.mark.parametrize("arguments", [(8, 4, 2), (4, 8, 1)])
+def test_no_ladders(arguments: tuple[int, int, int]) -> None:
+    with pytest.raises(InvalidArgumentError, match="a smallest and a largest size"):
+        ladder(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("collective", "two", "four", "eight"),
+    [
+        ("all_reduce", 1.0, 1.5, 1.75),
+        ("reduce_scatter", 0.5, 0.75, 0.875),
+        ("all_gather", 0.5, 0.75, 0.875),
+        ("all_to_all", 0.5, 0.75, 0.875),
+        ("gather", 0.5, 0.75, 0.875),
+        ("scatter", 0.5, 0.75, 0.875),
+        ("broadcast", 1.0, 1.0, 1.0),
+        ("reduce", 1.0, 1.0, 1.0),
+        ("barrier", 0.0, 0.0, 0.0),
+    ],
+)
+def test_bus_factors_are_those_of_nccl_tests(collective: str, two: float, four: float, eight: float) -> None:
+    assert [KINDS[collective].bus_factor(size) for size in (2, 4, 8)] == [two, four, eight]
+
+
+def test_every_collective_has_a_row_above() -> None:
+    assert len(KINDS) == 9
+
+
+@pytest.mark.parametrize(
+    ("collective", "size_bytes", "world_size", "numel"),
+    [
+        ("all_reduce", 4, 2, 1),
+        ("all_reduce", 1000, 3, 250),
+        ("all_reduce", 1, 3, 1),
+        ("all_gather", 4, 2, 2),
+        ("all_gather", 1000, 3, 249),
+        ("barrier", 4, 2, 1),
+    ],
+)
+def test_cases(collective: str, size_bytes: int, world_size: int, numel: int) -> None:
+    case = Case(collective, torch.float32, size_bytes)
+    assert case.numel(world_size) == numel
+    assert case.true_bytes(world_size) == (0 if collective == "barrier" else 4 * numel)
+
+
+@pytest.mark.parametrize(("estimate_s", "repeats"), [(1e-9, 1000), (1.1e-6, 91), (3e-5, 4), (1e-4, 1), (1.0, 1)])
+def test_repeats(estimate_s: float, repeats: int) -> None:
+    assert repeats_of(estimate_s) == repeats
+
+
+@pytest.mark.parametrize(
+    ("samples_s", "budget_s", "rounds"),
+    [([], 1.0, 0), ([0.01, 0.02], 0.3, 10), ([1.0], 0.3, LEAST_ROUNDS), ([1e-6], 0.3, MOST_ROUNDS)],
+)
+def test_rounds(samples_s: list[float], budget_s: float, rounds: int) -> None:
+    assert rounds_of(samples_s, budget_s) == rounds
+
+
+FIRST = Measurement("all_reduce", "float32", 2**20, 4, "mpi", (1e-3, 2e-3, 3e-3, 4e-3, 5e-3))
+SECOND = Measurement("all_reduce", "float32", 2**20, 4, "raw-mpi", (6e-3,))
+REFUSED = Measurement("all_reduce", "bfloat16", 2**20, 4, "raw-mpi", note="no datatype")
+
+
+def test_bandwidths() -> None:
+    assert FIRST.quartiles_s == pytest.approx((2e-3, 3e-3, 4e-3))
+    assert SECOND.quartiles_s == (6e-3, 6e-3, 6e-3)
+    assert FIRST.algorithm_bandwidth == pytest.approx(2**20 / 3e-3)
+    assert FIRST.bus_bandwidth == pytest.approx(1.5 * 2**20 / 3e-3)
+
+
+def test_table() -> None:
+    lines = in_text([FIRST, SECOND, REFUSED]).splitlines()
+    assert lines[0] == "all_reduce, float32"
+    assert lines[1].split() == [
+        "bytes",
+        "backend",
+        "median",
+        "us",
+        "least",
+        "p25",
+        "p75",
+        "alg",
+        "GB/s",
+        "bus",
+        "GB/s",
+        "times",
+        "first",
+    ]
+    assert lines[2].split() == ["1M", "mpi", "3000.0", "1000.0", "2000.0", "4000.0", "0.35", "0.52", "1.00"]
+    assert lines[3].split() == ["1M", "raw-mpi", "6000.0", "6000.0", "6000.0", "6000.0", "0.17", "0.26", "2.00"]
+    assert lines[5] == "all_reduce, bfloat16"
+    assert lines[7].split() == ["1M", "raw-mpi", *"-------"]
+    assert len({len(line) for line in lines[1:4]}) == 1
+
+
+def test_json() -> None:
+    written = json.loads(json.dumps(in_json([FIRST, REFUSED], {"world_size": 4})))
+    assert written["environment"] == {"world_size": 4}
+    first, refused = written["measurements"]
+    assert (first["samples"], first["median_s"], first["least_s"]) == (5, 3e-3, 1e-3)
+    assert first["bus_bandwidth"] == pytest.approx(FIRST.bus_bandwidth)
+    assert refused == {
+        "collective": "all_reduce",
+        "dtype": "bfloat16",
+        "size_bytes": 2**20,
+        "backend": "raw-mpi",
+        "refused": "no datatype",
+    }
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    with pytest.raises(MisuseError, match=r"pip install 'syncline-collectives\[bench\]'"):
+        plot.require_matplotlib()

@@ -1,0 +1,212 @@
+"""Every finding, from observations that were made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from syncline.collectives.doctor import Finding, MPIFacts, Observation, Status, diagnose
+from syncline.collectives.doctor import diagnosis as d
+from syncline.collectives.doctor.finding import exit_status, in_text, ok, summary
+from syncline.collectives.doctor.observation import _abi, nccl_version_in_words
+from syncline.collectives.placement import HostIdentity
+from syncline.collectives.site import BackendChoice
+
+A, B = HostIdentity("a", "1"), HostIdentity("b", "2")
+GIB = 2**30
+MPICH = MPIFacts("MPICH 5.0.2", "5.0", "mpich", "MULTIPLE", 2, "4.1.2")
+FINE = Observation(
+    host=A,
+    software=(("torch", "2.13.0"), ("Python", "3.11.7")),
+    launcher="Open MPI",
+    launch_problem=None,
+    launch_world_size=2,
+    mpi=MPICH,
+    mpi_lack=None,
+    cores=frozenset({0, 1}),
+    node_cores=2,
+    threads=1,
+    shm_total_bytes=2 * GIB,
+    shm_free_bytes=GIB,
+)
+GPU = replace(FINE, gpus=("H200",), cuda_aware="yes: MPI moved and reduced CUDA memory correctly", cupy="14.0", nccl="2.27.3")
+MPI_CHOSEN = BackendChoice("mpi", "launched by Open MPI")
+
+
+def test_a_healthy_job() -> None:
+    findings = diagnose([FINE, FINE], MPI_CHOSEN, None)
+    assert [finding.name for finding in findings] == [
+        *("software", "launcher", "MPI", "MPI threads", "nodes", "cores", "/dev/shm", "GPUs", "backend", "connection")
+    ]
+    assert {finding.status for finding in findings} == {Status.OK}
+    assert exit_status(findings) == 0
+    assert summary(findings) == "everything is fine"
+
+
+def one(findings: list[Finding] | Finding) -> Finding:
+    """The finding that is not ok; exactly one."""
+    (found,) = [
+        finding for finding in (findings if isinstance(findings, list) else [findings]) if finding.status is not Status.OK
+    ]
+    return found
+
+
+ROWS = {
+    "software": (
+        lambda: d.software([FINE, replace(FINE, software=(("torch", "2.6.0"),)), FINE]),
+        Status.WRONG,
+        "ranks 0, 2: torch 2.13.0, Python 3.11.7; ranks 1: torch 2.6.0",
+        "same versions",
+    ),
+    "launcher": (
+        lambda: d.launcher([FINE, replace(FINE, launch_problem="PMI_RANK=1 and RANK=0")]),
+        Status.WRONG,
+        "PMI_RANK=1 and RANK=0",
+        "clean the environment",
+    ),
+    "no MPI, alone": (
+        lambda: d.mpi([replace(FINE, mpi=None, launcher=None, mpi_lack="install mpi4py")]),
+        Status.WARN,
+        "cannot be used here",
+        "install mpi4py",
+    ),
+    "no MPI, launched": (
+        lambda: d.mpi([replace(FINE, mpi=None, mpi_lack="install mpi4py")]),
+        Status.WRONG,
+        "though Open MPI launched",
+        "install mpi4py",
+    ),
+    "two MPIs": (
+        lambda: d.mpi([FINE, replace(FINE, mpi=replace(MPICH, library="Open MPI 5.0.1"))]),
+        Status.WRONG,
+        "ranks 0: MPICH 5.0.2; ranks 1: Open MPI 5.0.1",
+        "same MPI module",
+    ),
+    "threads": (
+        lambda: d.mpi([replace(FINE, mpi=replace(MPICH, thread_level="SERIALIZED"))]),
+        Status.WRONG,
+        "MPI_THREAD_SERIALIZED",
+        "MPI_THREAD_MULTIPLE",
+    ),
+    "launcher of another MPI": (
+        lambda: d.mpi([replace(FINE, mpi=replace(MPICH, world_size=1))]),
+        Status.WRONG,
+        "Open MPI started 2 process(es), MPICH 5.0.2 sees 1",
+        "MPI4PY_LIBMPI",
+    ),
+    "unequal nodes": (
+        lambda: d.nodes([FINE, FINE, replace(FINE, host=B)]),
+        Status.WARN,
+        "2 node(s), 3 rank(s): a with 2 (ranks 0, 1), b with 1 (ranks 2)",
+        "same number of ranks",
+    ),
+    "bound to one core": (
+        lambda: d.cores([replace(FINE, cores=frozenset({0}))] * 2),
+        Status.WRONG,
+        "2 rank(s) share 1 of 2 core(s) on a",
+        "--bind-to none",
+    ),
+    "too many ranks": (
+        lambda: d.cores([FINE] * 3),
+        Status.WARN,
+        "3 rank(s) share 2 of 2 core(s)",
+        "at most 2 rank(s)",
+    ),
+    "too many threads": (
+        lambda: d.cores([replace(FINE, threads=2)] * 2),
+        Status.WARN,
+        "2 thread(s) each",
+        "OMP_NUM_THREADS=1",
+    ),
+    "the second node is worse": (
+        lambda: d.cores([FINE, replace(FINE, host=B, cores=frozenset({3})), replace(FINE, host=B, cores=frozenset({3}))]),
+        Status.WRONG,
+        "share 1 of 2 core(s) on b",
+        "--cpus-per-task",
+    ),
+    "small shared memory": (
+        lambda: d.shared_memory([FINE, replace(FINE, host=B, shm_total_bytes=64 * 2**20, shm_free_bytes=63 * 2**20)]),
+        Status.WARN,
+        "64 MiB, 63 MiB free, for 1 rank(s) on b",
+        "--shm-size",
+    ),
+    "shared memory for many": (
+        lambda: d.shared_memory([FINE] * 9),
+        Status.WARN,
+        "for 9 rank(s) on a",
+        "have 1.1 GiB free",
+    ),
+    "no CUDA-awareness": (
+        lambda: d.gpus([replace(GPU, cuda_aware="no: MPI crashed on CUDA memory (signal 11)"), GPU]),
+        Status.WARN,
+        "signal 11",
+        "pinned host memory",
+    ),
+    "no CuPy": (lambda: d.gpus([replace(GPU, cupy=None)]), Status.WARN, "CuPy is not installed", "[nccl-cuda12]"),
+    "no NCCL": (lambda: d.gpus([replace(GPU, nccl=None)]), Status.WARN, "CuPy 14.0 finds no NCCL", "nvidia-nccl"),
+    "no backend": (lambda: d.backend(None), Status.WRONG, "none could be chosen", "above"),
+    "Gloo for want of MPI": (
+        lambda: d.backend(BackendChoice("gloo", "launched by Slurm, but MPI cannot be used: no mpi4py")),
+        Status.WARN,
+        "no mpi4py",
+        "mend MPI",
+    ),
+    "no connection": (lambda: d.connection(2, "rank 1 is gone"), Status.WRONG, "rank 1 is gone", "message"),
+}
+
+
+@pytest.mark.parametrize(("make", "status", "found", "remedy"), ROWS.values(), ids=ROWS)
+def test_what_is_not_fine(make, status: Status, found: str, remedy: str) -> None:
+    finding = one(make())
+    assert finding.status is status
+    assert found in finding.found
+    assert remedy in finding.remedy
+
+
+def test_gpus_that_are_fine() -> None:
+    assert [finding.found for finding in d.gpus([FINE, GPU])] == [
+        "1 visible to rank 1: H200",
+        "yes: MPI moved and reduced CUDA memory correctly",
+        "NCCL 2.27.3 through CuPy 14.0",
+    ]
+
+
+def test_a_launcher_that_does_not_say_how_many_contradicts_nobody() -> None:
+    assert {finding.status for finding in d.mpi([replace(FINE, launch_world_size=None)])} == {Status.OK}
+
+
+def test_exit_status_and_text() -> None:
+    warn = Finding("cores", Status.WARN, "3 ranks share 2 cores", "start fewer")
+    wrong = Finding("connection", Status.WRONG, "gone " * 30, "look for it")
+    assert exit_status([ok("MPI", "there"), warn]) == 0
+    assert exit_status([warn, wrong]) == 1
+    lines = in_text([ok("MPI", "there"), warn, wrong], width=60).splitlines()
+    assert lines[0] == "ok     MPI         there"
+    assert lines[1:3] == ["warn   cores       3 ranks share 2 cores", "                   -> start fewer"]
+    assert lines[3].startswith("WRONG  connection  gone")
+    assert max(map(len, lines)) <= 60
+    assert lines[-1] == "1 wrong, 1 to look at"
+
+
+@pytest.mark.parametrize(("status", "remedy"), [(Status.OK, "do"), (Status.WARN, ""), (Status.WRONG, "")])
+def test_a_remedy_if_and_only_if_something_is_not_ok(status: Status, remedy: str) -> None:
+    with pytest.raises(ValueError, match="remedy if and only if"):
+        Finding("x", status, "y", remedy)
+
+
+@pytest.mark.parametrize(("number", "words"), [(22703, "2.27.3"), (22907, "2.29.7"), (2804, "2.8.4"), (21005, "2.10.5")])
+def test_nccl_versions(number: int, words: str) -> None:
+    assert nccl_version_in_words(number) == words
+
+
+@pytest.mark.parametrize(
+    ("file_name", "abi"),
+    [
+        ("MPI.openmpi.cpython-311-x86_64-linux-gnu.so", "openmpi"),
+        ("MPI.mpich.abi3.so", "mpich"),
+        ("MPI.cpython-311-x86_64-linux-gnu.so", "the one that mpi4py was built for"),
+    ],
+)
+def test_abi(file_name: str, abi: str) -> None:
+    assert _abi(file_name) == abi

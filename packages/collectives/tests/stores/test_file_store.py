@@ -1,0 +1,202 @@
+"""What only the file store promises: fresh runs, survival of torn writes and of killed writers, clear errors."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from syncline.collectives.errors import InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
+from syncline.collectives.stores import FileStore, meet
+from syncline.collectives.stores.file.lock import LinkLock
+from syncline.collectives.stores.file.log import Log, decode, encode
+
+
+def test_a_run_never_reads_another(tmp_path: Path) -> None:
+    FileStore(tmp_path, "job-1.step-0").set("address", "of the earlier run")
+    fresh = FileStore(tmp_path, "job-2.step-0")
+    assert not fresh.check(["address"])
+    assert fresh.num_keys() == 0
+
+
+@pytest.mark.parametrize("run_id", ["", ".", "..", "a/b", "-rf", "a b", "x" * 201])
+def test_a_run_id_must_be_a_folder_name(tmp_path: Path, run_id: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="run_id"):
+        FileStore(tmp_path / "inside", run_id)
+    assert not (tmp_path / "inside").exists()
+
+
+def test_an_unwritable_path_is_an_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for path in (tmp_path / "file", Path("/proc")):  # the second can be written by nobody, root included
+        with pytest.raises(StoreUnavailableError, match=rf"file store {path}/run cannot be opened.*expected a folder"):
+            FileStore(path, "run", timeout=3600)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_an_error_at_once(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreUnavailableError, match="Permission denied"):
+        FileStore(tmp_path, "run")
+
+
+def test_a_file_system_without_hard_links_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(StoreUnavailableError, match="hard links"):
+        FileStore(tmp_path, "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_only_the_owner_may_look(tmp_path: Path) -> None:
+    FileStore(tmp_path / "new", "run").set("key", "1")
+    assert (tmp_path / "new" / "run").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "new" / "run" / "log").stat().st_mode & 0o077 == 0
+
+
+def test_a_removed_folder_is_explained(tmp_path: Path) -> None:
+    store, other = FileStore(tmp_path, "run"), FileStore(tmp_path, "run")
+    store.remove()
+    assert not (tmp_path / "run").exists()
+    for call in (lambda: other.set("key", "1"), lambda: other.check(["key"]), lambda: other.get("key"), other.remove):
+        with pytest.raises(StoreError, match="was the folder removed"):
+            call()
+
+
+def test_the_lock_of_a_killed_process_is_named_and_readers_go_on(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, "run", timeout=0.05)
+    store.set("key", "1")
+    (tmp_path / "run" / "lock").write_text("process 123 on node7 since yesterday")
+    with pytest.raises(StoreTimeout, match=r"held by process 123 on node7 since yesterday.*delete .*/run/lock"):
+        store.set("key", "2")
+    assert store.get("key") == b"1"
+    (tmp_path / "run" / "lock").unlink()
+    store.set("key", "3")
+    assert store.get("key") == b"3"
+
+
+def test_the_lock_excludes(tmp_path: Path) -> None:
+    inside, most = 0, 0
+
+    def enter() -> None:
+        nonlocal inside, most
+        for _ in range(20):
+            with LinkLock(tmp_path).held(60):
+                inside += 1
+                most = max(most, inside)
+                (tmp_path / "something").write_text("to do")
+                inside -= 1
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["something"]
+
+
+def test_a_lost_answer_to_link_still_means_that_the_lock_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def link_then_lose_the_answer(*arguments: str) -> None:
+        link(*arguments)
+        raise FileExistsError
+
+    monkeypatch.setattr(os, "link", link_then_lose_the_answer)
+    with LinkLock(tmp_path).held(1):
+        assert (tmp_path / "lock").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_waits_in_vain_does_not_take_the_lock_away(tmp_path: Path) -> None:
+    lock = LinkLock(tmp_path)
+    with lock.held(1):
+        with pytest.raises(StoreTimeout), lock.held(0.02):
+            pass
+        assert (tmp_path / "lock").exists()
+
+
+RECORDS = [("a", b"1"), ("ü", b""), ("a", None), ("", b"\x00\xff" * 50)]
+
+
+def test_records_survive_encoding() -> None:
+    data = b"".join(encode(key, value) for key, value in RECORDS)
+    assert decode(data) == (RECORDS, len(data))
+
+
+def test_a_record_counts_only_when_it_is_whole() -> None:
+    first, second = encode("a", b"1"), encode("b", b"22")
+    for cut in range(len(second)):
+        assert decode(first + second[:cut]) == ([("a", b"1")], len(first))
+        zeros = bytes(len(second) - cut)  # a page whose end has not arrived yet
+        assert zeros == second[cut:] or decode(first + second[:cut] + zeros)[0] == [("a", b"1")]
+
+
+def test_a_torn_record_is_waited_for_by_readers_and_cut_off_by_the_next_writer(tmp_path: Path) -> None:
+    writer, reader = Log(tmp_path / "log"), Log(tmp_path / "log")
+    writer.append("a", b"1")
+    next_one, ghost = encode("b", b"2"), encode("ghost", b"part of the torn value that looks like a record")
+    torn = encode("torn", b"x" * 1000)[: len(next_one)] + ghost + b"x" * 10
+    with open(tmp_path / "log", "ab") as file:
+        file.write(torn)
+    reader.refresh()
+    assert reader.values == {"a": b"1"}
+    writer.refresh()
+    writer.append("b", b"2")
+    reader.refresh()
+    late = Log(tmp_path / "log")
+    late.refresh()
+    assert reader.values == late.values == {"a": b"1", "b": b"2"}
+
+
+def test_a_change_that_changes_nothing_writes_nothing(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, "run")
+    store.set("key", "1")
+    size = (tmp_path / "run" / "log").stat().st_size
+    store.set("key", "1")
+    store.delete_key("absent")
+    store.compare_set("key", "other", "2")
+    assert (tmp_path / "run" / "log").stat().st_size == size
+
+
+def test_a_meeting_names_the_missing_ranks(tmp_path: Path) -> None:
+    with pytest.raises(StoreTimeout, match=r"of 3 ranks, \[1, 2\] did not come within 0.05 s"):
+        meet(tmp_path, 0, 3, timeout=0.05)
+    with pytest.raises(StoreTimeout, match="rank 0 did not answer rank 2"):
+        meet(tmp_path, 2, 3, timeout=0.05)
+
+
+def test_a_meeting_does_not_believe_leftovers(tmp_path: Path) -> None:
+    """Whole runs that broke off at every stage: a joiner alone, a host alone, an offer that was never taken."""
+    for rank in (1, 0, 1, 0):
+        with pytest.raises(StoreTimeout):
+            meet(tmp_path, rank, 2, timeout=0.05)
+    found: dict[int, FileStore] = {}
+
+    def run(rank: int) -> None:
+        found[rank] = meet(tmp_path, rank, 2, timeout=60)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0].describe() == found[1].describe()
+    assert found[0].num_keys() == 0
+    found[0].set("key", "1")
+    assert found[1].get("key") == b"1"
+
+
+def test_a_meeting_of_one_is_over_at_once(tmp_path: Path) -> None:
+    assert meet(tmp_path, 0, 1).num_keys() == 0
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_meeting_refuses_impossible_ranks(tmp_path: Path, rank: int, size: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"rank={rank}"):
+        meet(tmp_path, rank, size)

@@ -1,0 +1,123 @@
+"""Stores between real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from syncline.collectives.stores import FileStore, Store, TCPStore, TCPStoreServer, new_secret
+
+PROCESSES = 3
+
+SHARING = """
+import os, sys
+from syncline.collectives.stores import FileStore, TCPStore
+rank, size = map(int, sys.argv[1:3])
+over_tcp = TCPStore("127.0.0.1", int(sys.argv[3]), secret=os.environ["THE_SECRET"])
+for store in (FileStore(sys.argv[4], "run"), over_tcp):
+    store.wait(["go"], 60)
+    sums = [store.add("count", 1) for _ in range(20)]
+    store.set(f"sums/{rank}", " ".join(map(str, sums)))
+    store.wait([f"sums/{other}" for other in range(size)], 60)
+    assert store.compare_set("winner", "", str(rank)) == store.get("winner")
+over_tcp.close()
+"""
+
+MEETING = """
+import sys, torch, torch.distributed as dist
+from syncline.collectives.stores import AsTorchStore, meet
+rank, size = map(int, sys.argv[1:3])
+
+for run in ("first", "second"):
+    store = meet(sys.argv[3], rank, size, timeout=60)
+    store.set(f"seen/{rank}", store.get("run") if rank else "nothing")
+    if rank == 0:
+        assert not store.check(["run"]), "an earlier run shows through"
+        store.set("run", run)
+    store.wait([f"seen/{other}" for other in range(size)])
+    print(store.get("run").decode(), store.describe())
+
+dist.init_process_group("gloo", store=AsTorchStore(store), rank=rank, world_size=size)
+tensor = torch.tensor([rank + 1.0, 10.0 * rank])
+dist.all_reduce(tensor)
+half = dist.new_group(ranks=[0, 1])
+if rank < 2:
+    dist.barrier(half)
+dist.monitored_barrier()
+dist.destroy_process_group()
+print(tensor.tolist())
+"""
+
+
+def start(script: str, *arguments: object, env: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", script]
+    return [
+        subprocess.Popen(
+            [*command, str(rank), str(PROCESSES), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        for rank in range(PROCESSES)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
+    try:
+        outputs = [process.communicate(timeout=90) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, error) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, error
+    return [output.strip() for output, _ in outputs]
+
+
+def the_sums(store: Store) -> list[int]:
+    return sorted(int(one) for rank in range(PROCESSES) for one in store.get(f"sums/{rank}").split())
+
+
+def test_processes_share_a_store(tmp_path: Path) -> None:
+    secret = new_secret()
+    with TCPStoreServer(secret=secret) as server:
+        processes = start(SHARING, server.port, tmp_path, env={"THE_SECRET": secret})
+        over_tcp, over_file = TCPStore(server.host, server.port, secret=secret), FileStore(tmp_path, "run")
+        for store in (over_file, over_tcp):
+            store.set("go", "1")
+        finish(processes)
+        for store in (over_file, over_tcp):
+            assert the_sums(store) == list(range(1, PROCESSES * 20 + 1))
+        over_tcp.close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["log"], "locks or tickets were left"
+
+
+def test_runs_that_meet_in_one_folder_never_see_each_other_and_torch_can_start_there(tmp_path: Path) -> None:
+    outputs = [output.splitlines() for output in finish(start(MEETING, tmp_path))]
+    assert outputs == [outputs[0]] * PROCESSES, "ranks of one run are in different stores"
+    first, second, sums = outputs[0]
+    assert first.startswith("first file store")
+    assert second.startswith("second file store")
+    assert first.split()[-1] != second.split()[-1]
+    assert sums == str([PROCESSES * (PROCESSES + 1) / 2, 10.0 * PROCESSES * (PROCESSES - 1) / 2])
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on: fork with threads
+def test_a_forked_child_does_not_use_its_parents_connection() -> None:
+    secret = new_secret()
+    with TCPStoreServer(secret=secret) as server:
+        store = TCPStore(server.host, server.port, secret=secret)
+        store.set("of", "parent")
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if [store.add("count", 1) for _ in range(50)][-1] >= 50 else 1)
+        for _ in range(50):
+            assert store.get("of") == b"parent"
+            store.add("count", 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert store.get("count") == b"100"
+        store.close()

@@ -1,0 +1,99 @@
+"""The commands, run alone in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "SYNCLINE_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+def syncline(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    command = [sys.executable, "-m", "syncline.collectives", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env={**environ, "OMP_NUM_THREADS": "1", **variables}, capture_output=True, text=True, timeout=100
+    )
+
+
+def test_doctor_alone(tmp_path: Path) -> None:
+    done = syncline("doctor", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "launcher" in done.stdout
+    assert "in_process (nothing launched this process" in done.stdout
+    assert "1 rank(s) connected, and an all_reduce gave the right sum" in done.stdout
+
+
+def test_doctor_names_what_is_wrong(tmp_path: Path) -> None:
+    done = syncline("doctor", folder=tmp_path, SYNCLINE_SITE=str(tmp_path / "gone.toml"))
+    assert done.returncode == 1
+    assert "WRONG  connection" in done.stdout
+    assert "gone.toml" in done.stdout
+    assert "->" in done.stdout
+
+
+def test_doctor_on_contradicting_launchers(tmp_path: Path) -> None:
+    variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "1", "WORLD_SIZE": "2"}
+    # Not to be started as a process of a job that does not exist.
+    done = syncline("doctor", folder=tmp_path, MPI4PY_LIBMPI="/nonexistent/libmpi.so", **variables)
+    assert done.returncode == 1
+    assert "WRONG  launcher" in done.stdout
+    assert "RANK=1 and WORLD_SIZE=2" in " ".join(done.stdout.split())
+
+
+def test_bench_alone(tmp_path: Path) -> None:
+    done = syncline(
+        *("bench", "--collective", "all_reduce", "barrier", "--sizes", "4", "1K", "--factor", "16", "--seconds", "0.01"),
+        *("--dtypes", "float32", "int64", "--json", "figures.json"),
+        folder=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "figures.json").read_text())["measurements"]
+    assert [(row["collective"], row["dtype"], row["size_bytes"]) for row in rows] == [
+        ("all_reduce", "float32", 4),
+        ("all_reduce", "float32", 64),
+        ("all_reduce", "float32", 1024),
+        ("all_reduce", "int64", 8),
+        ("all_reduce", "int64", 64),
+        ("all_reduce", "int64", 1024),
+        ("barrier", "float32", 0),
+    ]
+    assert {row["backend"] for row in rows} == {"in_process"}
+    assert "all_reduce, int64" in done.stdout
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="pip install 'syncline-collectives[bench]'")
+def test_bench_draws(tmp_path: Path) -> None:
+    done = syncline("bench", "--sizes", "4", "64", "--seconds", "0.01", "--plot", "figures.png", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--backends", "smoke"], "unknown backend 'smoke' to measure; known are gloo, in_process, mpi, raw-mpi, torch-gloo"),
+        (["--dtypes", "float31"], "expected a dtype of numbers such as float32, bfloat16 or int64, found 'float31'"),
+        (["--sizes", "4", "many"], "expected a size such as"),
+        (["--sizes", "8", "4"], "expected a smallest and a largest size"),
+        (["--json", "no/such/folder.json"], "there is no folder"),
+        (["--collective", "gossip"], "invalid choice: 'gossip'"),
+    ],
+)
+def test_bench_refuses(tmp_path: Path, arguments: list[str], words: str) -> None:
+    done = syncline("bench", *arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_command_is_an_error(tmp_path: Path) -> None:
+    done = syncline(folder=tmp_path)
+    assert done.returncode == 2
+    assert "command" in done.stderr
