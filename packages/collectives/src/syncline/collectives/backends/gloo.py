@@ -20,6 +20,7 @@ from ..objects import exchange_objects
 from ..process_group import ProcessGroup
 from ..reduce_op import Reduction
 from ..registry import load_backend
+from ..stores import AsTorchStore, TCPStore, TCPStoreServer, new_secret
 from ..torch_group import TorchGroup
 from ..transport import Request, Transport
 from ..work import Work
@@ -28,6 +29,7 @@ from ..work import Work
 # equally often.
 _generations = itertools.count()
 _abandoned: list[TorchGroup] = []
+_servers: list[TCPStoreServer] = []  # a group may connect subsets of its ranks as long as it lives
 
 
 class GlooTransport(Transport):
@@ -171,7 +173,7 @@ def _rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
     if request.launch is not None and request.launch.is_mpi:
         lack = load_backend("mpi").missing()
         if lack is None:
-            return _over_mpi(request, rank, size), rank, size
+            return _over_mpi(request), rank, size
     raise LaunchError(
         f"backend 'gloo' has {size} ranks and no way for them to meet: expected an init_method (such as "
         "'file:///shared/folder/name' or 'tcp://host:port'), MASTER_ADDR and MASTER_PORT as torchrun sets them, or a launch "
@@ -205,23 +207,27 @@ def _by_url(url: str, rank: int, size: int, timeout_s: float) -> tuple[dist.Stor
     return store, rank, size
 
 
-def _over_mpi(request: ConnectRequest, rank: int, size: int) -> dist.Store:
+def _over_mpi(request: ConnectRequest) -> dist.Store:
     """A store on a port that the system chose; MPI tells the others where it is."""
     mpi = load_backend("mpi").connect(request)
     try:
-        return tcp_store_of_rank_0(mpi, rank, size, request.timeout_s)
+        return tcp_store_of_rank_0(mpi, request.timeout_s)
     finally:
         mpi.close()
 
 
-def tcp_store_of_rank_0(mpi: ProcessGroup, rank: int, size: int, timeout_s: float) -> dist.Store:
-    """A store on rank 0, on a port that the system chose, for torch's groups; `mpi` tells the others where it is."""
-    timeout = timedelta(seconds=timeout_s)
+def tcp_store_of_rank_0(mpi: ProcessGroup, timeout_s: float) -> dist.Store:
+    """A store on rank 0, on one address and a port that the system chose; MPI tells the others where it is, and its secret."""
     hosts = exchange_objects(socket.gethostname(), group=mpi)
-    address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
-    server = dist.TCPStore(address, 0, size, is_master=True, timeout=timeout, wait_for_workers=False) if rank == 0 else None
-    port = exchange_objects(server.port if server else None, group=mpi)[0]
-    return server or dist.TCPStore(address, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
+    address = "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostbyname(hosts[0])
+    told = None
+    if mpi.rank == 0:
+        secret = new_secret()
+        server = TCPStoreServer(address, secret=secret)
+        _servers.append(server)
+        told = (server.host, server.port, secret)
+    host, port, secret = exchange_objects(told, group=mpi)[0]
+    return AsTorchStore(TCPStore(host, port, secret=secret, timeout=timeout_s))
 
 
 backend = GlooBackend()

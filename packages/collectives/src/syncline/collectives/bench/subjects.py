@@ -205,6 +205,6 @@ def _mpi_world(control: ProcessGroup) -> MPI.Intracomm:
 def _torch_gloo(control: ProcessGroup) -> Any:
     from ..backends.gloo import tcp_store_of_rank_0
 
-    store = tcp_store_of_rank_0(control, control.rank, control.size, control.timeout_s)
+    store = tcp_store_of_rank_0(control, control.timeout_s)
     prefixed = dist.PrefixStore("syncline/bench/torch-gloo", store)
     return dist.ProcessGroupGloo(prefixed, control.rank, control.size, timedelta(seconds=control.timeout_s))

@@ -35,8 +35,8 @@ class MPITransport(Transport):
     """Non-blocking MPI collectives, waited for with a deadline.
 
     Cost, for n bytes and p ranks: each collective is the MPI library's own, but some reductions are not: those of float16 and
-    bfloat16 (no MPI type is portable for them), MIN and MAX of floats (see `_mpi_reduces`), and all if `reproducible`. These are
-    an all-to-all of bytes, the reduction in rank order on the rank that owns the slice, and for `all_reduce` an all-gather:
+    bfloat16 (MPI has no portable type), MIN and MAX of floats (see `_mpi_reduces`), and all if `reproducible`. These are
+    an all-to-all of bytes, a reduction in rank order on the rank that owns the slice, and for `all_reduce` an all-gather:
     2 n (p-1)/p bytes on the wire from each rank, as a ring has, and 2 n of extra memory. `reduce_scatter` ends after the first
     half of that, `reduce` with a gather.
 
