@@ -200,6 +200,7 @@ def _over_mpi(request: ConnectRequest, rank: int, size: int) -> dist.Store:
 
 
 def tcp_store_of_rank_0(mpi: object, rank: int, size: int, timeout_s: float) -> dist.Store:
+    """A store on a port that the system chose on rank 0's host. The ranks of the group `mpi` call it, and meet there."""
     from ..objects import exchange_objects
     from ..process_group import ProcessGroup
 
