@@ -2,7 +2,7 @@
 
 - Arrows: ddp -> reducer, collectives; reducer -> collectives; hooks -> collectives.
 - mpi4py and CuPy are imported at module level in their own backends only.
-- Backends are imported by backends, the registry and the conformance checks, and by nothing else.
+- Backends are imported by backends, the registry and the instruments that examine them, and by nothing else.
 - An `__init__.py` re-exports and does nothing else; the namespace `syncline` has none at all.
 
 Exits 1, with one line per violation, if there is any.
@@ -26,7 +26,8 @@ ARROWS: dict[str, frozenset[str]] = {
 }
 BACKENDS = "syncline.collectives.backends"
 # Who may import a backend. The registry does so by name, from entry points.
-MAY_IMPORT_BACKENDS = (BACKENDS, "syncline.collectives.registry", "syncline.collectives.testing")
+_INSTRUMENTS = ("syncline.collectives.testing", "syncline.collectives.doctor", "syncline.collectives.bench")
+MAY_IMPORT_BACKENDS = (BACKENDS, "syncline.collectives.registry", *_INSTRUMENTS)
 # Optional third-party packages, and the one backend that may import each at module level.
 OPTIONAL = {"mpi4py": f"{BACKENDS}.mpi", "cupy": f"{BACKENDS}.nccl"}
 

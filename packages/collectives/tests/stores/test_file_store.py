@@ -154,6 +154,21 @@ def test_a_torn_record_is_waited_for_by_readers_and_cut_off_by_the_next_writer(t
     assert reader.values == late.values == {"a": b"1", "b": b"2"}
 
 
+def test_threads_of_one_handle_take_turns_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(tmp_path, "run")
+    turns: list[bool] = []
+    for name in ("refresh", "append"):
+        method = getattr(store._log, name)
+        monkeypatch.setattr(
+            store._log, name, lambda *given, method=method: (turns.append(store._reading.locked()), method(*given))
+        )
+    store.set("key", "1")
+    store.get("key")
+    store.wait(["key"])
+    store.num_keys()
+    assert turns == [True] * 5
+
+
 def test_a_change_that_changes_nothing_writes_nothing(tmp_path: Path) -> None:
     store = FileStore(tmp_path, "run")
     store.set("key", "1")

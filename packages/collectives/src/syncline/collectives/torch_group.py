@@ -217,7 +217,7 @@ class TorchGroup(ProcessGroup):
         return (lambda: tensor.copy_(copy)) if self.rank == root else None
 
     def _work(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work:
-        work = TorchWork(tensors, torch_work, finish, self.place())
+        work = TorchWork(tensors, torch_work, finish)
         if not async_op:
             work.wait(self.timeout_s)
         return work

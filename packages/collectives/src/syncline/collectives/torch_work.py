@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -53,45 +54,55 @@ def _mapped(error: RuntimeError) -> Exception:
 
 
 class TorchWork(Work):
-    """A torch.distributed work, and what remains to be done when it has finished."""
+    """A torch.distributed work, and what remains to be done when it has finished.
 
-    def __init__(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, place: str) -> None:
+    Whoever waits does what remains. Only a future has it done on torch's own thread, so a work without a future leaves no
+    Python object on that thread. (Gloo's thread must not drop the last reference to its group: the group would join it.)
+
+    Args:
+        tensors: the outputs.
+        torch_work: what torch returned.
+        finish: what remains to be done, or None.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None) -> None:
         self._tensors = tensors
         self._torch_work = torch_work
-        self._place = place
-
-        def deliver(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
-            done.value()
-            if finish is not None:
-                with untracked():
-                    finish()
-            return tensors
-
-        self._future: TensorsFuture = torch_work.get_future().then(deliver)
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._future: TensorsFuture | None = None
+        self._done = False
+        self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until finished; see `Work.wait`."""
         try:
-            if timeout is not None:
+            if timeout is None:
+                self._torch_work.wait()
+            else:
                 self._torch_work.wait(timedelta(seconds=seconds(timeout)))
-            self._future.wait()
+            with self._lock:
+                future = self._future
+                if future is None and not self._done:
+                    self._do_what_remains()
+            if future is not None:
+                future.wait()
         except RuntimeError as error:
-            raise _mapped(error) from error
+            self._error = _mapped(error)
+            raise self._error from error
         return True
 
     def is_completed(self) -> bool:
         """Whether the collective and what followed it are done."""
-        return self._future.done()
+        if self._future is not None:
+            return self._future.done()
+        return self._done or (bool(self._torch_work.is_completed()) and self._completes())
 
     def exception(self) -> BaseException | None:
         """The error, if it has finished with one."""
-        if not self._future.done():
-            return None
-        try:
-            self._future.value()
-        except RuntimeError as error:
-            return error
-        return None
+        if self._error is None and self.is_completed() and self._future is not None:
+            self._completes()
+        return self._error
 
     def result(self) -> list[torch.Tensor]:
         """The output tensors."""
@@ -99,4 +110,25 @@ class TorchWork(Work):
 
     def get_future(self) -> TensorsFuture:
         """A future that completes when `wait` would return."""
-        return self._future
+        with self._lock:
+            if self._future is None:
+                self._future = self._torch_work.get_future().then(self._deliver)
+            return self._future
+
+    def _deliver(self, done: Any) -> list[torch.Tensor]:
+        done.value()
+        if not self._done:
+            self._do_what_remains()
+        return self._tensors
+
+    def _do_what_remains(self) -> None:
+        if self._finish is not None:
+            with untracked():
+                self._finish()
+        self._done = True
+
+    def _completes(self) -> bool:
+        try:
+            return self.wait()
+        except (CollectiveTimeout, TransportError):
+            return True

@@ -57,6 +57,10 @@ def init_process_group(
         SiteFileError, UnknownBackendError, BackendUnavailableError, LaunchError: see `errors`.
     """
     global _default
+    if world_size != -1 and world_size < 1:
+        raise InvalidArgumentError(f"expected a world_size of at least 1 (or -1 for the launcher's), found {world_size}")
+    if rank < -1 or (world_size != -1 and rank >= world_size):
+        raise InvalidArgumentError(f"expected a rank in 0..{world_size - 1} (or -1 for the launcher's), found {rank}")
     site = load_site(os.environ)
     timeout_s = seconds(timeout, site.timeout_s)
     launch = detect_launch(os.environ)

@@ -310,6 +310,13 @@ class InProcessBackend(Backend):
                 f"backend 'in_process' connects threads of one process, but this job has {asked} processes; use backend "
                 "'mpi' or 'gloo', or syncline.collectives.testing.run_ranks for ranks as threads"
             )
+        if request.rank not in (None, 0):
+            raise LaunchError(f"rank={request.rank} was asked for, but nothing launched this process, so it is rank 0 of 1")
+        if request.init_method not in (None, "env://"):
+            raise LaunchError(
+                f"init_method {request.init_method!r} says where processes meet, but backend 'in_process' has only this one; "
+                "leave it out, or choose backend 'gloo'"
+            )
         return create_groups(1, name=request.group_name, timeout_s=request.timeout_s)[0]
 
 

@@ -27,6 +27,7 @@ PIECE_BYTES = 1 << 30
 # From here on the ranks meet first; see Note [Meeting first]. Below, the non-blocking form loses at most 3 us.
 MEETING_BYTES = 32 << 10
 
+_SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 _TAGS = 32_767  # MPI promises at least as many
 _PAIRWISE = 1  # tag on the private communicator; Inquest has another
 
@@ -35,7 +36,7 @@ class MPITransport(Transport):
     """Non-blocking MPI collectives, waited for with a deadline.
 
     Cost, for n bytes and p ranks: each collective is the MPI library's own, but some reductions are not: those of float16 and
-    bfloat16 (MPI has no portable type), MIN and MAX of floats (see `_mpi_reduces`), and all if `reproducible`. These are
+    bfloat16 (MPI has no portable type), some of small integers and MIN and MAX of floats (`_mpi_reduces`), and all if `reproducible`. These are
     an all-to-all of bytes, a reduction in rank order on the rank that owns the slice, and for `all_reduce` an all-gather:
     2 n (p-1)/p bytes on the wire from each rank, as a ring has, and 2 n of extra memory. `reduce_scatter` ends after the first
     half of that, `reduce` with a gather.
@@ -210,9 +211,14 @@ class MPITransport(Transport):
     # ---- reducing here ----
 
     def _mpi_reduces(self, tensor: torch.Tensor, op: Reduction) -> bool:
-        """Not MIN and MAX of floats: what MPI makes of a not-a-number depends on the rank."""
+        """Whether the MPI library's own reduction does what ours promises.
+
+        Not for MIN and MAX of floats: what MPI makes of a not-a-number depends on the rank. Not for sums of small integers, which
+        shall wrap around: with vector instructions Open MPI lets them stick at the largest value.
+        """
         is_fickle = op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_floating_point()
-        return tensor.dtype in REDUCIBLE and not self._reproducible and not is_fickle
+        may_stick = core_op(op) is ReduceOp.SUM and tensor.dtype in _SMALL_INTEGERS
+        return tensor.dtype in REDUCIBLE and not (self._reproducible or is_fickle or may_stick)
 
     def _all_reduce_here(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         counts = self._byte_counts(tensor)
