@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from syncline.collectives import InvalidArgumentError, ReduceOp
-from syncline.collectives.reduce_op import BOOL, COMPLEX, DTYPES_OF, FLOATS, HALVES, INTEGERS, check_reduction
+from syncline.collectives.reduce_op import BOOL, COMPLEX, DTYPES_OF, FLOATS, HALVES, INTEGERS, check_reduction, premul_sum
 
 
 def test_every_reduction_has_its_dtypes() -> None:
@@ -21,12 +21,21 @@ def test_documented(op: ReduceOp) -> None:
 
 @pytest.mark.parametrize("op", ReduceOp)
 def test_accepts_what_is_in_the_table_and_nothing_else(op: ReduceOp) -> None:
+    reduction = premul_sum(0.5) if op is ReduceOp.PREMUL_SUM else op
     for dtype in FLOATS | COMPLEX | INTEGERS | BOOL | {torch.uint16, torch.float8_e5m2}:
         if dtype in DTYPES_OF[op]:
-            check_reduction(op, dtype)
+            check_reduction(reduction, dtype)
         else:
             with pytest.raises(InvalidArgumentError, match=f"{op.name} is not defined for {dtype}"):
-                check_reduction(op, dtype)
+                check_reduction(reduction, dtype)
+
+
+def test_premul_sum_has_a_finite_factor() -> None:
+    with pytest.raises(InvalidArgumentError, match="needs a factor"):
+        check_reduction(ReduceOp.PREMUL_SUM, torch.float32)
+    for factor in (float("nan"), float("inf")):
+        with pytest.raises(InvalidArgumentError, match="finite factor"):
+            premul_sum(factor)
 
 
 def test_refusal_lists_what_exists() -> None:
@@ -38,5 +47,5 @@ def test_refusal_lists_what_exists() -> None:
 
 @pytest.mark.parametrize("op", ["sum", None, torch.distributed.ReduceOp.SUM])
 def test_only_our_reductions(op: object) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"expected a syncline ReduceOp .*SUM, AVG"):
+    with pytest.raises(InvalidArgumentError, match=r"expected a reduction of syncline \(SUM, AVG"):
         check_reduction(op, torch.float32)  # type: ignore[arg-type]

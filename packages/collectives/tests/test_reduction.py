@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncline.collectives import ReduceOp
-from syncline.collectives.reduce_op import DTYPES_OF
+from syncline.collectives import ReduceOp, premul_sum
+from syncline.collectives.reduce_op import DTYPES_OF, Reduction
 from syncline.collectives.reduction import reduce_in_rank_order
 
+# PREMUL_SUM is a kind of reduction; the reduction itself has a factor, here 2, which every dtype multiplies exactly.
 CELLS = [(op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str)]
 
 
@@ -23,14 +24,19 @@ ORACLE = {
     ReduceOp.BAND: lambda stack: stack[0] & stack[1] & stack[2],
     ReduceOp.BOR: lambda stack: stack[0] | stack[1] | stack[2],
     ReduceOp.BXOR: lambda stack: stack[0] ^ stack[1] ^ stack[2],
+    ReduceOp.PREMUL_SUM: lambda stack: 2 * stack.sum(0),
 }
+
+
+def reduction(op: ReduceOp) -> Reduction:
+    return premul_sum(2) if op is ReduceOp.PREMUL_SUM else op
 
 
 @pytest.mark.parametrize(("op", "dtype"), CELLS)
 def test_against_torch(op: ReduceOp, dtype: torch.dtype) -> None:
     terms = [numbers(rank, dtype) for rank in range(3)]
     before = [term.clone() for term in terms]
-    result = reduce_in_rank_order(op, terms)
+    result = reduce_in_rank_order(reduction(op), terms)
     assert result.dtype is dtype
     torch.testing.assert_close(result, ORACLE[op](torch.stack(terms)).to(dtype))
     assert all(torch.equal(term, old) for term, old in zip(terms, before, strict=True))
@@ -39,8 +45,8 @@ def test_against_torch(op: ReduceOp, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("op", "dtype"), CELLS)
 def test_one_term_is_copied(op: ReduceOp, dtype: torch.dtype) -> None:
     term = numbers(1, dtype)
-    result = reduce_in_rank_order(op, [term])
-    assert torch.equal(result, term)
+    result = reduce_in_rank_order(reduction(op), [term])
+    assert torch.equal(result, 2 * term if op is ReduceOp.PREMUL_SUM else term)
     assert result.data_ptr() != term.data_ptr()
 
 

@@ -81,8 +81,7 @@ def _start_mpi_together_with_all_ranks() -> None:
     code runs meanwhile. So after `_START_S` seconds faulthandler prints this stack, whose names say what it waits for, and ends
     this process, which ends the job.
     """
-    launch = detect_launch(os.environ)
-    waits_for_others = launch is not None and launch.world_size not in (None, 1)
+    waits_for_others = _was_launched()
     if waits_for_others:
         faulthandler.dump_traceback_later(_START_S, exit=True)
     try:
@@ -90,6 +89,13 @@ def _start_mpi_together_with_all_ranks() -> None:
     finally:
         if waits_for_others:
             faulthandler.cancel_dump_traceback_later()
+
+
+def _was_launched() -> bool:
+    try:
+        return detect_launch(os.environ) is not None
+    except LaunchError:  # a launcher or two; `connect` is never reached then
+        return True
 
 
 def _check_threads() -> None:

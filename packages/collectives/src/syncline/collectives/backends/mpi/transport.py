@@ -36,10 +36,10 @@ class MPITransport(Transport):
     """Non-blocking MPI collectives, waited for with a deadline.
 
     Cost, for n bytes and p ranks: each collective is the MPI library's own, but some reductions are not: those of float16 and
-    bfloat16 (MPI has no portable type), some of small integers and MIN and MAX of floats (`_mpi_reduces`), and all if `reproducible`. These are
-    an all-to-all of bytes, a reduction in rank order on the rank that owns the slice, and for `all_reduce` an all-gather:
-    2 n (p-1)/p bytes on the wire from each rank, as a ring has, and 2 n of extra memory. `reduce_scatter` ends after the first
-    half of that, `reduce` with a gather.
+    bfloat16 (MPI has no portable type), sums of small integers, MIN and MAX of floats (see `_mpi_reduces`), and all if
+    `reproducible`. These are an all-to-all of bytes, a reduction in rank order on the rank that owns the slice, and for
+    `all_reduce` an all-gather: 2 n (p-1)/p bytes on the wire from each rank, as a ring has, and 2 n of extra memory.
+    `reduce_scatter` ends after the first half of that, `reduce` with a gather.
 
     Args:
         communicator: used by this transport alone.
@@ -213,8 +213,8 @@ class MPITransport(Transport):
     def _mpi_reduces(self, tensor: torch.Tensor, op: Reduction) -> bool:
         """Whether the MPI library's own reduction does what ours promises.
 
-        Not for MIN and MAX of floats: what MPI makes of a not-a-number depends on the rank. Not for sums of small integers, which
-        shall wrap around: with vector instructions Open MPI lets them stick at the largest value.
+        Not for MIN and MAX of floats: what MPI makes of a not-a-number depends on the rank. Not for sums of small integers,
+        which shall wrap around: with vector instructions Open MPI lets them stick at the largest value.
         """
         is_fickle = op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_floating_point()
         may_stick = core_op(op) is ReduceOp.SUM and tensor.dtype in _SMALL_INTEGERS
