@@ -13,15 +13,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from check_layering import ARROWS
 from commands import ROOT, ToolError, check, run
 from environment import LAYERS, PYTHON, WHEEL_BASE
-
-SIBLINGS: dict[str, frozenset[str]] = {
-    "collectives": frozenset(),
-    "reducer": frozenset({"collectives"}),
-    "hooks": frozenset({"collectives"}),
-    "ddp": frozenset({"collectives", "reducer"}),
-}
 
 
 def build_and_test() -> int:
@@ -72,7 +66,7 @@ def _works_alone(layer: str, wheels: Path, home: Path) -> bool:
     status = run((*pip, "--no-index", "--find-links", wheels, f"syncline-{layer}"), cwd=home)
     if status != 0:
         return False
-    expected = [name for name in LAYERS if name in SIBLINGS[layer] | {layer}]
+    expected = [name for name in LAYERS if name in ARROWS[layer] | {layer}]
     script = ROOT / "tools" / "import_alone.py"
     alone: tuple[str | Path, ...] = (python, "-I", script, layer, home / "venv", *expected)
     return run(alone, cwd=home) == 0 and _tests_pass(layer, python, home)

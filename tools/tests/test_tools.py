@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import check_layering
 import dev
 import rank_log
 import wheels
@@ -67,10 +66,6 @@ def test_a_wheel_lacks_nothing(missing: str) -> None:
 @pytest.mark.parametrize("stray", ["syncline/__init__.py", "syncline/reducer/bucket.py"])
 def test_a_wheel_holds_its_layer_only(stray: str) -> None:
     assert any(stray.split("/")[1] in defect for defect in wheels.defects("ddp", [*GOOD_WHEEL, stray]))
-
-
-def test_wheels_and_layering_draw_the_same_arrows() -> None:
-    assert wheels.SIBLINGS == check_layering.ARROWS
 
 
 def test_the_torch_pin_is_said_alike_for_pip_and_uv() -> None:

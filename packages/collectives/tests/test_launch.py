@@ -13,6 +13,7 @@ OPEN_MPI = {
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+SALLOC = {**SRUN, "SLURM_STEP_ID": "4294967290"}  # an interactive shell
 SBATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77"}
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
 
@@ -129,3 +130,7 @@ def test_unknown_init_methods_list_the_known(init_method: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"known are mpi:// .*env:// .*file:// .*tcp://") as caught:
         check_init_method(init_method)
     assert repr(init_method) in str(caught.value)
+
+
+def test_an_interactive_slurm_shell_is_no_launch() -> None:
+    assert detect_launch(SALLOC) is None

@@ -126,8 +126,13 @@ def check_init_method(init_method: str | None) -> str | None:
     return scheme
 
 
+def _is_srun_step(step_id: str) -> bool:
+    """Whether srun started a step of that id; the ids from 0xfffffff0 on stand for batch scripts and interactive shells."""
+    return step_id.isdigit() and int(step_id) < 0xFFFFFFF0
+
+
 def _is_spoken(dialect: _Dialect, environ: Mapping[str, str]) -> bool:
-    if dialect is _SLURM and not environ.get("SLURM_STEP_ID", "").isdigit():
+    if dialect is _SLURM and not _is_srun_step(environ.get("SLURM_STEP_ID", "")):
         return False
     needed = (dialect.rank, dialect.world_size, dialect.also)
     return all(variable in environ for variable in needed if variable is not None)
