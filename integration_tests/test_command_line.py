@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.launch
+
 MODULE = ("-m", "syncline.collectives")
 
 
