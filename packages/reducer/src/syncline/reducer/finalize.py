@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from syncline.collectives import ProcessGroup, ReduceOp
+
 from .bucket import Bucket
 from .sparse_bucket import SparseBucket
 from .statistics import BucketTimes, IterationStatistics
@@ -35,7 +37,26 @@ class Flight:
             self.times.finished = time.perf_counter()
 
 
-def finalize(flights: Sequence[Flight], statistics: IterationStatistics, untouched: Untouched) -> None:
+class LateFlight:
+    """A sparse bucket on a torch.distributed group: reduced when its turn to be waited for has come.
+
+    A sparse all_reduce continues in a callback, and a torch group gives what a callback issues no defined place among the
+    collectives of other threads (see `TorchGroup`). In finalize all ranks have issued everything else.
+    """
+
+    def __init__(self, bucket: SparseBucket, group: ProcessGroup, times: BucketTimes) -> None:
+        self.bucket = bucket
+        self.times = times
+        self._group = group
+
+    def wait(self) -> object:
+        """Reduce it now."""
+        self._group.all_reduce(self.bucket.buffer, ReduceOp.AVG)
+        self.times.finished = time.perf_counter()
+        return self.bucket.buffer
+
+
+def finalize(flights: Sequence[Flight | LateFlight], statistics: IterationStatistics, untouched: Untouched) -> None:
     """Wait for each bucket in the order of their start, and hand its result to the parameters.
 
     Args:

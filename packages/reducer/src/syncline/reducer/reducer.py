@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp, TorchGroup
 
 from . import complaints
 from .bucket import Bucket
 from .bucket_assignment import GradientSpec, assign_buckets
-from .finalize import Flight, finalize
+from .finalize import Flight, LateFlight, finalize
 from .grad_bucket import GradBucket
 from .graph import CompleteGraph, Graph
 from .outermost_backward import call_at_the_end
@@ -61,8 +61,10 @@ class Reducer:
     Args:
         named_parameters: names and parameters; with `requires_grad`; the same on all ranks. Names appear in errors.
         group: whose ranks average. Constructing a reducer is a collective of this group.
-        bucket_cap_bytes: a bucket is closed when it has reached this size.
-        first_bucket_cap_bytes: the same for the first bucket, which is small so that communication starts early.
+        bucket_cap_bytes: a bucket is closed when it has reached this size; or the sizes for the first, second, ... bucket,
+            of which the last holds for all further ones.
+        first_bucket_cap_bytes: the same for the first bucket, which is small so that communication starts early; means
+            nothing to a list of sizes.
         gradient_as_bucket_view: let `parameter.grad` be a view of the bucket; saves the copy back and the memory.
         sparse: for each parameter, whether its gradients are sparse (COO); None if none is. Each has a bucket to itself.
         find_unused_parameters: a backward may leave out parameters, on each rank others; those that no rank used keep the
@@ -83,7 +85,7 @@ class Reducer:
         named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
         group: ProcessGroup,
         *,
-        bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES,
+        bucket_cap_bytes: int | Sequence[int] = DEFAULT_BUCKET_CAP_BYTES,
         first_bucket_cap_bytes: int = DEFAULT_FIRST_BUCKET_CAP_BYTES,
         gradient_as_bucket_view: bool = False,
         sparse: Sequence[bool] | None = None,
@@ -97,13 +99,17 @@ class Reducer:
         self._check_parameters()
         self._group = group
         self._graph = self._make_graph(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
-        self._caps_bytes = [min(first_bucket_cap_bytes, bucket_cap_bytes), bucket_cap_bytes]
+        self._caps_bytes = (
+            [min(first_bucket_cap_bytes, bucket_cap_bytes), bucket_cap_bytes]
+            if isinstance(bucket_cap_bytes, int)
+            else list(bucket_cap_bytes)
+        )
         self._as_view = gradient_as_bucket_view
         self._hook: CommunicationHook | None = None
         self._hook_state: Any = None
         self._lock = threading.Lock()
         self._phase = _Phase.IDLE
-        self._flights: list[Flight] = []
+        self._flights: list[Flight | LateFlight] = []
         self._arrival_order: list[int] | None = None
         self._rebuilt = False
         self.synchronizes = True
@@ -120,8 +126,39 @@ class Reducer:
         """The buckets, in the order in which they are reduced."""
         return self._buckets
 
-    def set_hook(self, hook: CommunicationHook, state: Any = None) -> None:
-        """Let `hook(state, bucket)` reduce each bucket instead of `all_reduce(AVG)`.
+    @property
+    def names(self) -> Sequence[str]:
+        """The parameters' names, by index."""
+        return self._names
+
+    @property
+    def has_rebuilt_buckets(self) -> bool:
+        """Whether the buckets are in the order in which gradients arrived."""
+        return self._rebuilt
+
+    def set_static_graph(self) -> None:
+        """From now on every backward is like the next one; see `StaticGraph`.
+
+        Raises:
+            MisuseError: a backward was reduced already, so it is too late.
+        """
+        if self._phase is not _Phase.IDLE or self.statistics.finished or self._arrival_order is not None:
+            raise MisuseError(
+                f"set_static_graph on {self._group.place()}: gradients were reduced before; say it before the first backward, "
+                "or pass static_graph=True at construction"
+            )
+        self._graph = StaticGraph(self._parameters, self._group)
+
+    def check_finalized(self) -> None:
+        """Raise if a backward has begun to reduce and has not ended.
+
+        Raises:
+            MisuseError: so it is.
+        """
+        self._check_idle("check_finalized")
+
+    def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
+        """Let `hook(state, bucket)` reduce each bucket instead of `all_reduce(AVG)`; None returns to that.
 
         The hook is called on the thread that runs backward, on every rank in the same order. It gets this rank's gradients,
         undivided, and returns a future of the flat tensor that all ranks shall have.
@@ -193,7 +230,10 @@ class Reducer:
         bucket.collect(self._graph.unused_here(bucket.indices))
         times = BucketTimes(bucket.nbytes, ready, time.perf_counter())
         self.statistics.buckets.append(times)
-        self._flights.append(Flight(bucket, self._reduce(bucket, number), times))
+        if self._hook is None and isinstance(bucket, SparseBucket) and isinstance(self._group, TorchGroup):
+            self._flights.append(LateFlight(bucket, self._group, times))
+        else:
+            self._flights.append(Flight(bucket, self._reduce(bucket, number), times))
 
     def _reduce(self, bucket: AnyBucket, number: int) -> torch.futures.Future[Any]:
         if self._hook is None:
