@@ -106,17 +106,36 @@ def test_collect_leaves_aliased_gradients_where_they_are() -> None:
     assert bucket.views[0]._version == version + 1, "both are in place: nothing to copy"
 
 
+def test_a_gradient_that_is_none_counts_as_zeros_and_is_left_none_if_nobody_has_one() -> None:
+    bucket = make_bucket(torch.zeros(2), torch.zeros(3))
+    first, second = bucket.parameters
+    first.grad = numbered(2)
+    bucket.buffer.fill_(7.0)
+    bucket.collect(unused={1})
+    assert bucket.buffer.tolist() == [*numbered(2).tolist(), 0, 0, 0]
+    bucket.deliver(untouched={1})
+    assert second.grad is None
+    bucket.deliver()
+    assert second.grad is not None
+    assert second.grad.tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("gradient", "complaint"),
     [
-        pytest.param(None, "expected a dense gradient for parameter 'p1', found none", id="none"),
-        pytest.param(torch.eye(2).to_sparse(), r"parameter 'p1', found layout torch\.sparse_coo", id="sparse"),
+        pytest.param(
+            torch.eye(2).double(),
+            r"gradient of torch\.float32 for parameter 'p1' on rank 0 of 1.*found torch\.float64.*before it is wrapped",
+            id="dtype",
+        ),
+        pytest.param(torch.eye(2).to_sparse(), r"parameter 'p1' on rank 0 of 1.*found layout torch\.sparse_coo", id="sparse"),
         pytest.param(torch.eye(2, requires_grad=True), "'p1' itself requires a gradient.*create_graph", id="requires grad"),
     ],
 )
 def test_collect_refuses(gradient: torch.Tensor | None, complaint: str) -> None:
     bucket = make_bucket(torch.zeros(2, 2), torch.zeros(2, 2))
     first, second = bucket.parameters
+    second.grad_dtype = None  # any: what a cast after wrapping and some tensor subclasses bring
     first.grad, second.grad = torch.eye(2), gradient
 
     with pytest.raises(MisuseError, match=complaint):
@@ -173,3 +192,11 @@ def test_grad_bucket_shows_the_bucket_and_can_show_another_buffer() -> None:
     assert shown.buffer() is replacement
     assert [gradient.tolist() for gradient in shown.gradients()] == [[[10, 20], [30, 40]], [50, 60, 70]]
     assert bucket.buffer.tolist() == [1, 2, 3, 4, 5, 6, 7], "the bucket's own memory is as it was"
+
+
+def test_accept_refuses_another_dtype_than_the_hook_was_given() -> None:
+    bucket = make_bucket(torch.zeros(2))
+    with pytest.raises(
+        MisuseError, match=r"given a bucket of torch\.float32.*returned one of torch\.float16.*convert in the hook.*p0"
+    ):
+        bucket.accept(torch.zeros(2, dtype=torch.float16))

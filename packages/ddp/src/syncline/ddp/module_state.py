@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -13,47 +11,66 @@ from syncline.reducer import verify_same_parameters
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 
 
-def trainable_parameters(module: torch.nn.Module, group: ProcessGroup) -> NamedParameters:
-    """The parameters that need a gradient, each once, by name, in order of definition.
+class ModuleState:
+    """The parameters and buffers of a module that its replicas share: all, but those to ignore.
 
-    Raises:
-        MisuseError: a parameter is not initialised yet (lazy modules), lies on a device that the group does not serve, or none
-            needs a gradient.
+    Args:
+        module: the module.
+        ignored: names of parameters and buffers that each rank keeps to itself.
     """
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
+
+    def __init__(self, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
+        self._module = module
+        self._ignored = ignored
+
+    def parameters(self) -> NamedParameters:
+        """All parameters, each once, by name, in order of definition."""
+        return [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """All buffers, each once, by name."""
+        return [(name, b) for name, b in self._module.named_buffers() if name not in self._ignored]
+
+    def trainable_parameters(self, group: ProcessGroup) -> NamedParameters:
+        """The parameters that need a gradient.
+
+        Raises:
+            MisuseError: a parameter is not initialised yet (lazy modules), lies on a device that the group does not serve, or
+                none needs a gradient.
+        """
+        for name, parameter in self.parameters():
+            if is_lazy(parameter):
+                raise MisuseError(
+                    f"parameter '{name}' is not initialised yet; run one forward of the bare module before it is wrapped"
+                )
+            if parameter.device.type not in group.device_types:
+                raise MisuseError(
+                    f"parameter '{name}' is on {parameter.device}, but backend '{group.backend_name}' moves tensors on "
+                    f"{', '.join(sorted(group.device_types))}; move the module, or choose a backend for that device"
+                )
+        trainable = [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
+        if not trainable:
             raise MisuseError(
-                f"parameter '{name}' is not initialised yet; run one forward of the bare module before it is wrapped"
+                "no parameter of the module requires a gradient, so there is nothing to average: use the module without "
+                "DistributedDataParallel, or unfreeze a parameter"
             )
-        if parameter.device.type not in group.device_types:
-            raise MisuseError(
-                f"parameter '{name}' is on {parameter.device}, but backend '{group.backend_name}' moves tensors on "
-                f"{', '.join(sorted(group.device_types))}; move the module, or choose a backend for that device"
-            )
-    trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if not trainable:
-        raise MisuseError(
-            "no parameter of the module requires a gradient, so there is nothing to average: use the module without "
-            "DistributedDataParallel, or unfreeze a parameter"
-        )
-    return trainable
+        return trainable
 
+    def sparse_parameters(self) -> set[int]:
+        """The `id`s of the parameters whose gradients are sparse: those of embeddings that say so."""
+        embeddings = (m for m in self._module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
+        return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
-def verify_state(module: torch.nn.Module, group: ProcessGroup) -> None:
-    """Raise on every rank if the modules differ in any parameter or buffer: all of these are about to be broadcast."""
-    state: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    verify_same_parameters(list(state), list(state.values()), group=group)
+    def verify(self, group: ProcessGroup, *, buffers: bool) -> None:
+        """Raise on every rank if the modules differ in any parameter, or buffer: what is about to be broadcast."""
+        named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
+        verify_same_parameters([name for name, _ in named], [tensor for _, tensor in named], group=group)
 
+    def broadcast(self, group: ProcessGroup, *, buffers: bool) -> None:
+        """Give every rank the parameters, and buffers, of rank 0, in place. A collective."""
+        named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
+        broadcast_coalesced([tensor.detach() for _, tensor in named], group=group)
 
-def broadcast_state(module: torch.nn.Module, group: ProcessGroup) -> None:
-    """Give every rank the parameters and buffers of rank 0, in place. A collective."""
-    broadcast_coalesced([*(parameter.detach() for parameter in module.parameters()), *_buffers(module)], group=group)
-
-
-def broadcast_buffers(module: torch.nn.Module, group: ProcessGroup) -> None:
-    """Give every rank the buffers of rank 0, in place. A collective."""
-    broadcast_coalesced(_buffers(module), group=group)
-
-
-def _buffers(module: torch.nn.Module) -> Sequence[torch.Tensor]:
-    return [buffer.detach() for buffer in module.buffers()]
+    def broadcast_buffers(self, group: ProcessGroup) -> None:
+        """Give every rank the buffers of rank 0, in place. A collective."""
+        broadcast_coalesced([buffer.detach() for _, buffer in self.buffers()], group=group)

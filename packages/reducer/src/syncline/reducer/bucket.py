@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from syncline.collectives import MisuseError, ProcessGroup
+from syncline.collectives import ProcessGroup
+
+from . import complaints
 
 
 class Bucket:
@@ -18,6 +20,13 @@ class Bucket:
 
     A view has the parameter's shape, and its strides where these are dense (a channels-last parameter has a channels-last
     view), so a gradient fits without a change of layout.
+
+    Args:
+        indices: the parameters' indices in the reducer.
+        parameters: of one dtype and device.
+        names: theirs, for errors.
+        group: allocates the memory.
+        as_view: let the parameters' gradients be the views, instead of copying there and back.
 
     Attributes:
         indices: the parameters' indices in the reducer.
@@ -32,10 +41,15 @@ class Bucket:
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         group: ProcessGroup,
+        *,
+        as_view: bool = False,
     ) -> None:
         self.indices = list(indices)
         self.parameters = list(parameters)
         self._names = list(names)
+        self._place = group.place()
+        self._as_view = as_view
+        self._kept: dict[int, torch.Tensor] = {}
         first = self.parameters[0]
         numel = sum(parameter.numel() for parameter in self.parameters)
         self.buffer = group.allocate(numel, first.dtype, first.device)
@@ -50,72 +64,99 @@ class Bucket:
             start += parameter.numel()
         return views
 
-    def collect(self) -> None:
-        """Copy the parameters' gradients into the buffer, except those that already lie there."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are reduced."""
+        return self.buffer.nbytes
+
+    def collect(self, unused: Collection[int] = ()) -> None:
+        """Copy the parameters' gradients into the buffer, except those that already lie there.
+
+        Args:
+            unused: indices of parameters that this rank does not use in this backward. If nobody does, their gradients
+                shall stay as they are: `deliver` sees to it. Here they are worth what they hold, and zero if they are None.
+        """
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
-        for parameter, view, name in zip(self.parameters, self.views, self._names, strict=True):
+        absent: list[torch.Tensor] = []
+        for index, parameter, view, name in zip(self.indices, self.parameters, self.views, self._names, strict=True):
             gradient = parameter.grad
             if gradient is view:
-                continue
-            sources.append(_dense_gradient(gradient, name))
-            targets.append(view)
-        if targets:
-            with torch.no_grad():
+                if index in unused:
+                    self._kept[index] = view.clone()
+            elif gradient is None:
+                absent.append(view)
+            else:
+                self._check(gradient, name)
+                sources.append(gradient)
+                targets.append(view)
+        with torch.no_grad():
+            if targets:
                 torch._foreach_copy_(targets, sources)
+            if absent:
+                torch._foreach_zero_(absent)
+        if self._as_view:
+            self.alias(unused)
 
     def accept(self, result: object) -> None:
         """Take the reduced gradients, if they are not in the buffer already.
 
         Raises:
-            MisuseError: a hook returned no tensor, or another number of elements than it was given.
+            MisuseError: a hook returned no tensor, or another number of elements, dtype or device than it was given.
         """
         if result is self.buffer:
             return
-        if not isinstance(result, torch.Tensor):
-            raise MisuseError(
-                f"the communication hook returned a future of {type(result).__name__}; expected the reduced bucket, a tensor "
-                f"of {self.buffer.numel()} elements"
-            )
-        if result.numel() != self.buffer.numel():
-            raise MisuseError(
-                f"the communication hook was given a bucket of {self.buffer.numel()} elements and returned "
-                f"{result.numel()}; it must return the whole reduced bucket. Parameters in it: {', '.join(self._names)}"
-            )
+        complaint = complaints.not_the_reduced_bucket(result, self.buffer, self._names)
+        if complaint is not None:
+            raise complaint
+        assert isinstance(result, torch.Tensor)
         with torch.no_grad():
             self.buffer.copy_(result.reshape(-1))
 
-    def write_back(self) -> None:
-        """Copy the buffer into the parameters' own gradients."""
-        targets = [_own_gradient(parameter) for parameter in self.parameters]
-        with torch.no_grad():
-            torch._foreach_copy_(targets, self.views)
+    def deliver(self, untouched: Collection[int] = ()) -> None:
+        """Give the parameters their reduced gradients, except those (by index) whose gradients shall stay as they are."""
+        if self._as_view:
+            self.alias(untouched)
+            self._restore(untouched)
+        else:
+            self.write_back(untouched)
 
-    def alias(self) -> None:
-        """Make each parameter's gradient the view itself."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+    def write_back(self, untouched: Collection[int] = ()) -> None:
+        """Copy the buffer into the parameters' own gradients, except those given by index."""
+        pairs = [(_own_gradient(p), view) for i, p, view in self._members() if i not in untouched]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([gradient for gradient, _ in pairs], [view for _, view in pairs])
+
+    def alias(self, untouched: Collection[int] = ()) -> None:
+        """Make each parameter's gradient the view itself, except those given by index."""
+        for index, parameter, view in self._members():
+            if index not in untouched and parameter.grad is not view:
+                parameter.grad = view
+
+    def _restore(self, untouched: Collection[int]) -> None:
+        kept, self._kept = self._kept, {}
+        with torch.no_grad():
+            for index, _, view in self._members():
+                if index in untouched and index in kept:
+                    view.copy_(kept[index])
+
+    def _members(self) -> zip[tuple[int, torch.nn.Parameter, torch.Tensor]]:
+        return zip(self.indices, self.parameters, self.views, strict=True)
+
+    def _check(self, gradient: torch.Tensor, name: str) -> None:
+        if gradient.layout is not torch.strided:
+            raise complaints.wrong_layout(name, gradient, self._place)
+        if gradient.dtype is not self.buffer.dtype:
+            raise complaints.wrong_dtype(name, gradient, self.buffer.dtype, self._place)
+        if gradient.requires_grad:
+            raise complaints.differentiable(name)
 
 
 def _own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:  # somebody took it away while backward ran
+    if parameter.grad is None:  # unused here, or somebody took it away while backward ran
         parameter.grad = torch.empty_like(parameter)
     return parameter.grad
-
-
-def _dense_gradient(gradient: torch.Tensor | None, name: str) -> torch.Tensor:
-    if gradient is None or gradient.layout is not torch.strided:
-        found = "none" if gradient is None else f"layout {gradient.layout}"
-        raise MisuseError(
-            f"expected a dense gradient for parameter '{name}', found {found}; sparse gradients are not reduced yet: "
-            "use sparse=False in that module"
-        )
-    if gradient.requires_grad:
-        raise MisuseError(
-            f"the gradient of parameter '{name}' itself requires a gradient (backward with create_graph=True); the reduction "
-            "is not differentiable. Use torch.autograd.grad for the inner derivative, and backward() for the outer one"
-        )
-    return gradient
 
 
 def _view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

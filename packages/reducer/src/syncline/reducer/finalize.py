@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
+from syncline.collectives import ProcessGroup, ReduceOp
+
 from .bucket import Bucket
+from .sparse_bucket import SparseBucket
 from .statistics import BucketTimes, IterationStatistics
+
+Untouched: TypeAlias = Callable[[Collection[int]], Collection[int]]
 
 
 class Flight:
     """A bucket whose reduction was issued."""
 
-    def __init__(self, bucket: Bucket, future: torch.futures.Future[Any], times: BucketTimes) -> None:
+    def __init__(self, bucket: Bucket | SparseBucket, future: torch.futures.Future[Any], times: BucketTimes) -> None:
         self.bucket = bucket
         self.times = times
         self._future = future
@@ -32,19 +37,36 @@ class Flight:
             self.times.finished = time.perf_counter()
 
 
-def finalize(flights: Sequence[Flight], statistics: IterationStatistics, *, write_back: bool) -> None:
+class LateFlight:
+    """A sparse bucket on a torch.distributed group: reduced when its turn to be waited for has come.
+
+    A sparse all_reduce continues in a callback, and a torch group gives what a callback issues no defined place among the
+    collectives of other threads (see `TorchGroup`). In finalize all ranks have issued everything else.
+    """
+
+    def __init__(self, bucket: SparseBucket, group: ProcessGroup, times: BucketTimes) -> None:
+        self.bucket = bucket
+        self.times = times
+        self._group = group
+
+    def wait(self) -> object:
+        """Reduce it now."""
+        self._group.all_reduce(self.bucket.buffer, ReduceOp.AVG)
+        self.times.finished = time.perf_counter()
+        return self.bucket.buffer
+
+
+def finalize(flights: Sequence[Flight | LateFlight], statistics: IterationStatistics, untouched: Untouched) -> None:
     """Wait for each bucket in the order of their start, and hand its result to the parameters.
 
     Args:
         flights: the buckets in flight.
-        statistics: gets the seconds spent waiting, and the end.
-        write_back: copy into the parameters' own gradients; False if these are views of the buckets.
+        statistics: gets beginning, end and the seconds in between.
+        untouched: of some parameters (by index), those whose gradients shall stay as they are; may wait.
     """
+    statistics.finalize_started = time.perf_counter()
     for flight in flights:
-        began = time.perf_counter()
-        result = flight.wait()
-        statistics.waited_s += time.perf_counter() - began
-        flight.bucket.accept(result)
-        if write_back:
-            flight.bucket.write_back()
+        flight.bucket.accept(flight.wait())
+        flight.bucket.deliver(untouched(flight.bucket.indices))
     statistics.finished = time.perf_counter()
+    statistics.waited_s += statistics.finished - statistics.finalize_started

@@ -7,12 +7,13 @@ import torch
 from syncline.collectives import ProcessGroup
 
 from .bucket import Bucket
+from .sparse_bucket import SparseBucket
 
 
 class GradBucket:
     """The argument of a communication hook; the methods of `torch.distributed.GradBucket`, and the group."""
 
-    def __init__(self, bucket: Bucket, index: int, is_last: bool, group: ProcessGroup) -> None:
+    def __init__(self, bucket: Bucket | SparseBucket, index: int, is_last: bool, group: ProcessGroup) -> None:
         self._bucket = bucket
         self._group = group
         self._index = index
@@ -24,7 +25,10 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """All gradients of the bucket: flat, contiguous, this rank's own values, not divided."""
+        """All gradients of the bucket: flat, contiguous, this rank's own values, not divided.
+
+        The bucket of a sparse gradient holds one parameter, and its buffer is that gradient: COO, coalesced, not flat.
+        """
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:

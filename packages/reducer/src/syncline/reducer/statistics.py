@@ -28,16 +28,21 @@ class IterationStatistics:
 
     Attributes:
         forward_started: `prepare_for_backward` was called.
+        forward_ended: the module's forward returned; 0.0 if nobody said so (DistributedDataParallel does).
         backward_started: the first gradient was ready.
         last_gradient: the last gradient was ready: from here on nothing is computed that communication could hide behind.
+        finalize_started: backward had nothing left to compute.
         finished: all reduced gradients were written back.
-        waited_s: seconds that backward stood still for communication (the exposed part).
+        waited_s: seconds that backward stood still for the reduction once the last gradient was there (the exposed part): to
+            start the last buckets, to wait, and to write back. What else autograd computed in between does not count.
         buckets: one for each bucket, in the order of their start.
     """
 
     forward_started: float
+    forward_ended: float = 0.0
     backward_started: float = 0.0
     last_gradient: float = 0.0
+    finalize_started: float = 0.0
     finished: float = 0.0
     waited_s: float = 0.0
     buckets: list[BucketTimes] = field(default_factory=list)

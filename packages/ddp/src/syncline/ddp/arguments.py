@@ -1,0 +1,131 @@
+"""The constructor's arguments: what of torch's keywords is refused, what is only explained, and how sizes are converted."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from syncline.collectives import InvalidArgumentError
+
+_MIB = 1024 * 1024
+_DEFAULT_CAP_MB = 25.0
+
+
+def bucket_caps_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> int | list[int]:
+    """One size limit in bytes, or those of the first, second, ... bucket.
+
+    Raises:
+        InvalidArgumentError: both were given, or one is not above 0 and finite.
+    """
+    if bucket_cap_mb_list is not None:
+        if bucket_cap_mb is not None:
+            raise InvalidArgumentError("expected bucket_cap_mb or bucket_cap_mb_list, found both: one would be ignored")
+        if not bucket_cap_mb_list:
+            raise InvalidArgumentError("expected at least one size in bucket_cap_mb_list, found none")
+        return [_bytes("bucket_cap_mb_list", cap_mb) for cap_mb in bucket_cap_mb_list]
+    return _bytes("bucket_cap_mb", _DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb)
+
+
+def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Whether buffers are broadcast at construction, and before forwards.
+
+    `broadcast_buffers=False` means neither, `forward_sync_buffers=False` only not before forwards; as in torch.
+
+    Raises:
+        InvalidArgumentError: both were given.
+    """
+    if forward_sync_buffers is None:
+        both = broadcast_buffers is None or broadcast_buffers
+        return both, both
+    if broadcast_buffers is not None:
+        raise InvalidArgumentError(
+            "expected broadcast_buffers or forward_sync_buffers, found both: leave out the older one, broadcast_buffers"
+        )
+    return True, forward_sync_buffers
+
+
+def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bool, static_graph: bool) -> None:
+    """Refuse to skip what is not looked for.
+
+    Raises:
+        InvalidArgumentError: so it is.
+    """
+    if skip_all_reduce_unused_params and (static_graph or not find_unused_parameters):
+        raise InvalidArgumentError(
+            "skip_all_reduce_unused_params=True means something only with find_unused_parameters=True and without "
+            "static_graph=True: pass it so, or leave it out"
+        )
+
+
+def check_vestiges(dim: int, check_reduction: bool) -> None:
+    """What torch accepts from old scripts.
+
+    Raises:
+        InvalidArgumentError: `dim` is not 0.
+    """
+    if dim != 0:
+        raise InvalidArgumentError(
+            f"expected dim=0, found {dim}: no input is split here, each rank feeds its own part of the batch, along whatever "
+            "dimension. Leave dim out"
+        )
+    if check_reduction:
+        warnings.warn("check_reduction=True: leave it out, every reduction is always checked", FutureWarning, stacklevel=4)
+
+
+def check_not_there(mixed_precision: object, delay_all_reduce_named_params: object, param_to_hook_all_reduce: object) -> None:
+    """What torch has and this has not.
+
+    Raises:
+        InvalidArgumentError: one of them was given.
+    """
+    if mixed_precision is not None:
+        _refuse("mixed_precision", "use torch.autocast, and a hook that casts (syncline.hooks) to send fewer bytes")
+    if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
+        _refuse(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce",
+            "leave them out: these parameters travel in buckets with the others, and their gradients are the same",
+        )
+
+
+def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: Sequence[torch.Tensor]) -> torch.device | None:
+    """The device that inputs are moved to, or None to leave them where they are.
+
+    Raises:
+        InvalidArgumentError: more than one device, one for a module on the CPU or on several devices, one on which the
+            module is not; or an `output_device` that is another one.
+    """
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if not device_ids:
+        if output_device is not None:
+            raise InvalidArgumentError("output_device without device_ids: leave it out, outputs stay where they were made")
+        return None
+    if len(device_ids) != 1 or len(devices) != 1 or devices == ["cpu"]:
+        raise InvalidArgumentError(
+            f"expected device_ids=None, or one device for a module that is on it, found device_ids={list(device_ids)} and a "
+            f"module on {', '.join(devices)}"
+        )
+    wanted = _as_device(device_ids[0], parameters[0].device)
+    if wanted != parameters[0].device or (output_device is not None and _as_device(output_device, wanted) != wanted):
+        raise InvalidArgumentError(
+            f"expected device_ids and output_device to name the module's device, {parameters[0].device}, found "
+            f"device_ids={list(device_ids)} and output_device={output_device}"
+        )
+    return wanted
+
+
+def _as_device(given: Any, like: torch.device) -> torch.device:
+    return torch.device(like.type, given) if isinstance(given, int) else torch.device(given)
+
+
+def _bytes(argument: str, cap_mb: float) -> int:
+    if not 0 < cap_mb < math.inf:
+        raise InvalidArgumentError(f"expected a finite {argument} above 0 MiB, found {cap_mb}")
+    return int(cap_mb * _MIB)
+
+
+def _refuse(what: str, replacement: str) -> NoReturn:
+    raise InvalidArgumentError(f"{what}: not there yet; {replacement}")

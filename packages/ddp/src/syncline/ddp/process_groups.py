@@ -1,0 +1,58 @@
+"""Which ranks a wrapped module averages over: a group of ours, one of torch's, a device mesh, or the default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from syncline.collectives import (
+    InvalidArgumentError,
+    ProcessGroup,
+    TorchGroup,
+    get_default_group,
+    init_process_group,
+    is_initialized,
+)
+
+
+def resolve_group(process_group: object, device_mesh: Any = None) -> ProcessGroup:
+    """The group that the arguments mean.
+
+    Args:
+        process_group: ours, or torch.distributed's, which is wrapped; None for the default.
+        device_mesh: a one-dimensional `torch.distributed.DeviceMesh`, instead.
+
+    Raises:
+        InvalidArgumentError: both were given, the mesh has more dimensions, or the group is something else.
+    """
+    if device_mesh is not None:
+        if process_group is not None:
+            raise InvalidArgumentError("expected a process_group or a device_mesh, found both: leave one out")
+        if device_mesh.ndim != 1:
+            raise InvalidArgumentError(
+                f"expected a device_mesh of one dimension, found {device_mesh}: pass the slice over which gradients are "
+                "averaged, such as device_mesh['data']"
+            )
+        process_group = device_mesh.get_group(mesh_dim=0)
+    if process_group is None:
+        return default_group()
+    if isinstance(process_group, ProcessGroup):
+        return process_group
+    if isinstance(process_group, dist.ProcessGroup):
+        return TorchGroup(process_group)
+    raise InvalidArgumentError(
+        f"expected a process group of syncline.collectives or of torch.distributed, found {type(process_group).__name__}"
+        + (": this rank is not a member of that group" if process_group is dist.GroupMember.NON_GROUP_MEMBER else "")
+    )
+
+
+def default_group() -> ProcessGroup:
+    """Our default group; if there is none, torch's; if there is none either, our default group is made."""
+    if is_initialized():
+        return get_default_group()
+    if dist.is_available() and dist.is_initialized():
+        world = dist.group.WORLD
+        assert world is not None
+        return TorchGroup(world)
+    return init_process_group()

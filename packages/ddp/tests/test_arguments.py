@@ -1,0 +1,281 @@
+"""torch's keywords: which there are, what each does, and what those that cannot be meant say."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import (
+    InvalidArgumentError,
+    MisuseError,
+    ProcessGroup,
+    TorchGroup,
+    destroy_process_group,
+    init_process_group,
+)
+from syncline.collectives.testing import run_ranks
+from syncline.ddp import DistributedDataParallel
+from syncline.reducer import GradBucket
+
+pytestmark = pytest.mark.ranks
+
+
+class WithBuffer(torch.nn.Module):
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        torch.nn.init.constant_(self.layer.weight, value)
+        self.buffer: torch.Tensor
+        self.register_buffer("buffer", torch.full((2,), value))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs + self.buffer)  # type: ignore[no-any-return]
+
+
+def only_rank(body: Any) -> None:
+    run_ranks(1, body)
+
+
+def test_the_signature_is_torchs() -> None:
+    """Names, order and defaults, as far as a call can tell."""
+    ours = inspect.signature(DistributedDataParallel).parameters
+    theirs = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    assert list(ours) == list(theirs)
+    assert {name: p.default for name, p in ours.items()} == {name: p.default for name, p in theirs.items()}
+
+
+def test_arguments_may_be_passed_by_position() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(WithBuffer(), None, None, 0, False, True, group, 1, True)
+        assert ddp.process_group is group
+        assert ddp.broadcast_buffers is False
+        assert ddp.find_unused_parameters is True
+
+    only_rank(body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"dim": 1}, "dim=0, found 1.*Leave dim out"),
+        ({"broadcast_buffers": True, "forward_sync_buffers": True}, "found both.*leave out the older"),
+        ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1]}, "found both"),
+        ({"bucket_cap_mb_list": []}, "at least one size"),
+        ({"bucket_cap_mb_list": [1, 0]}, "finite bucket_cap_mb_list above 0 MiB, found 0"),
+        ({"skip_all_reduce_unused_params": True}, "only with find_unused_parameters=True"),
+        (
+            {"skip_all_reduce_unused_params": True, "find_unused_parameters": True, "static_graph": True},
+            "without static_graph=True",
+        ),
+        ({"mixed_precision": object()}, "mixed_precision: not there yet; use torch.autocast"),
+        ({"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": None}, "not there yet; leave them out"),
+        ({"device_ids": [0]}, r"device_ids=\[0\] and a module on cpu"),
+        ({"output_device": 0}, "output_device without device_ids"),
+        ({"process_group": "world"}, "expected a process group.*found str"),
+        ({"device_mesh": object()}, "found both: leave one out"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], complaint: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(InvalidArgumentError, match=complaint):
+            DistributedDataParallel(WithBuffer(), **{"process_group": group, **arguments})
+
+    only_rank(body)
+
+
+def test_check_reduction_is_explained() -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.warns(FutureWarning, match="every reduction is always checked"):
+            DistributedDataParallel(WithBuffer(), process_group=group, check_reduction=True)
+
+    only_rank(body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "at_first", "at_forward"),
+    [
+        ({}, True, True),
+        ({"broadcast_buffers": True}, True, True),
+        ({"broadcast_buffers": False}, False, False),
+        ({"forward_sync_buffers": True}, True, True),
+        ({"forward_sync_buffers": False}, True, False),
+        ({"init_sync": False}, False, True),
+    ],
+)
+def test_when_buffers_are_broadcast(arguments: dict[str, Any], at_first: bool, at_forward: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = WithBuffer(float(group.rank))
+        ddp = DistributedDataParallel(model, process_group=group, **arguments)
+        assert model.buffer.tolist() == [0.0 if at_first else group.rank] * 2
+        assert model.layer.weight.tolist() == [[group.rank if "init_sync" in arguments else 0.0] * 2]
+        model.buffer.fill_(group.rank + 5.0)
+        ddp(torch.ones(1, 2))
+        assert model.buffer.tolist() == [5.0 if at_forward else group.rank + 5.0] * 2
+
+    run_ranks(2, body)
+
+
+def test_without_init_sync_modules_are_not_compared() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = WithBuffer()
+        model.register_buffer("extra", torch.zeros(group.rank + 1))
+        DistributedDataParallel(model, process_group=group, init_sync=False)
+
+    run_ranks(2, body)
+
+
+def test_bucket_sizes_are_those_of_the_list() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(6)))  # 256 bytes each
+        kib = 1 / 1024
+        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb_list=[0.25 * kib, 0.5 * kib, 0.75 * kib])
+        assert [bucket.nbytes for bucket in ddp._reducer.buckets] == [256, 512, 768]
+        assert ddp.logging_data()["bucket_cap_bytes"] == 768
+
+    only_rank(body)
+
+
+def test_ignored_parameters_and_buffers_stay_each_ranks_own() -> None:
+    def body(group: ProcessGroup) -> None:
+        shared, own = WithBuffer(group.rank), WithBuffer(group.rank)
+        model = torch.nn.ModuleDict({"shared": shared, "own": own})
+        model.register_buffer("odd", torch.zeros(group.rank + 1))  # differs by rank, and is not compared
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            model, ["own.layer.weight", "own.layer.bias", "own.buffer", "odd"]
+        )
+        ddp = DistributedDataParallel(model, process_group=group)
+        assert ddp.parameters_to_ignore == {"own.layer.weight", "own.layer.bias", "own.buffer", "odd"}
+        assert (shared.buffer.tolist(), own.buffer.tolist()) == ([0.0] * 2, [group.rank] * 2)
+        (shared(torch.ones(1, 2)) + own(torch.ones(1, 2))).sum().mul(group.rank + 1).backward()
+        assert shared.layer.bias.grad is not None
+        assert own.layer.bias.grad is not None
+        assert (shared.layer.bias.grad.item(), own.layer.bias.grad.item()) == (1.5, group.rank + 1)
+        names = [name for name, _ in DistributedDataParallel._get_data_parallel_params(model, named_params=True)]
+        assert names == ["shared.layer.weight", "shared.layer.bias"]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_sparse_parameters_are_found(kind: Any) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = kind(4, 2, sparse=True)
+        ddp = DistributedDataParallel(model, process_group=group)
+        ddp(torch.tensor([[group.rank, 3]])).sum().backward()
+        assert model.weight.grad.layout is torch.sparse_coo
+        divisor = 1.0 if kind is torch.nn.Embedding else 0.5  # a bag takes the mean
+        expected = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [1.0, 1.0]]) * divisor
+        assert torch.equal(model.weight.grad.to_dense(), expected)
+
+    run_ranks(2, body)
+
+
+def test_a_later_hook_replaces_the_earlier() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(WithBuffer(), process_group=group)
+
+        def scaled(factor: float, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer() * factor)
+            return future
+
+        for factor in (2.0, 3.0):
+            ddp.zero_grad()
+            ddp.register_comm_hook(factor, scaled)
+            ddp(torch.ones(1, 2)).sum().backward()
+            assert ddp.module.layer.bias.grad.item() == factor  # type: ignore[union-attr]
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        ddp.zero_grad()
+        ddp(torch.ones(1, 2)).sum().backward()
+        assert ddp.module.layer.bias.grad.item() == 1.0  # type: ignore[union-attr]
+        with pytest.raises(MisuseError, match=r"FP16_COMPRESS: not there; use register_comm_hook.*fp16_compress_hook"):
+            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+    only_rank(body)
+
+
+def test_the_names_other_libraries_call() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(WithBuffer(), process_group=group)
+        ddp.require_backward_grad_sync = False
+        ddp(torch.ones(1, 2) * (group.rank + 1)).sum().backward()
+        assert ddp.module.layer.weight.grad.tolist() == [[group.rank + 1.0] * 2]  # type: ignore[union-attr]
+        ddp.require_backward_grad_sync = True
+        ddp._check_reducer_finalized()
+        ddp._set_static_graph()
+        ddp._set_ddp_sink_clone(False)
+        ddp._set_ddp_runtime_logging_sample_rate(5)
+        assert ddp._distributed_rank == group.rank
+        ddp(torch.ones(1, 2) * (group.rank + 1)).sum().backward()
+        assert ddp.module.layer.weight.grad.tolist() == [[3.0] * 2]  # type: ignore[union-attr]
+        data = ddp._get_ddp_logging_data()
+        assert data == ddp.logging_data()
+        assert (data["world_size"], data["rank"], data["static_graph"]) == (2, group.rank, 1)
+        assert data["bucket_sizes"] == "12"
+        assert int(data["backward_comm_time"]) > 0
+        assert int(data["forward_compute_time"]) > 0
+        ddp._remove_autograd_hooks()
+        ddp.zero_grad()
+        ddp.module(torch.ones(1, 2) * (group.rank + 1)).sum().backward()
+        assert ddp.module.layer.weight.grad.tolist() == [[group.rank + 1.0] * 2]  # type: ignore[union-attr]
+        for name in ("_register_buffer_comm_hook", "_register_fused_optim", "_update_process_group"):
+            with pytest.raises(MisuseError, match=f"{name}: not there yet; "):
+                getattr(ddp, name)(None)
+
+    run_ranks(2, body)
+
+
+def test_static_graph_is_too_late_after_a_backward() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(WithBuffer(), process_group=group)
+        ddp(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(MisuseError, match="before the first backward"):
+            ddp._set_static_graph()
+
+    only_rank(body)
+
+
+def test_a_copy_on_the_default_group_is_another_replica() -> None:
+    init_process_group("in_process", world_size=1)
+    try:
+        ddp = DistributedDataParallel(WithBuffer(3.0), find_unused_parameters=True, bucket_cap_mb=2)
+        for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+            assert twin.find_unused_parameters is True
+            twin(torch.ones(1, 2)).sum().backward()
+            assert twin.module.layer.bias.grad.item() == 1.0
+            assert twin.logging_data()["num_buckets_reduced"] == 1
+            assert list(twin.state_dict()) == ["module." + name for name in WithBuffer().state_dict()]
+            assert ddp.module.layer.bias.grad is None  # type: ignore[union-attr]
+    finally:
+        destroy_process_group()
+
+
+def test_a_copy_on_another_group_is_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(WithBuffer(), process_group=group)
+        with pytest.raises(MisuseError, match=r"cannot be copied or pickled.*ddp\.module"):
+            copy.deepcopy(ddp)
+
+    only_rank(body)
+
+
+def test_torchs_groups_are_taken() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        for arguments in ({}, {"process_group": dist.group.WORLD}, {"device_mesh": mesh}):
+            ddp = DistributedDataParallel(WithBuffer(), **arguments)  # type: ignore[arg-type]
+            assert isinstance(ddp.process_group, TorchGroup)
+            ddp(torch.ones(1, 2)).sum().backward()
+            assert ddp.module.layer.bias.grad.item() == 1.0  # type: ignore[union-attr]
+        ours = init_process_group("in_process", world_size=1)
+        assert DistributedDataParallel(WithBuffer()).process_group is ours
+    finally:
+        destroy_process_group()
+        dist.destroy_process_group()

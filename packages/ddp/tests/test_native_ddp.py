@@ -1,0 +1,64 @@
+"""torch's own DistributedDataParallel over Gloo is the oracle, feature by feature; ours runs over the same torch group."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+JOB = Path(__file__).with_name("native_ddp_job.py")
+# By case: how many gradients rank 0 saw, and how many were None.
+EXPECTED_NONES = {"experts": True, "several outputs": True, "checkpointed": True}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2-ranks", "3-ranks"])
+def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    world_size, folder = request.param, tmp_path_factory.mktemp("job")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, JOB, str(rank), str(world_size), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        said = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(said)
+    return [json.loads((folder / f"compared-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "case",
+    [
+        "experts",
+        "experts, as view",
+        "experts, accumulated",
+        "several outputs",
+        "sparse",
+        "sparse, unused allowed",
+        "checkpointed",
+        "checkpointed, as view",
+        "recurrent",
+        "tied",
+        "channels last",
+        "ignoring",
+    ],
+)
+def test_gradients_and_state_equal_native_ddps(by_rank: list[dict[str, Any]], case: str) -> None:
+    for found in by_rank:
+        compared = found[case]
+        assert compared["steps"] == 5
+        assert compared["gradients"] + compared["nones"] == 5 * compared["names"]
+        assert (compared["nones"] > 0) == EXPECTED_NONES.get(case.split(",")[0], False)
+        # Native DDP divides before it adds, ours after; halving is exact.
+        assert compared["difference"] <= (0.0 if len(by_rank) == 2 else 2e-5)

@@ -1,0 +1,83 @@
+"""What the reducer has to complain about, in words. Pure: each function returns the error to raise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from syncline.collectives import MisuseError
+
+
+def never_ready(names: Sequence[str], place: str, advice: str) -> MisuseError:
+    """Backward is over, and gradients are missing."""
+    quoted = ", ".join(f"'{name}'" for name in names)
+    return MisuseError(f"backward ended on {place}, but these parameters got no gradient in it: {quoted}. {advice}")
+
+
+def marked_twice(name: str, place: str, advice: str) -> MisuseError:
+    """A gradient came after its parameter was ready."""
+    return MisuseError(f"the gradient of parameter '{name}' became ready twice in one backward on {place}. {advice}")
+
+
+def never_ended(what: str, place: str) -> MisuseError:
+    """The previous backward is still open."""
+    return MisuseError(
+        f"{what} on {place}: the previous backward started to reduce gradients and never ended. Did it raise an error that "
+        "was caught? Gradients of this rank may be incomplete: build the model's wrapper anew"
+    )
+
+
+def wrong_layout(name: str, gradient: torch.Tensor, place: str) -> MisuseError:
+    """A gradient is sparse where a dense one was announced, or the other way round."""
+    if gradient.layout is torch.strided:
+        return MisuseError(
+            f"expected a sparse gradient for parameter '{name}' on {place}, found a dense one: the parameter is also used by "
+            "a module whose gradients are dense. Use sparse=False in its embedding, or do not announce it as sparse"
+        )
+    return MisuseError(
+        f"expected a dense gradient for parameter '{name}' on {place}, found layout {gradient.layout}: announce it as sparse "
+        "(the `sparse` flags of Reducer; DistributedDataParallel announces those of nn.Embedding and nn.EmbeddingBag), or "
+        "use sparse=False in that module"
+    )
+
+
+def wrong_dtype(name: str, gradient: torch.Tensor, expected: torch.dtype, place: str) -> MisuseError:
+    """A gradient does not have the dtype that its parameter had at construction."""
+    return MisuseError(
+        f"expected a gradient of {expected} for parameter '{name}' on {place}, found {gradient.dtype}: its bucket was made "
+        "for the dtype that the parameter had at construction. Convert the module before it is wrapped, or wrap it anew"
+    )
+
+
+def differentiable(name: str) -> MisuseError:
+    """A gradient is part of a graph."""
+    return MisuseError(
+        f"the gradient of parameter '{name}' itself requires a gradient (backward with create_graph=True); the reduction "
+        "is not differentiable. Use torch.autograd.grad for the inner derivative, and backward() for the outer one"
+    )
+
+
+def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence[str]) -> MisuseError | None:
+    """A hook's future holds something that is not the reduced bucket; None if it may be."""
+    listed = ", ".join(names)
+    if not isinstance(result, torch.Tensor):
+        return MisuseError(
+            f"the communication hook returned a future of {type(result).__name__}; expected the reduced bucket, a tensor of "
+            f"{buffer.numel()} elements"
+        )
+    if result.numel() != buffer.numel():
+        return MisuseError(
+            f"the communication hook was given a bucket of {buffer.numel()} elements and returned {result.numel()}; it must "
+            f"return the whole reduced bucket. Parameters in it: {listed}"
+        )
+    if (result.dtype, result.layout, result.device) != (buffer.dtype, buffer.layout, buffer.device):
+        return MisuseError(
+            f"the communication hook was given a bucket of {_kind(buffer)} and returned one of {_kind(result)}; it must give "
+            f"back what it was given: convert in the hook. Parameters in it: {listed}"
+        )
+    return None
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype}, {str(tensor.layout).removeprefix('torch.')}, on {tensor.device}"

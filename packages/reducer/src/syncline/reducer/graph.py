@@ -1,0 +1,83 @@
+"""What is known of the graph that a backward runs through: which gradients will come, how often, and which never."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+
+
+class Graph(ABC):
+    """Tells the reducer which gradients to wait for. Parameters are named by their indices.
+
+    The reducer asks on the thread of backward, under its lock, in this order::
+
+        begin       when the first gradient of a backward arrives
+        arrived     at each gradient (accumulated, instead, while nothing is synchronised)
+        agree       when all buckets have started, on every rank: here collectives may be issued
+        untouched   once for each bucket, when its reduction is over
+        ended       when the outermost backward has ended, before the buckets are waited for
+        forget      when all is over
+    """
+
+    advice_missing: str
+    advice_twice: str
+    # Whether the order in which gradients arrive says something about the next backward.
+    order_recurs: bool = True
+
+    @abstractmethod
+    def begin(self) -> Sequence[int]:
+        """The parameters whose gradients will not come in this backward."""
+
+    @abstractmethod
+    def arrived(self, index: int, *, defined: bool) -> bool:
+        """Note a gradient, defined or not; whether it is final, so that it may be reduced."""
+
+    @abstractmethod
+    def ended(self) -> Sequence[int]:
+        """The parameters whose gradients are final only now that backward has ended."""
+
+    def accumulated(self, index: int, *, defined: bool) -> None:  # noqa: B027 - most need not know
+        """Note a gradient that is not reduced yet, for a later backward."""
+
+    def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's
+        """Whether no rank has anything to say about these parameters; the same answer on every rank."""
+        return False
+
+    def agree(self) -> None:  # noqa: B027 - most have nothing to agree on
+        """Issue what the ranks must agree on, at the same place among the collectives of every rank."""
+
+    def unused_here(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
+        """Those of the parameters, which are all ready, that this rank has not used."""
+        return frozenset()
+
+    def untouched(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
+        """Those of the parameters that no rank has used: their gradients shall stay as they are. May wait for `agree`."""
+        return frozenset()
+
+    def forget(self) -> None:  # noqa: B027 - most remember nothing
+        """Forget this backward."""
+
+
+class CompleteGraph(Graph):
+    """Every backward reaches every parameter, once."""
+
+    advice_missing = (
+        "Every parameter must take part in every backward: remove those on which the loss does not depend, freeze them "
+        "(requires_grad_(False)), or pass find_unused_parameters=True"
+    )
+    advice_twice = (
+        "It happens when a part of the model runs twice in a re-entrant checkpoint (use use_reentrant=False, or "
+        "static_graph=True), or when parameters are used outside the wrapped module's forward"
+    )
+
+    def begin(self) -> Sequence[int]:
+        """None."""
+        return ()
+
+    def arrived(self, index: int, *, defined: bool) -> bool:  # noqa: ARG002 - the contract's
+        """Each is final."""
+        return True
+
+    def ended(self) -> Sequence[int]:
+        """None."""
+        return ()

@@ -1,0 +1,84 @@
+"""The bucket of one sparse gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from syncline.collectives import ProcessGroup
+
+from . import complaints
+
+
+class SparseBucket:
+    """One parameter whose gradient is sparse (COO): alone, for its elements lie elsewhere on each rank.
+
+    It has no memory of its own between backwards, and `gradient_as_bucket_view` means nothing to it: the reduced gradient
+    has as many elements as all ranks' together, and replaces the parameter's.
+
+    Attributes:
+        indices: the parameter's index in the reducer.
+        parameters: the parameter.
+        buffer: the gradient that is being reduced, coalesced.
+        views: none.
+    """
+
+    def __init__(self, index: int, parameter: torch.nn.Parameter, name: str, group: ProcessGroup) -> None:
+        self.indices = [index]
+        self.parameters = [parameter]
+        self.views: list[torch.Tensor] = []
+        self._name = name
+        self._place = group.place()
+        self.buffer = self._nothing()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's indices and values."""
+        return int(self.buffer.indices().nbytes + self.buffer.values().nbytes)
+
+    def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The gradient itself."""
+        return [buffer]
+
+    def collect(self, unused: Collection[int] = ()) -> None:  # noqa: ARG002 - a bucket's; here nothing is overwritten
+        """Take a copy of the gradient, or no element if there is none."""
+        gradient = self.parameters[0].grad
+        if gradient is None:
+            self.buffer = self._nothing()
+            return
+        if gradient.layout is not torch.sparse_coo:
+            raise complaints.wrong_layout(self._name, gradient, self._place)
+        if gradient.dtype is not self.parameters[0].dtype:
+            raise complaints.wrong_dtype(self._name, gradient, self.parameters[0].dtype, self._place)
+        if gradient.requires_grad:
+            raise complaints.differentiable(self._name)
+        coalesced = gradient.detach().coalesce()
+        self.buffer = coalesced.clone() if gradient.is_coalesced() else coalesced
+
+    def accept(self, result: object) -> None:
+        """Take the reduced gradient.
+
+        Raises:
+            MisuseError: a hook returned no tensor, or another shape, dtype, layout or device than it was given.
+        """
+        complaint = complaints.not_the_reduced_bucket(result, self.buffer, [self._name])
+        if complaint is not None:
+            raise complaint
+        assert isinstance(result, torch.Tensor)
+        self.buffer = result
+
+    def deliver(self, untouched: Collection[int] = ()) -> None:
+        """Give the parameter its reduced gradient, unless it is among those (by index) that stay as they are."""
+        if self.indices[0] not in untouched:
+            self.parameters[0].grad = self.buffer
+        self.buffer = self._nothing()
+
+    def _nothing(self) -> torch.Tensor:
+        """No element: one sparse dimension, as embeddings have."""
+        parameter = self.parameters[0]
+        indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+        with torch.no_grad():
+            empty = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
+            return empty.coalesce()

@@ -1,0 +1,88 @@
+"""A graph that never changes: learnt in the first backward, held to in the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import torch
+
+from syncline.collectives import ProcessGroup
+
+from .graph import Graph
+from .used_parameters import UsedMap
+
+
+class StaticGraph(Graph):
+    """Every backward gives each parameter as many gradients as the first did (`static_graph=True`).
+
+    A parameter may get several in one backward, from re-entrant checkpoints, or none. In the first backward nobody knows
+    which gradient is the last, so all are reduced at its end; there the ranks also agree which parameters are used on any
+    rank. From the second backward on a parameter is ready when its last gradient has come, and buckets overlap.
+    """
+
+    advice_missing = (
+        "The graph is not static: these had more gradients in the first backward. Pass static_graph=False (and "
+        "find_unused_parameters=True if parameters are unused now and then)"
+    )
+    advice_twice = (
+        "The graph is not static: it had fewer gradients in the first backward. Pass static_graph=False (and "
+        "use_reentrant=False in checkpoints)"
+    )
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:
+        self._count = len(parameters)
+        self._expected: Counter[int] | None = None
+        self._arrivals: Counter[int] = Counter()
+        self._last_arrival: dict[int, None] = {}
+        self._used: set[int] = set()
+        self._map = UsedMap(group, parameters[0].device)
+        self._agreed = False
+
+    def begin(self) -> Sequence[int]:
+        """Those that had no gradient in the first backward."""
+        if self._expected is None:
+            return ()
+        return [index for index in range(self._count) if not self._expected[index]]
+
+    def arrived(self, index: int, *, defined: bool) -> bool:
+        """Final if it is the last that is expected, or one too many, which readiness refuses."""
+        self._arrivals[index] += 1
+        if self._expected is None:
+            self._last_arrival.pop(index, None)
+            self._last_arrival[index] = None
+            self.accumulated(index, defined=defined)
+            return False
+        return self._arrivals[index] >= self._expected[index]
+
+    def accumulated(self, index: int, *, defined: bool) -> None:
+        """Counts as a use."""
+        if defined and self._expected is None:
+            self._used.add(index)
+
+    def ended(self) -> Sequence[int]:
+        """In the first backward all: in the order of their last gradients, then those that had none."""
+        if self._expected is not None:
+            return ()
+        self._expected = self._arrivals
+        rest = [index for index in range(self._count) if index not in self._last_arrival]
+        return [*self._last_arrival, *rest]
+
+    def agree(self) -> None:
+        """Once, one all_reduce of a byte for each parameter."""
+        if not self._agreed:
+            self._map.agree([index in self._used for index in range(self._count)])
+            self._agreed = True
+
+    def unused_here(self, indices: Collection[int]) -> frozenset[int]:
+        """Those that were given no gradient in the first backward."""
+        return frozenset(indices) - self._used
+
+    def untouched(self, indices: Collection[int]) -> frozenset[int]:
+        """As agreed in the first backward."""
+        doubtful = self.unused_here(indices)
+        return self._map.unused(doubtful) if doubtful else frozenset()
+
+    def forget(self) -> None:
+        """Expect the same again."""
+        self._arrivals = Counter()
