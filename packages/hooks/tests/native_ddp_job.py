@@ -23,6 +23,13 @@ HOOKS: dict[str, Any] = {
     "torch-fp16": default_hooks.fp16_compress_hook,
     "allreduce": hooks.allreduce_hook,
     "fp16": hooks.fp16_compress_hook,
+    "bf16": hooks.bf16_compress_hook,
+    # Under another name than the one that torch refuses without NCCL.
+    "torch-bf16": lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket),
+    "wrapped-fp16": hooks.fp16_compress_wrapper(hooks.allreduce_hook),
+    "wrapped-bf16": hooks.bf16_compress_wrapper(hooks.allreduce_hook),
+    "torch-wraps-ours": default_hooks.fp16_compress_wrapper(hooks.allreduce_hook),
+    "ours-wraps-torch": hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
     "noop": hooks.noop_hook,
 }
 

@@ -57,7 +57,23 @@ def test_fp16_gives_what_torch_gives_up_to_the_rounding_of_halves(by_rank: list[
         assert torch.equal(first, first.half().float())
 
 
-@pytest.mark.parametrize("name", ["allreduce", "allreduce-group", "fp16", "fp16-group"])
+@pytest.mark.parametrize("name", ["bf16", "wrapped-bf16"])
+def test_bf16_gives_what_torch_gives_up_to_the_rounding_of_bfloat16(by_rank: list[Gradients], name: str) -> None:
+    for found in by_rank:
+        torch.testing.assert_close(found[name], found["torch-bf16"], rtol=2e-2, atol=1e-3)
+        assert differ(found[name], found["none"]), "not compressed at all"
+        first = found[name][0][0]
+        assert torch.equal(first, first.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["wrapped-fp16", "torch-wraps-ours", "ours-wraps-torch"])
+def test_wrappers_and_hooks_of_both_kinds_mix(by_rank: list[Gradients], name: str) -> None:
+    for found in by_rank:
+        torch.testing.assert_close(found[name], found["torch-fp16"], rtol=2e-3, atol=1e-4)
+        assert differ(found[name], found["none"]), "not compressed at all"
+
+
+@pytest.mark.parametrize("name", ["allreduce", "allreduce-group", "fp16", "fp16-group", "bf16", "wrapped-fp16", "wrapped-bf16"])
 def test_all_ranks_hold_the_same_bits(by_rank: list[Gradients], name: str) -> None:
     for found in by_rank[1:]:
         assert not differ(found[name], by_rank[0][name])
