@@ -1,13 +1,39 @@
 """Communication hooks: how a bucket of gradients travels, under our DDP and under torch's."""
 
 from .allreduce import allreduce_hook, noop_hook
+from .batched_power_sgd import batched_powerSGD_hook
 from .cast import bf16_compress_hook, bf16_compress_wrapper, fp16_compress_hook, fp16_compress_wrapper
+from .compression import CompressionState, compression_hook
+from .compressor import Compressor, LinearCompressor
+from .error_feedback import ErrorFeedback
+from .low_rank import compression_ratio
+from .power_sgd import powerSGD_hook
+from .power_sgd_state import PowerSGDState
+from .quantize import Int8, OneBit
+from .saved_state import merge_states
+from .sparsify import RandomK, TopK
+from .statistics import HookStatistics
 
 __all__ = [
+    "CompressionState",
+    "Compressor",
+    "ErrorFeedback",
+    "HookStatistics",
+    "Int8",
+    "LinearCompressor",
+    "OneBit",
+    "PowerSGDState",
+    "RandomK",
+    "TopK",
     "allreduce_hook",
+    "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "compression_hook",
+    "compression_ratio",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "merge_states",
     "noop_hook",
+    "powerSGD_hook",
 ]
