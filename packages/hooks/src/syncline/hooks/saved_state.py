@@ -32,14 +32,25 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not states:
         raise InvalidArgumentError("expected the saved state of at least one rank, found none")
     for state in states:
-        if state["iter"] != states[0]["iter"] or state["errors"].keys() != states[0]["errors"].keys():
+        if _place(state) != _place(states[0]):
             raise InvalidArgumentError(
-                f"expected states of one step and one model, found step {states[0]['iter']} with {len(states[0]['errors'])} "
-                f"errors "
-                f"and step {state['iter']} with {len(state['errors'])}"
+                f"expected states of one kind, step and model, found {_in_words(states[0])} and {_in_words(state)}"
             )
-    errors = {name: torch.stack([state["errors"][name] for state in states]).mean(0) for name in states[0]["errors"]}
-    return {**states[0], "errors": errors, "rank": None, "world_size": None}
+    merged = dict(states[0])
+    if "errors" in merged:
+        errors = {name: torch.stack([state["errors"][name] for state in states]).mean(0) for name in merged["errors"]}
+        merged.update(errors=errors, rank=None, world_size=None)
+    if "states" in merged:  # a schedule's
+        merged["states"] = {name: merge_states([state["states"][name] for state in states]) for name in merged["states"]}
+    return merged
+
+
+def _place(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    return state["kind"], state["iter"], state.get("errors", {}).keys(), state.get("states", {}).keys()
+
+
+def _in_words(state: Mapping[str, Any]) -> str:
+    return f"'{state['kind']}' of step {state['iter']} with {len(state.get('errors', ()))} errors"
 
 
 def check_kind(state: Mapping[str, Any], kind: str) -> None:
