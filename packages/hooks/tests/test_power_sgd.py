@@ -206,6 +206,21 @@ def test_what_is_remembered_follows_the_parameters_into_another_layout_of_bucket
     run_ranks(2, body)
 
 
+def test_parameters_without_names_are_numbered_in_the_first_step_also_if_that_is_a_plain_one() -> None:
+    """DDP orders its buckets anew after the first step; a run that is resumed compresses in that first step already."""
+
+    def body(group: ProcessGroup) -> None:
+        model = Model(group.rank)
+        state = PowerSGDState(None, start_powerSGD_iter=2)
+        steps(group, powerSGD_hook, model, state, range(2))
+        pairs = list(zip(model.gradients(2), model.parameters.values(), strict=True))[::-1]
+        powerSGD_hook(state, FakeBucket([g for g, _ in pairs], group, parameters=[p for _, p in pairs])).wait()
+        shapes = {name: tuple(error.shape) for name, error in state.error_feedback.state_dict().items()}
+        assert shapes == {"parameter 0": (12, 10), "parameter 1": (12, 10), "parameter 3": (8, 4, 3, 3)}
+
+    run_ranks(1, body)
+
+
 def test_merged_states_fit_any_number_of_ranks_and_keep_the_mean_of_the_errors() -> None:
     def train(group: ProcessGroup) -> dict[str, Any]:
         model = Model(group.rank)

@@ -139,3 +139,11 @@ def test_a_schedule_of_other_phases_is_refused() -> None:
         ScheduleState([Phase(0, noop_hook)]).load_state_dict(CompressionState(Int8()).state_dict())
     with pytest.raises(MisuseError, match="expected a ScheduleState"):
         schedule_hook(None, FakeBucket([], None))  # type: ignore[arg-type]  # on purpose
+
+
+def test_a_later_phase_numbers_its_parameters_in_the_first_step() -> None:
+    low = PowerSGDState(None)
+    state = ScheduleState([Phase(0, noop_hook), Phase(9, powerSGD_hook, low)])
+    schedule_hook(state, FakeBucket([torch.ones(2), torch.ones(3)], None))  # type: ignore[arg-type]  # unused
+
+    assert low.names.shapes == {"parameter 0": torch.Size([2]), "parameter 1": torch.Size([3])}

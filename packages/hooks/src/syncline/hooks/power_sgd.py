@@ -59,8 +59,9 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
         raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")
     if not bucket.buffer().is_floating_point():
         raise MisuseError(f"expected a bucket of a floating-point dtype for PowerSGD, found {bucket.buffer().dtype}")
-    compresses = state.compresses
-    if not compresses:
+    # In plain steps, too: a run that is resumed numbers its parameters in its first step, and shall find the same numbers.
+    state.names.of(bucket)
+    if not state.compresses:
         state.maybe_increase_iter(bucket)
         return allreduce_hook(state.process_group, bucket)
     group = group_of(state.process_group, bucket)

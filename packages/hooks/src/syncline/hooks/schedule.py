@@ -10,6 +10,7 @@ from typing import Any
 from syncline.collectives import InvalidArgumentError, MisuseError
 
 from .contract import Bucket, TensorFuture, communication_hook
+from .parameter_names import ParameterNames
 from .saved_state import FORMAT, check_kind
 
 _KIND = "schedule"
@@ -65,6 +66,11 @@ class ScheduleState:
     def enter(self, bucket: Bucket) -> Phase:
         """Called by the hook with every bucket: its phase, the same for all buckets of a step."""
         phase = self.current
+        for other in self.phases:
+            # Parameters without names are numbered in the first step of a run, whatever phase that is in.
+            names = getattr(other.state, "names", None)
+            if isinstance(names, ParameterNames):
+                names.of(bucket)
         self._is_between_steps = bucket.is_last()
         if bucket.is_last():
             self.iter += 1
