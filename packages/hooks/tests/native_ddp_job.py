@@ -23,7 +23,20 @@ HOOKS: dict[str, Any] = {
     "torch-fp16": default_hooks.fp16_compress_hook,
     "allreduce": hooks.allreduce_hook,
     "fp16": hooks.fp16_compress_hook,
+    "bf16": hooks.bf16_compress_hook,
+    # Under another name than the one that torch refuses without NCCL.
+    "torch-bf16": lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket),
+    "wrapped-fp16": hooks.fp16_compress_wrapper(hooks.allreduce_hook),
+    "wrapped-bf16": hooks.bf16_compress_wrapper(hooks.allreduce_hook),
+    "torch-wraps-ours": default_hooks.fp16_compress_wrapper(hooks.allreduce_hook),
+    "ours-wraps-torch": hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
     "noop": hooks.noop_hook,
+}
+COMPRESSORS = {
+    "int8": hooks.Int8(),
+    "one-bit": hooks.OneBit(),
+    "top": hooks.TopK(0.1),
+    "random": hooks.RandomK(0.1),
 }
 
 
@@ -52,6 +65,13 @@ def all_gradients(rank: int) -> dict[str, list[list[torch.Tensor]]]:
     found = {name: gradients(hook, None, rank) for name, hook in HOOKS.items()}
     found["allreduce-group"] = gradients(hooks.allreduce_hook, dist.group.WORLD, rank)
     found["fp16-group"] = gradients(hooks.fp16_compress_hook, dist.group.WORLD, rank)
+    for name, compressor in COMPRESSORS.items():
+        found[name] = gradients(hooks.compression_hook, hooks.CompressionState(compressor), rank)
+    low_rank = hooks.PowerSGDState(None, 1, 0, use_error_feedback=False, warm_start=False)
+    phases = [hooks.Phase(0, hooks.allreduce_hook), hooks.Phase(1, hooks.powerSGD_hook, low_rank)]
+    found["schedule"] = gradients(hooks.schedule_hook, hooks.ScheduleState(phases), rank)
+    local = hooks.PostLocalSGDState(None, None, 2, post_local_gradient_allreduce=False)
+    found["post-local"] = gradients(hooks.post_localSGD_hook, local, rank)
     return found
 
 

@@ -1,6 +1,52 @@
 """Communication hooks: how a bucket of gradients travels, under our DDP and under torch's."""
 
 from .allreduce import allreduce_hook, noop_hook
-from .cast import fp16_compress_hook
+from .batched_power_sgd import batched_powerSGD_hook
+from .cast import bf16_compress_hook, bf16_compress_wrapper, fp16_compress_hook, fp16_compress_wrapper
+from .compression import CompressionState, compression_hook
+from .compressor import Compressor, LinearCompressor
+from .error_feedback import ErrorFeedback
+from .local_sgd import PostLocalSGDState, post_localSGD_hook
+from .local_sgd_optimizer import PostLocalSGDOptimizer
+from .low_rank import compression_ratio
+from .model_averaging import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
+from .power_sgd import powerSGD_hook
+from .power_sgd_state import PowerSGDState
+from .quantize import Int8, OneBit
+from .saved_state import merge_states
+from .schedule import Phase, ScheduleState, schedule_hook
+from .sparsify import RandomK, TopK
+from .statistics import HookStatistics
 
-__all__ = ["allreduce_hook", "fp16_compress_hook", "noop_hook"]
+__all__ = [
+    "CompressionState",
+    "Compressor",
+    "ErrorFeedback",
+    "HierarchicalModelAverager",
+    "HookStatistics",
+    "Int8",
+    "LinearCompressor",
+    "ModelAverager",
+    "OneBit",
+    "PeriodicModelAverager",
+    "Phase",
+    "PostLocalSGDOptimizer",
+    "PostLocalSGDState",
+    "PowerSGDState",
+    "RandomK",
+    "ScheduleState",
+    "TopK",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "compression_hook",
+    "compression_ratio",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "merge_states",
+    "noop_hook",
+    "post_localSGD_hook",
+    "powerSGD_hook",
+    "schedule_hook",
+]

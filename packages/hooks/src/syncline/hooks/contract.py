@@ -34,6 +34,9 @@ class Bucket(Protocol):
     def buffer(self) -> torch.Tensor:
         """All gradients, flat."""
 
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Let `buffer()` and `gradients()` show another flat tensor with as many elements."""
+
     def gradients(self) -> list[torch.Tensor]:
         """The gradients as views of `buffer()`."""
 

@@ -1,0 +1,95 @@
+"""PowerSGD of a whole bucket at once: faster, and less accurate."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from syncline.collectives import ProcessGroup, ReduceOp
+
+from .contract import Bucket, TensorFuture, communication_hook
+from .low_precision import math_dtype
+from .orthogonalize import orthogonalize
+from .power_sgd import run
+from .power_sgd_state import PowerSGDState, padding_of
+from .stages import Stages
+
+
+@communication_hook
+def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
+    """Average the bucket approximately, seen as one square matrix that zeros fill up.
+
+    Like `powerSGD_hook`, but the rows of the matrix have nothing to do with those of the parameters, which spoils what low
+    rank the gradients have: prefer that hook unless it takes too long. `min_compression_rate` and
+    `batch_tensors_with_same_shape` mean nothing here, as in torch. A bucket with NaN or infinity becomes NaN on every rank,
+    and what is remembered of it is dropped.
+
+    Source: as `powerSGD_hook`.
+
+    Args:
+        state: settings and memory. The factor belongs to the bucket as a whole: other buckets begin with a random one.
+        bucket: the gradients; a floating-point dtype. Halves are computed in float32 and sent as halves.
+
+    Returns:
+        A future of the bucket's buffer.
+
+    Cost: two all_reduces of `side * rank` elements, where `side` is the square root of the bucket's number of elements,
+    rounded up.
+    """
+    return run(state, bucket, _bucketwise)
+
+
+def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Stages:
+    buffer = bucket.buffer()
+    side = math.isqrt(buffer.numel() - 1) + 1
+    rank = min(side, state.matrix_approximation_rank)
+    layout = padding_of(state.names.of(bucket))
+    with torch.no_grad(), state.statistics.stage("compress"):
+        padded = torch.zeros(side * side, dtype=math_dtype(buffer.dtype), device=buffer.device)
+        padded[: buffer.numel()] = buffer
+        if state.use_error_feedback:
+            state.error_feedback.add_to(*_pieces(state, bucket, padded, layout))
+        matrix = padded.view(1, side, side)
+        q = orthogonalize(_first_factor(state, layout, side, rank, buffer).unsqueeze(0), state.orthogonalization_epsilon)
+        p = torch.bmm(matrix, q)
+        wire = p.reshape(-1).to(buffer.dtype)
+    state.count(bucket, 2 * side * rank)
+    yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
+    with torch.no_grad(), state.statistics.stage("second factor"):
+        p = orthogonalize(wire.view(p.shape).to(p.dtype), state.orthogonalization_epsilon / group.size)
+        q = torch.bmm(matrix.transpose(1, 2), p)
+        wire = q.reshape(-1).to(buffer.dtype)
+    yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
+    with torch.no_grad(), state.statistics.stage("decompress"):
+        q = wire.view(q.shape).to(q.dtype)
+        is_sound = bool(torch.isfinite(wire.sum(dtype=q.dtype)))
+        approximation = torch.bmm(p, q.transpose(1, 2))
+        names, left_out = _pieces(state, bucket, padded.sub_(approximation.view(-1)), layout)
+        if state.use_error_feedback and is_sound:
+            state.error_feedback.remember(names, left_out)
+        elif not is_sound:
+            state.error_feedback.forget(names)
+        state.factors.pop(layout, None)
+        if state.warm_start and is_sound:
+            state.factors[layout] = q[0]
+        buffer.copy_(approximation.view(-1)[: buffer.numel()])
+    return buffer
+
+
+def _first_factor(state: PowerSGDState, layout: str, side: int, rank: int, buffer: torch.Tensor) -> torch.Tensor:
+    factor = state.factors.get(layout) if state.warm_start else None
+    if factor is None or factor.shape != (side, rank):
+        (factor,) = state.random_factors([(side, rank)], buffer, buffer.dtype)
+    return factor.to(buffer.device, math_dtype(buffer.dtype))
+
+
+def _pieces(state: PowerSGDState, bucket: Bucket, padded: torch.Tensor, layout: str) -> tuple[list[str], list[torch.Tensor]]:
+    """The parts of the square that belong to each parameter, with its shape, and the padding.
+
+    A parameter's part is in the order of memory, whatever its strides: the same parameter finds the same part again.
+    """
+    shapes = [parameter.shape for parameter in bucket.parameters()]
+    sizes = [shape.numel() for shape in shapes]
+    *parts, padding = torch.split(padded, [*sizes, padded.numel() - sum(sizes)])
+    return [*state.names.of(bucket), layout], [*(part.view(s) for part, s in zip(parts, shapes, strict=True)), padding]

@@ -1,0 +1,154 @@
+"""The hook for every compressor, with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from syncline.collectives import InvalidArgumentError, MisuseError
+
+from .compressor import Compressor
+from .contract import Bucket, TensorFuture, communication_hook, group_of
+from .error_feedback import ErrorFeedback
+from .low_precision import math_dtype
+from .parameter_names import ParameterNames
+from .saved_state import FORMAT, Origin, check_kind, check_parameters
+from .seeds import SharedSeeds
+from .stages import finished
+from .statistics import HookStatistics
+
+_KIND = "compression"
+
+
+class CompressionState:
+    """A compressor, and what `compression_hook` remembers. The same arguments on every rank.
+
+    Args:
+        compressor: `Int8()`, `OneBit()`, `TopK(0.01)`, `RandomK(0.01)`, or one of your own.
+        process_group: a group of ours or torch's; None for the caller's (see `contract.group_of`).
+        use_error_feedback: add what was left out to the next step's gradient; memory for the gradients once more.
+        random_seed: of random compressors, 0 to 2**32 - 1.
+        named_parameters: as `model.named_parameters()` gives them: the names under which `state_dict` saves. None numbers them.
+
+    Raises:
+        InvalidArgumentError: there is no compressor, or the seed is out of range.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        process_group: Any = None,
+        *,
+        use_error_feedback: bool = True,
+        random_seed: int = 0,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        if not isinstance(compressor, Compressor):
+            raise InvalidArgumentError(f"expected a Compressor, such as Int8(), found {type(compressor).__name__}")
+        if not 0 <= random_seed < 2**32:
+            raise InvalidArgumentError(f"expected a random_seed from 0 to 2**32 - 1, found {random_seed}")
+        self.compressor = compressor
+        self.process_group = process_group
+        self.use_error_feedback = use_error_feedback
+        self.iter = 0
+        self.seeds = SharedSeeds(random_seed)
+        self.names = ParameterNames(named_parameters)
+        self.error_feedback = ErrorFeedback()
+        self.statistics = HookStatistics()
+        self.origin = Origin()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: numbers, texts and tensors only; see `saved_state`."""
+        return {
+            "kind": _KIND,
+            "format": FORMAT,
+            "compressor": self.compressor.name,
+            "iter": self.iter,
+            "rank": self.origin.rank,
+            "world_size": self.origin.world_size,
+            "seeds": self.seeds.state(),
+            "errors": self.error_feedback.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            MisuseError: the state is of another kind, compressor or model.
+        """
+        check_kind(state, _KIND)
+        if state["compressor"] != self.compressor.name:
+            raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
+        if self.names.are_given:
+            check_parameters(state["errors"], self.names.shapes)
+        self.iter = state["iter"]
+        self.seeds.restore(state["seeds"])
+        self.error_feedback.load_state_dict(state["errors"])
+        self.origin = Origin(state["rank"], state["world_size"])
+
+
+@communication_hook
+def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
+    """Average what the compressor makes of the ranks' gradients; keep what it leaves out for the next step.
+
+    All ranks end with the same bits. NaN and infinity arrive as the compressor says, and leave no trace in the state.
+
+    Args:
+        state: the compressor, and memory.
+        bucket: the gradients; a floating-point dtype. Halves are computed in float32.
+
+    Returns:
+        A future of the bucket's buffer.
+
+    Cost: one all_gather of the message (or one all_reduce, for a `LinearCompressor`); extra memory for the messages of all
+    ranks.
+
+    Raises:
+        MisuseError: the state is no CompressionState, the bucket is of integers, or the loaded state does not fit.
+    """
+    if not isinstance(state, CompressionState):
+        raise MisuseError(f"expected a CompressionState as the hook's state, found {type(state).__name__}")
+    buffer = bucket.buffer()
+    if not buffer.is_floating_point():
+        raise MisuseError(f"expected a bucket of a floating-point dtype to compress, found {buffer.dtype}")
+    if bucket.is_last():
+        state.iter += 1
+    if buffer.numel() == 0:
+        return finished(buffer)
+    group = group_of(state.process_group, bucket)
+    state.origin.settle(group.rank, group.size, holds_errors=len(state.error_feedback) > 0)
+    seed = state.seeds.next()
+    with torch.no_grad(), state.statistics.stage("compress"):
+        message, gradients = _compressed(state, bucket, seed)
+    state.statistics.sends(buffer.nbytes, message.nbytes)
+    work, messages = state.compressor.exchange(group, message)
+
+    def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
+        done.value()
+        with torch.no_grad(), state.statistics.stage("decompress"):
+            for gradient, mean in zip(gradients, state.compressor.mean(messages, gradients, seed), strict=True):
+                gradient.copy_(mean)
+        return buffer
+
+    return work.get_future().then(decompress)
+
+
+def _compressed(state: CompressionState, bucket: Bucket, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The message, and the gradients that have an element, which it stands for."""
+    named = zip(state.names.of(bucket), bucket.gradients(), strict=True)
+    names, gradients = zip(*[(name, gradient) for name, gradient in named if gradient.numel() > 0], strict=True)
+    if not state.use_error_feedback:
+        return state.compressor.compress(gradients, seed), list(gradients)
+    # Errors are added in float32 at least, never rounded to halves.
+    given = [gradient.to(math_dtype(gradient.dtype), copy=True) for gradient in gradients]
+    state.error_feedback.add_to(names, given)
+    message = state.compressor.compress(_like(given, gradients), seed)
+    sent = state.compressor.decompress(message, gradients, seed)
+    state.error_feedback.remember(names, [whole.sub_(part) for whole, part in zip(given, sent, strict=True)])
+    return message, list(gradients)
+
+
+def _like(tensors: Iterable[torch.Tensor], models: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.to(model.dtype) for tensor, model in zip(tensors, models, strict=True)]

@@ -1,0 +1,86 @@
+"""Error feedback: what compression left out is added to the next step's gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from syncline.collectives import MisuseError
+
+
+class ErrorFeedback:
+    """For each parameter, by name, what the latest compression of its gradient has left out on this rank.
+
+    Source: Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD", 2019.
+
+    Memory: as much as the gradients that are compressed.
+    """
+
+    def __init__(self) -> None:
+        self._errors: dict[str, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._errors)
+
+    def add_to(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Add the remembered errors, in place; nothing where there is none yet.
+
+        Args:
+            names: the parameters.
+            tensors: their gradients, of any shape with as many elements.
+
+        Raises:
+            MisuseError: an error has another number of elements, so it was loaded from another model's state.
+        """
+        pairs = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if name in self._errors]
+        for name, tensor in pairs:
+            self._check_size(name, tensor)
+            tensor.add_(self._errors[name].to(tensor.device).view(tensor.shape))
+
+    def remember(
+        self, names: Sequence[str], errors: Sequence[torch.Tensor], shapes: Sequence[torch.Size] | None = None
+    ) -> None:
+        """Keep what was left out: the tensors themselves, so do not write to them afterwards.
+
+        NaN and infinity are kept as 0: one bad step shall not spoil all later ones.
+
+        Args:
+            names: the parameters.
+            errors: what was given to the compressor, less what came out of it.
+            shapes: of the parameters; None if the errors have them already.
+        """
+        for number, (name, error) in enumerate(zip(names, errors, strict=True)):
+            shaped = error if shapes is None else error.view(shapes[number])
+            self._errors[name] = torch.nan_to_num_(shaped, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def storage(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
+        """The memory of one error, to be overwritten with the next one; None if there is none that fits."""
+        error = self._errors.get(name)
+        fits = error is not None and error.is_contiguous() and error.dtype == like.dtype and error.device == like.device
+        return error.view(like.shape) if fits and error is not None and error.numel() == like.numel() else None
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Drop the errors of some parameters."""
+        for name in names:
+            self._errors.pop(name, None)
+
+    def norm(self) -> float:
+        """The Euclidean length of all errors together."""
+        return math.sqrt(sum(float(torch.linalg.vector_norm(error)) ** 2 for error in self._errors.values()))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of the errors, each with its parameter's shape, by name."""
+        return {name: error.detach().clone() for name, error in self._errors.items()}
+
+    def load_state_dict(self, errors: Mapping[str, torch.Tensor]) -> None:
+        """Take these errors, copied, and no others."""
+        self._errors = {name: error.detach().clone() for name, error in errors.items()}
+
+    def _check_size(self, name: str, tensor: torch.Tensor) -> None:
+        if self._errors[name].numel() != tensor.numel():
+            raise MisuseError(
+                f"the state holds an error of {self._errors[name].numel()} elements for parameter '{name}', whose gradient has "
+                f"{tensor.numel()}: it was saved from another model. Load the state of this one, or begin without"
+            )

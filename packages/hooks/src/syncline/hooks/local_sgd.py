@@ -1,0 +1,99 @@
+"""Post-local SGD: average gradients over all ranks at first, later only near by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from syncline.collectives import InvalidArgumentError, MisuseError
+
+from .allreduce import allreduce_hook
+from .contract import Bucket, TensorFuture, communication_hook
+from .saved_state import FORMAT, check_kind
+from .stages import finished
+
+_KIND = "post-local SGD"
+
+
+class PostLocalSGDState:
+    """Settings and step of `post_localSGD_hook`; the arguments of torch's class of this name, the same on every rank.
+
+    Args:
+        process_group: averages all gradients until `start_localSGD_iter`; None for the caller's (see `contract.group_of`).
+        subgroup: averages them afterwards; a group of ours or torch's, such as one of the ranks of a node. torch makes one
+            for each node when it is None; here one must be given, unless `post_local_gradient_allreduce` is False.
+        start_localSGD_iter: so many steps average globally; 0 or above.
+        post_local_gradient_allreduce: False: no gradient is averaged afterwards.
+
+    Raises:
+        InvalidArgumentError: the start is negative, or the subgroup is missing.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        subgroup: Any,
+        start_localSGD_iter: int,  # noqa: N803 - torch's name
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        if start_localSGD_iter < 0:
+            raise InvalidArgumentError(f"expected a start_localSGD_iter of 0 or above, found {start_localSGD_iter}")
+        if subgroup is None and post_local_gradient_allreduce:
+            raise InvalidArgumentError(
+                "expected a subgroup to average in after the start, found None; make one with new_subgroups(), or pass "
+                "post_local_gradient_allreduce=False"
+            )
+        self.process_group = process_group
+        self.subgroup = subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+
+    def maybe_increase_iter(self, bucket: Bucket) -> None:
+        """Count a step at its last bucket."""
+        if bucket.is_last():
+            self.iter += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step; the groups are not in it. The same on every rank, for any number of ranks."""
+        return {"kind": _KIND, "format": FORMAT, "iter": self.iter}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            MisuseError: the state is of another kind.
+        """
+        check_kind(state, _KIND)
+        self.iter = state["iter"]
+
+
+@communication_hook
+def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
+    """Average over the group until `start_localSGD_iter`, then over the subgroup, or not at all.
+
+    Afterwards the replicas drift apart, and a model averager brings them together again: see `PostLocalSGDOptimizer`.
+
+    Source: Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", 2020.
+
+    Args:
+        state: the groups, and the step.
+        bucket: the gradients.
+
+    Returns:
+        A future of the bucket's buffer.
+
+    Cost: one all_reduce of the bucket's bytes, in the group or the subgroup; none without `post_local_gradient_allreduce`.
+
+    Raises:
+        MisuseError: the state is no PostLocalSGDState.
+    """
+    if not isinstance(state, PostLocalSGDState):
+        raise MisuseError(f"expected a PostLocalSGDState as the hook's state, found {type(state).__name__}")
+    is_local = state.iter >= state.start_localSGD_iter
+    state.maybe_increase_iter(bucket)
+    if not is_local:
+        return allreduce_hook(state.process_group, bucket)
+    if state.post_local_gradient_allreduce:
+        return allreduce_hook(state.subgroup, bucket)
+    return finished(bucket.buffer())

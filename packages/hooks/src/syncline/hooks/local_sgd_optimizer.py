@@ -1,0 +1,72 @@
+"""An optimizer that averages the model now and then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from syncline.collectives import MisuseError
+
+from .model_averaging import ModelAverager
+
+
+class PostLocalSGDOptimizer(torch.optim.Optimizer):
+    """Steps an optimizer, then lets an averager average its parameters if it is time to.
+
+    Its `warmup_steps` must equal the `start_localSGD_iter` of the `PostLocalSGDState`.
+
+    Args:
+        optim: the local optimizer; its parameter groups and state are this one's.
+        averager: called after every step.
+
+    Cost: that of `ModelAverager.average_parameters`.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
+        # Not super().__init__: the parameter groups are those of `optim`, the same objects.
+        self.optim = optim
+        self.averager = averager
+        self.param_groups = optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
+        """That of the local optimizer."""
+        return self.optim.state
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the local optimizer, and the averager's step as "step"."""
+        return {**self.optim.state_dict(), "step": self.averager.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the local optimizer and the averager's step.
+
+        Raises:
+            MisuseError: there is no "step" (torch warns and begins the warm-up anew).
+        """
+        if "step" not in state_dict:
+            raise MisuseError(
+                'expected the state of a PostLocalSGDOptimizer, found none with the averager\'s "step"; load it into the local '
+                "optimizer, and set averager.step"
+            )
+        self.optim.load_state_dict({name: value for name, value in state_dict.items() if name != "step"})
+        self.averager.step = state_dict["step"]
+        # torch's optimizers replace the list when they load.
+        self.param_groups = self.optim.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the local optimizer, then average. Every rank calls it."""
+        loss = self.optim.step(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """That of the local optimizer."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """That of the local optimizer."""
+        self.optim.add_param_group(param_group)

@@ -1,0 +1,52 @@
+"""Which gradients are worth a low-rank approximation. Decided on shapes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MatrixPlan:
+    """How one gradient travels: as [rows, rank] and [columns, rank], or as it is when `rank` is 0."""
+
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether it travels as two factors."""
+        return self.rank > 0
+
+    @property
+    def numel_sent(self) -> int:
+        """Elements on the wire, both factors together."""
+        return (self.rows + self.columns) * self.rank if self.is_compressed else self.rows * self.columns
+
+
+def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) -> MatrixPlan:
+    """Decide about one gradient, as torch's documentation has it.
+
+    Args:
+        shape: the gradient's; its first dimension becomes the rows, the others the columns.
+        rank: columns of the factors at most.
+        min_compression_rate: it is compressed if `(rows + columns) * rank * min_compression_rate < rows * columns`. Below 1 it
+            counts as 1: factors larger than the gradient, as those of a vector, are never sent.
+    """
+    rows = shape[0] if shape else 1
+    columns = math.prod(shape[1:])
+    limited = min(rows, columns, rank)
+    is_worth_it = (rows + columns) * limited * max(min_compression_rate, 1) < rows * columns
+    return MatrixPlan(rows, columns, limited if is_worth_it else 0)
+
+
+def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compression_rate: float = 1) -> float:
+    """Elements of gradients of these shapes by elements on the wire.
+
+    Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019,
+    appendix F. There every gradient that gets smaller by it is compressed: a `min_compression_rate` of 1.
+    """
+    plans = [plan_matrix(shape, rank, min_compression_rate) for shape in shapes]
+    return sum(plan.rows * plan.columns for plan in plans) / sum(plan.numel_sent for plan in plans)

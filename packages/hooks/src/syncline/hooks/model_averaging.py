@@ -1,0 +1,163 @@
+"""Model averaging: bring replicas together that have drifted apart."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp
+from syncline.collectives.torch_group import TorchGroup
+
+
+class ModelAverager(ABC):
+    """Averages parameters over a group after some steps of the optimizer.
+
+    Args:
+        process_group: a group of ours or torch's; None for torch's default group.
+        warmup_steps: so many steps average nothing; 0 or above.
+
+    Attributes:
+        step: how often `average_parameters` was called. It may be set, to resume.
+    """
+
+    def __init__(self, process_group: Any, warmup_steps: int) -> None:
+        if warmup_steps < 0:
+            raise InvalidArgumentError(f"expected warmup_steps of 0 or above, found {warmup_steps}")
+        self.group = _group(process_group)
+        self.warmup_steps = warmup_steps
+        self.step = 0
+
+    def average_parameters(self, params: Iterable[Any]) -> None:
+        """Average the parameters if it is time to, and count the step.
+
+        Every rank calls it after every step, with the same model.
+
+        Args:
+            params: parameters, or an optimizer's parameter groups. Those without a gradient are left alone, as in torch; all
+                ranks must have gradients for the same ones.
+
+        Cost: when it is time to, one all_reduce of the parameters' bytes for each dtype, and as much extra memory.
+        """
+        group = self._group_of_step()
+        if group is not None:
+            _average([parameter for parameter in _parameters(params) if parameter.grad is not None], group)
+        self.step += 1
+
+    @abstractmethod
+    def _group_of_step(self) -> ProcessGroup | None:
+        """Who averages after this step; None for nobody."""
+
+
+class PeriodicModelAverager(ModelAverager):
+    """Averages over all ranks every `period` steps, from the end of the warm-up on.
+
+    Args:
+        period: in steps, 1 or above. (With 1, averaging gradients would cost no more.)
+        warmup_steps: so many steps average nothing.
+        process_group: a group of ours or torch's; None for torch's default group.
+
+    Raises:
+        InvalidArgumentError: the period is below 1, or the warm-up is negative.
+    """
+
+    def __init__(self, period: int, warmup_steps: int = 0, process_group: Any = None) -> None:
+        if period < 1:
+            raise InvalidArgumentError(f"expected a period of 1 step or above, found {period}")
+        super().__init__(process_group, warmup_steps)
+        self.period = period
+
+    def _group_of_step(self) -> ProcessGroup | None:
+        since = self.step - self.warmup_steps
+        return self.group if since >= 0 and since % self.period == 0 else None
+
+
+class HierarchicalModelAverager(ModelAverager):
+    """Averages over small groups often, over larger ones less often, over all ranks least often.
+
+    Of the periods that divide a step the largest decides. Steps are counted from 0, so step 0 averages over all ranks if
+    there is no warm-up.
+
+    Args:
+        period_group_size_dict: sizes of groups of consecutive ranks by period in steps; both rise, and the last size is that
+            of the whole group, which every other one divides.
+        warmup_steps: so many steps average nothing.
+        process_group: a group of ours or torch's; None for torch's default group. It is split here: all ranks construct it.
+
+    Source: the hierarchy of torch's averager of this name.
+
+    Raises:
+        InvalidArgumentError: no period, one below 1, periods or sizes that do not rise, or sizes that do not fit the group.
+    """
+
+    def __init__(self, period_group_size_dict: Mapping[int, int], warmup_steps: int = 0, process_group: Any = None) -> None:
+        super().__init__(process_group, warmup_steps)
+        periods, sizes = list(period_group_size_dict), list(period_group_size_dict.values())
+        _check_hierarchy(periods, sizes, self.group.size)
+        self._groups = {
+            period: _consecutive(process_group, self.group, size) for period, size in period_group_size_dict.items()
+        }
+
+    def _group_of_step(self) -> ProcessGroup | None:
+        if self.step < self.warmup_steps:
+            return None
+        return next((self._groups[period] for period in reversed(self._groups) if self.step % period == 0), None)
+
+
+def _check_hierarchy(periods: list[int], sizes: list[int], world_size: int) -> None:
+    found = f"found periods {periods} and sizes {sizes}"
+    if not periods or periods[0] < 1:
+        raise InvalidArgumentError(f"expected at least one period, each 1 step or above, {found}")
+    if periods != sorted(periods) or sizes != sorted(set(sizes)):
+        raise InvalidArgumentError(f"expected periods and sizes that rise together, {found}")
+    if sizes[-1] != world_size or any(size < 1 or world_size % size for size in sizes):
+        raise InvalidArgumentError(
+            f"expected sizes that divide the {world_size} ranks of the group, the last of them equal, {found}"
+        )
+
+
+def _consecutive(given: Any, group: ProcessGroup, size: int) -> ProcessGroup:
+    """This rank's group of `size` consecutive ranks."""
+    if size == group.size:
+        return group
+    if isinstance(group, TorchGroup):
+        made, _ = dist.new_subgroups(group_size=size, group=given)  # type: ignore[no-untyped-call]
+        return TorchGroup(made)
+    part = group.split(group.rank // size)
+    assert part is not None
+    return part
+
+
+def _group(process_group: Any) -> ProcessGroup:
+    if isinstance(process_group, ProcessGroup):
+        return process_group
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise MisuseError(f"expected a process group (syncline's or torch's) or None, found {type(process_group).__name__}")
+    return TorchGroup(dist.distributed_c10d._get_default_group() if process_group is None else process_group)
+
+
+def _parameters(params: Iterable[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for entry in params:
+        if isinstance(entry, torch.Tensor):
+            found.append(entry)
+        elif isinstance(entry, Mapping):
+            found.extend(entry["params"])
+        else:
+            raise MisuseError(f"expected parameters or an optimizer's parameter groups, found {type(entry).__name__}")
+    return found
+
+
+@torch.no_grad()
+def _average(parameters: list[torch.Tensor], group: ProcessGroup) -> None:
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for members in by_dtype.values():
+        flat = torch.cat([parameter.reshape(-1) for parameter in members])
+        group.all_reduce(flat, ReduceOp.AVG)
+        for piece, parameter in zip(torch.split(flat, [p.numel() for p in members]), members, strict=True):
+            parameter.copy_(piece.view(parameter.shape))

@@ -1,0 +1,72 @@
+"""Orthonormal columns, matrix by matrix."""
+
+from __future__ import annotations
+
+import torch
+
+_QR_ABOVE_COLUMNS = 2
+# A column that loses all but this share of its length to the earlier ones has no direction of its own left.
+_DEPENDENT = 32
+
+
+def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
+    """Make the columns of each matrix orthonormal.
+
+    With up to two columns, or with an epsilon, by modified Gram-Schmidt, each column projected twice ("twice is enough":
+    Giraud, Langou, Rozloznik, 2005); otherwise by Householder QR. Every matrix of a batch is treated by itself. A column
+    that depends on earlier ones, a column of zeros among them, is replaced by one that does not, so that a factor never
+    loses its rank. A matrix with a NaN or an infinity yields NaN.
+
+    Args:
+        matrices: [batch, rows, columns], columns <= rows, floating-point. Halves are computed in float32. Only read.
+        epsilon: added to each column's length before dividing by it; 0 or above.
+
+    Returns:
+        A tensor like `matrices`.
+
+    Extra memory: one or two copies of `matrices`.
+    """
+    work = matrices.float() if matrices.dtype in (torch.float16, torch.bfloat16) else matrices
+    if epsilon == 0 and matrices.shape[2] > _QR_ABOVE_COLUMNS:
+        return _by_qr(work).to(matrices.dtype)
+    return _by_gram_schmidt(work, epsilon).to(matrices.dtype)
+
+
+def _by_qr(matrices: torch.Tensor) -> torch.Tensor:
+    columns: torch.Tensor = torch.linalg.qr(matrices).Q
+    # LAPACK says nothing about what it makes of NaN: 0 * NaN is NaN.
+    return columns + 0 * matrices.sum(dim=(1, 2), keepdim=True)
+
+
+def _by_gram_schmidt(matrices: torch.Tensor, epsilon: float) -> torch.Tensor:
+    done = torch.empty_like(matrices)
+    tiny = _DEPENDENT * torch.finfo(matrices.dtype).eps
+    for number in range(matrices.shape[2]):
+        column, earlier = matrices[:, :, number : number + 1], done[:, :, :number]
+        left = _project_out(column, earlier)
+        length = _length(left)
+        original = _length(column)
+        lost = (length <= tiny * original) & original.isfinite()
+        spare = _project_out(_spare_column(matrices, number), earlier)
+        left = torch.where(lost, spare, left)
+        done[:, :, number : number + 1] = left / (torch.where(lost, _length(spare), length) + epsilon)
+    return done
+
+
+def _project_out(column: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
+    if earlier.shape[2] == 0:
+        return column
+    for _ in range(2):
+        column = column - torch.bmm(earlier, torch.bmm(earlier.transpose(1, 2), column))
+    return column
+
+
+def _length(column: torch.Tensor) -> torch.Tensor:
+    length: torch.Tensor = torch.linalg.vector_norm(column, dim=1, keepdim=True)
+    return length
+
+
+def _spare_column(matrices: torch.Tensor, number: int) -> torch.Tensor:
+    """A direction that no gradient has by chance, the same on every rank."""
+    rows = torch.arange(1, matrices.shape[1] + 1, dtype=matrices.dtype, device=matrices.device)
+    return torch.cos(rows * (number + 1)).view(1, -1, 1).expand(matrices.shape[0], -1, 1)

@@ -1,0 +1,51 @@
+"""What the parameters in a bucket are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from syncline.collectives import MisuseError
+
+from .contract import Bucket
+
+
+class ParameterNames:
+    """Names for the parameters of buckets, so that what a hook remembers outlives the layout of the buckets.
+
+    Args:
+        named_parameters: as `model.named_parameters()` gives them. None: the parameters are numbered in the order in which
+            buckets first show them, which is the same in every run that builds the same model and buckets.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
+        self.are_given = named_parameters is not None
+        self.shapes: dict[str, torch.Size] = {}
+        self._names = WeakIdKeyDictionary()
+        for name, parameter in named_parameters or ():
+            self._note(name, parameter)
+
+    def of(self, bucket: Bucket) -> list[str]:
+        """The names of `bucket.parameters()`, in their order.
+
+        Raises:
+            MisuseError: names were given, and a parameter is not among them.
+        """
+        return [self._name_of(parameter) for parameter in bucket.parameters()]
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        if parameter in self._names:
+            return str(self._names[parameter])
+        if self.are_given:
+            raise MisuseError(
+                f"a bucket holds a parameter of shape {list(parameter.shape)} that is not among the {len(self.shapes)} "
+                "named_parameters given to the hook's state; give those of the model that is trained"
+            )
+        return self._note(f"parameter {len(self.shapes)}", parameter)
+
+    def _note(self, name: str, parameter: torch.Tensor) -> str:
+        self._names[parameter] = name
+        self.shapes[name] = parameter.shape
+        return name

@@ -1,0 +1,202 @@
+"""PowerSGD: a gradient travels as the two factors of a low-rank approximation of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from syncline.collectives import MisuseError, ProcessGroup, ReduceOp
+
+from .allreduce import allreduce_hook
+from .contract import Bucket, TensorFuture, communication_hook, group_of
+from .low_precision import math_dtype
+from .low_rank import MatrixPlan, plan_matrix
+from .orthogonalize import orthogonalize
+from .power_sgd_state import PowerSGDState
+from .stages import Stages, finished
+
+if TYPE_CHECKING:
+    Algorithm: TypeAlias = Callable[[PowerSGDState, Bucket, ProcessGroup], Stages]
+else:
+    Algorithm = Callable
+
+
+@communication_hook
+def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
+    """Average the bucket approximately: each gradient M as P Q^T, with one step of power iteration.
+
+    Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019.
+
+    1. Each gradient becomes a matrix [first dimension, the others]; the error of the step before is added to it.
+    2. P = M Q, with the latest Q (or a random one), orthonormal.
+    3. The Ps and the gradients that are not worth compressing are averaged over the ranks, in one all_reduce.
+    4. P is made orthonormal, Q = M^T P, and the Qs are averaged in a second all_reduce.
+    5. M becomes P Q^T, the same bits on all ranks; M - P Q^T is this rank's new error.
+
+    The first `start_powerSGD_iter` steps average plainly. A gradient with NaN or infinity becomes NaN on every rank, and
+    what is remembered of the gradients of its bucket is dropped, so that the next step is sound.
+
+    Args:
+        state: settings and memory.
+        bucket: the gradients; a floating-point dtype. Halves are computed in float32 and sent as halves.
+
+    Returns:
+        A future of the bucket's buffer.
+
+    Cost: two all_reduces (one if nothing is compressed), of `(rows + columns) * rank` elements for each compressed gradient.
+
+    Raises:
+        MisuseError: the state is no PowerSGDState, the bucket is of integers, or the loaded state does not fit.
+    """
+    return run(state, bucket, _layerwise)
+
+
+def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFuture:
+    """What both variants have in common: the plain start, counting steps, and bad input."""
+    if not isinstance(state, PowerSGDState):
+        raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")
+    if not bucket.buffer().is_floating_point():
+        raise MisuseError(f"expected a bucket of a floating-point dtype for PowerSGD, found {bucket.buffer().dtype}")
+    # In plain steps, too: a run that is resumed numbers its parameters in its first step, and shall find the same numbers.
+    state.names.of(bucket)
+    if not state.compresses:
+        state.maybe_increase_iter(bucket)
+        return allreduce_hook(state.process_group, bucket)
+    group = group_of(state.process_group, bucket)
+    state.enter(group)
+    if bucket.buffer().numel() == 0:
+        state.maybe_increase_iter(bucket)
+        return finished(bucket.buffer())
+    stages = algorithm(state, bucket, group)
+    future = state.pipeline.run(stages, group, bucket)
+    state.maybe_increase_iter(bucket)
+    return future
+
+
+class _Batch:
+    """Gradients of one matrix shape, compressed together, each by itself.
+
+    `matrices` is [members, rows, columns]: a view of the only member if its memory allows it, else a copy.
+    """
+
+    def __init__(self, names: Sequence[str], gradients: Sequence[torch.Tensor], plan: MatrixPlan) -> None:
+        self.names = list(names)
+        self.plan = plan
+        self._gradients = list(gradients)
+        self.shapes = [gradient.shape for gradient in gradients]
+        dtype = math_dtype(gradients[0].dtype)
+        rows = [gradient.reshape(plan.rows, plan.columns).to(dtype) for gradient in gradients]
+        self.matrices = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+        self._is_view = self.matrices.data_ptr() == gradients[0].data_ptr()
+
+    @property
+    def factor_shape(self) -> tuple[int, int, int]:
+        return len(self.names), self.plan.columns, self.plan.rank
+
+    def error(self, state: PowerSGDState, p: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
+        """What the factors leave out, into the memory of the latest error where there is one."""
+        out = state.error_feedback.storage(self.names[0], self.matrices) if len(self.names) == 1 else None
+        left_out = torch.baddbmm(self.matrices, p, q.transpose(1, 2), alpha=-1, out=out)
+        return list(left_out.unbind(0))
+
+    def replace(self, p: torch.Tensor, q: torch.Tensor) -> None:
+        """Write what the factors stand for to the gradients."""
+        torch.bmm(p, q.transpose(1, 2), out=self.matrices)
+        if not self._is_view:
+            for gradient, matrix in zip(self._gradients, self.matrices, strict=True):
+                gradient.copy_(matrix.view(gradient.shape))
+
+
+def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Stages:
+    buffer, statistics = bucket.buffer(), state.statistics
+    with torch.no_grad(), statistics.stage("compress"):
+        plain, batches = _divided(state, bucket)
+        if state.use_error_feedback:
+            for batch in batches:
+                state.error_feedback.add_to(batch.names, list(batch.matrices))
+        qs = [orthogonalize(q, state.orthogonalization_epsilon) for q in _first_factors(state, batches, buffer.dtype)]
+        ps = [torch.bmm(batch.matrices, q) for batch, q in zip(batches, qs, strict=True)]
+        wire = _packed([*plain, *ps], buffer.dtype)
+    state.count(bucket, wire.numel() + sum(q.numel() for q in qs))
+    yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
+    with torch.no_grad(), statistics.stage("second factor"):
+        _unpack(wire, [*plain, *ps])
+        if not batches:
+            return buffer
+        # torch adds its epsilon to the lengths of sums; these are means.
+        ps = [orthogonalize(p, state.orthogonalization_epsilon / group.size) for p in ps]
+        qs = [torch.bmm(batch.matrices.transpose(1, 2), p) for batch, p in zip(batches, ps, strict=True)]
+        wire = _packed(qs, buffer.dtype)
+    yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
+    with torch.no_grad(), statistics.stage("decompress"):
+        _unpack(wire, qs)
+        is_sound = bool(torch.isfinite(wire.sum(dtype=math_dtype(buffer.dtype))))
+        for batch, p, q in zip(batches, ps, qs, strict=True):
+            _remember(state, batch, p, q, is_sound=is_sound)
+            batch.replace(p, q)
+    return buffer
+
+
+def _divided(state: PowerSGDState, bucket: Bucket) -> tuple[list[torch.Tensor], list[_Batch]]:
+    """The gradients that travel as they are, and the others in batches.
+
+    torch draws its random factors by shape, in the order in which shapes first occur; so do these.
+    """
+    plain: list[torch.Tensor] = []
+    by_shape: dict[MatrixPlan, list[tuple[str, torch.Tensor]]] = {}
+    for name, gradient in zip(state.names.of(bucket), bucket.gradients(), strict=True):
+        plan = plan_matrix(gradient.shape, state.matrix_approximation_rank, state.min_compression_rate)
+        if plan.is_compressed:
+            by_shape.setdefault(plan, []).append((name, gradient))
+        else:
+            plain.append(gradient)
+    batches = []
+    for plan, members in by_shape.items():
+        for batch in [members] if state.batch_tensors_with_same_shape else [[member] for member in members]:
+            batches.append(_Batch([name for name, _ in batch], [gradient for _, gradient in batch], plan))
+    return plain, batches
+
+
+def _first_factors(state: PowerSGDState, batches: Sequence[_Batch], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The latest Q of every batch, or a random one."""
+    missing = [batch for batch in batches if not (state.warm_start and all(name in state.factors for name in batch.names))]
+    if missing:
+        drawn = state.random_factors([batch.factor_shape for batch in missing], missing[0].matrices, dtype)
+        for batch, q in zip(missing, drawn, strict=True):
+            state.factors.update(zip(batch.names, q.to(batch.matrices.dtype), strict=True))
+    return [_stacked(state, batch) for batch in batches]
+
+
+def _stacked(state: PowerSGDState, batch: _Batch) -> torch.Tensor:
+    members = [state.factors[name] for name in batch.names]
+    for name, member in zip(batch.names, members, strict=True):
+        if member.shape != batch.factor_shape[1:]:
+            raise MisuseError(
+                f"the state holds a factor of shape {list(member.shape)} for parameter '{name}', expected "
+                f"{list(batch.factor_shape[1:])}: it was saved from another model or with another rank"
+            )
+    return torch.stack([member.to(batch.matrices) for member in members])
+
+
+def _remember(state: PowerSGDState, batch: _Batch, p: torch.Tensor, q: torch.Tensor, *, is_sound: bool) -> None:
+    if state.use_error_feedback and is_sound:
+        state.error_feedback.remember(batch.names, batch.error(state, p, q), batch.shapes)
+    elif not is_sound:
+        state.error_feedback.forget(batch.names)
+    for name, factor in zip(batch.names, q, strict=True):
+        if state.warm_start and is_sound:
+            state.factors[name] = factor
+        else:
+            state.factors.pop(name, None)
+
+
+def _packed(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
+
+
+def _unpack(wire: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    pieces = torch.split(wire, [tensor.numel() for tensor in tensors])
+    for piece, tensor in zip(pieces, tensors, strict=True):
+        tensor.copy_(piece.view(tensor.shape))

@@ -1,0 +1,223 @@
+"""What PowerSGD is told, and what it remembers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+
+from .contract import Bucket
+from .error_feedback import ErrorFeedback
+from .parameter_names import ParameterNames
+from .saved_state import FORMAT, Origin, check_kind, check_parameters
+from .seeds import SharedSeeds
+from .stages import Pipeline
+from .statistics import HookStatistics
+
+_KIND = "PowerSGD"
+# What a saved state must share with the state that loads it: they decide which tensors it holds.
+_SHAPING = ("matrix_approximation_rank", "use_error_feedback", "warm_start")
+_OTHERS = (
+    "start_powerSGD_iter",
+    "min_compression_rate",
+    "orthogonalization_epsilon",
+    "compression_stats_logging_frequency",
+    "batch_tensors_with_same_shape",
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class PowerSGDState:
+    """Settings and memory of `powerSGD_hook` and `batched_powerSGD_hook`; the arguments of torch's class of this name.
+
+    The same arguments on every rank. Ranks must train the same model; one state serves one model.
+
+    Args:
+        process_group: a group of ours or torch's; None for the caller's (see `contract.group_of`).
+        matrix_approximation_rank: columns of the factors, 1 or above; usually 1 to 4. Bytes and time grow with it.
+        start_powerSGD_iter: so many steps run a plain average first. At least 2 with error feedback or warm start.
+        min_compression_rate: compress a gradient only if it becomes so many times smaller.
+        use_error_feedback: add what was left out to the next step's gradient; memory for the compressed gradients once more.
+        warm_start: begin each step with the latest factors rather than random ones.
+        orthogonalization_epsilon: added to each column's length; needed by nobody here, since a column of zeros is replaced.
+        random_seed: of the first factors, 0 to 2**32 - 1.
+        compression_stats_logging_frequency: log `compression_stats()` after so many steps.
+        batch_tensors_with_same_shape: compress the gradients of one shape in one batch, each still by itself; costs a copy.
+        named_parameters: as `model.named_parameters()` gives them: the names under which `state_dict` saves. None numbers them.
+
+    Raises:
+        InvalidArgumentError: a rank or a rate that cannot be, or an early start with feedback or warm start.
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,  # noqa: N803 - torch's name
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        *,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        _check(matrix_approximation_rank >= 1, "a matrix_approximation_rank of 1 or above", matrix_approximation_rank)
+        _check(start_powerSGD_iter >= 0, "a start_powerSGD_iter of 0 or above", start_powerSGD_iter)
+        _check(min_compression_rate > 0, "a min_compression_rate above 0", min_compression_rate)
+        _check(orthogonalization_epsilon >= 0, "an orthogonalization_epsilon of 0 or above", orthogonalization_epsilon)
+        _check(0 <= random_seed < 2**32, "a random_seed from 0 to 2**32 - 1", random_seed)
+        _check(
+            start_powerSGD_iter >= 2 or not (use_error_feedback or warm_start),
+            "a start_powerSGD_iter of 2 or above with use_error_feedback or warm_start (DDP rebuilds its buckets after the "
+            "first "
+            "step)",
+            start_powerSGD_iter,
+        )
+        self.process_group = process_group
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self.iter = 0
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.seeds = SharedSeeds(random_seed)
+        self._begin(ParameterNames(named_parameters))
+
+    def _begin(self, names: ParameterNames) -> None:
+        self.names = names
+        self.error_feedback = ErrorFeedback()
+        self.factors: dict[str, torch.Tensor] = {}
+        self.statistics = HookStatistics()
+        self.pipeline = Pipeline()
+        self.origin = Origin()
+        self.next_stats_report = 0
+
+    # ---- what the hooks ask ----
+
+    @property
+    def compresses(self) -> bool:
+        """Whether this step's buckets are compressed."""
+        return self.iter >= self.start_powerSGD_iter
+
+    def enter(self, group: ProcessGroup) -> None:
+        """Called by the hook for every bucket that it compresses."""
+        self.origin.settle(group.rank, group.size, holds_errors=len(self.error_feedback) > 0)
+
+    def maybe_increase_iter(self, bucket: Bucket) -> None:
+        """Count a step at its last bucket."""
+        if bucket.is_last():
+            self.iter += 1
+            if self.iter == self.start_powerSGD_iter:
+                _logger.info("PowerSGD begins after %d steps of plain averaging", self.iter)
+
+    def count(self, bucket: Bucket, numel_sent: int) -> None:
+        """Add a compressed bucket to the statistics, and log them when it is time to."""
+        buffer = bucket.buffer()
+        self.total_numel_before_compression += buffer.numel()
+        self.total_numel_after_compression += numel_sent
+        self.statistics.sends(buffer.nbytes, numel_sent * buffer.element_size())
+        if bucket.is_last() and self.iter >= self.next_stats_report:
+            _logger.info("PowerSGD at step %d: rate %.1f, %d numbers made %d", self.iter, *self.compression_stats())
+            self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """The rate, and the numbers of elements before and after compression, since compression began."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after else 0, before, after)
+
+    def random_factors(self, shapes: Sequence[Sequence[int]], like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Standard normal factors, the same on every rank and others at every call.
+
+        Args:
+            shapes: of the factors.
+            like: a tensor on their device.
+            dtype: the dtype that the numbers are drawn in.
+        """
+        generator = torch.Generator().manual_seed(self.seeds.next())
+        return [torch.randn(*shape, generator=generator, dtype=dtype).to(like.device) for shape in shapes]
+
+    # ---- saving ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: numbers, texts and tensors only; loads under `weights_only=True`.
+
+        Every rank has its own; see `saved_state` for what to do about another number of ranks. The group is not in it.
+        """
+        return {
+            "kind": _KIND,
+            "format": FORMAT,
+            "iter": self.iter,
+            "rank": self.origin.rank,
+            "world_size": self.origin.world_size,
+            "settings": {name: getattr(self, name) for name in (*_SHAPING, *_OTHERS)},
+            "seeds": self.seeds.state(),
+            "errors": self.error_feedback.state_dict(),
+            "factors": {name: factor.detach().clone() for name, factor in self.factors.items()},
+            "numel": [self.total_numel_before_compression, self.total_numel_after_compression],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            MisuseError: the state is of another kind, another model, or other settings. With numbered parameters another
+                model is noticed only at the first gradient of another size.
+        """
+        check_kind(state, _KIND)
+        for name in _SHAPING:
+            if state["settings"][name] != getattr(self, name):
+                raise MisuseError(
+                    f"the saved PowerSGD state has {name}={state['settings'][name]}, this one {getattr(self, name)}; construct "
+                    "it with the saved value"
+                )
+        if self.names.are_given:
+            check_parameters(_of_parameters(state["errors"]), self.names.shapes)
+        self._take(state)
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        self.iter = state["iter"]
+        self.origin = Origin(state["rank"], state["world_size"])
+        self.seeds.restore(state["seeds"])
+        self.error_feedback.load_state_dict(state["errors"])
+        self.factors = {name: factor.detach().clone() for name, factor in state["factors"].items()}
+        self.total_numel_before_compression, self.total_numel_after_compression = state["numel"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the group, as torch does."""
+        return self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The group becomes None, the caller's; set `process_group` for another one. Parameters are numbered anew."""
+        self.process_group = None
+        for name, value in state["settings"].items():
+            setattr(self, name, value)
+        self.seeds = SharedSeeds(0)
+        self._begin(ParameterNames())
+        self._take(state)
+
+
+def padding_of(names: Sequence[str]) -> str:
+    """Under which name `batched_powerSGD_hook` remembers what it remembers about a whole bucket."""
+    return f"[{', '.join(names)}]"
+
+
+def _of_parameters(errors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: error for name, error in errors.items() if not name.startswith("[")}
+
+
+def _check(holds: bool, expected: str, found: object) -> None:
+    if not holds:
+        raise InvalidArgumentError(f"expected {expected}, found {found}")

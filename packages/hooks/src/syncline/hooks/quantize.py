@@ -1,0 +1,112 @@
+# ruff: noqa: ARG002 - a compressor is given a seed, used or not
+"""Eight bits for each number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .compressor import Compressor, Unpacker, in_math_dtype, packed
+from .low_precision import math_dtype
+
+_LARGEST = 127
+
+
+class Int8(Compressor):
+    """Symmetric 8-bit quantization: `round(x / scale)`, where the scale makes the largest magnitude 127.
+
+    Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
+
+    A scale is sent for each tensor, or for each channel, that is, each index of its first dimension. NaN or infinity spoil
+    all that shares their scale. The error is at most half a scale.
+
+    Args:
+        per_channel: one scale for each channel: more accurate where channels differ, and `channels` scales to send.
+
+    Bytes sent by each rank: 1 for each number, 4 (8 for float64) for each scale; received: as many from each rank.
+    """
+
+    def __init__(self, *, per_channel: bool = False) -> None:
+        self._per_channel = per_channel
+
+    @property
+    def name(self) -> str:
+        """Whether it is by tensor or by channel."""
+        return "int8 per channel" if self._per_channel else "int8 per tensor"
+
+    def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
+        """First the scales, then the numbers."""
+        rows = [in_math_dtype(gradient).reshape(self._channels(gradient), -1) for gradient in gradients]
+        scales = [_scale(row) for row in rows]
+        numbers = [_quantized(row, scale) for row, scale in zip(rows, scales, strict=True)]
+        return packed([*scales, *numbers])
+
+    def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+        """Numbers by scales."""
+        unpacker = Unpacker(message)
+        scales = [unpacker.take(self._channels(tensor), math_dtype(tensor.dtype)) for tensor in like]
+        return [
+            (unpacker.take(tensor.numel(), torch.int8).view(len(scale), -1) * scale.unsqueeze(1)).view(tensor.shape)
+            for tensor, scale in zip(like, scales, strict=True)
+        ]
+
+    def _channels(self, tensor: torch.Tensor) -> int:
+        return tensor.shape[0] if self._per_channel and tensor.dim() > 1 else 1
+
+
+def _scale(rows: torch.Tensor) -> torch.Tensor:
+    return rows.abs().amax(dim=1) / _LARGEST
+
+
+def _quantized(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    # Where all is 0 any divisor will do. Where it is not finite the product with the scale will not be, either.
+    divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1).unsqueeze(1)
+    return torch.nan_to_num(rows / divisor).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
+
+
+class OneBit(Compressor):
+    """The sign of each number, and the mean magnitude of each tensor.
+
+    Source: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
+    DNNs", 2014; the scale of Karimireddy et al., "Error feedback fixes SignSGD", 2019. It needs error feedback.
+
+    0 counts as positive. NaN or infinity spoil their tensor.
+
+    Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each tensor; received: as
+    many from each rank.
+    """
+
+    @property
+    def name(self) -> str:
+        """Without settings."""
+        return "one bit"
+
+    def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
+        """First the scales, then the signs."""
+        scales = [in_math_dtype(gradient).abs().mean() for gradient in gradients]
+        return packed([*scales, *(_bits(gradient.reshape(-1) >= 0) for gradient in gradients)])
+
+    def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+        """Plus or minus the scale."""
+        unpacker = Unpacker(message)
+        scales = [unpacker.take(1, math_dtype(tensor.dtype)) for tensor in like]
+        found = []
+        for tensor, scale in zip(like, scales, strict=True):
+            is_positive = _bools(unpacker.take(math.ceil(tensor.numel() / 8), torch.uint8))[: tensor.numel()]
+            found.append(torch.where(is_positive, scale, -scale).view(tensor.shape))
+        return found
+
+
+def _powers(device: torch.device) -> torch.Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+
+
+def _bits(flags: torch.Tensor) -> torch.Tensor:
+    full = torch.nn.functional.pad(flags.to(torch.uint8), (0, -len(flags) % 8))
+    return (full.view(-1, 8) * _powers(flags.device)).sum(dim=1).to(torch.uint8)
+
+
+def _bools(message: torch.Tensor) -> torch.Tensor:
+    return ((message.unsqueeze(1) & _powers(message.device)) != 0).view(-1)

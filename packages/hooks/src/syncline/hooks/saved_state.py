@@ -1,0 +1,112 @@
+"""States that were saved, as plain dictionaries of numbers, texts and tensors (they load under `weights_only=True`).
+
+Errors of error feedback are each rank's own; everything else in a state is the same on all ranks. A saved state therefore says
+which rank of how many it comes from, and fits the same number of ranks. For another number, `merge_states` makes one that
+fits all: what matters to training is the mean of the ranks' errors, and the merged state holds just that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from syncline.collectives import InvalidArgumentError, MisuseError
+
+FORMAT = 1
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Make of all ranks' saved states one that every rank of a job of any size can load.
+
+    Args:
+        states: what `state_dict()` gave, one for each rank. One alone is allowed: its errors then stand for all ranks'.
+
+    Returns:
+        The state of the first, with the mean of the errors (float32 for halves), and of no rank in particular.
+
+    Raises:
+        InvalidArgumentError: there is none, or they do not come from the same step of the same job.
+    """
+    if not states:
+        raise InvalidArgumentError("expected the saved state of at least one rank, found none")
+    for state in states:
+        if _place(state) != _place(states[0]):
+            raise InvalidArgumentError(
+                f"expected states of one kind, step and model, found {_in_words(states[0])} and {_in_words(state)}"
+            )
+    merged = dict(states[0])
+    if "errors" in merged:
+        errors = {name: torch.stack([state["errors"][name] for state in states]).mean(0) for name in merged["errors"]}
+        merged.update(errors=errors, rank=None, world_size=None)
+    if "states" in merged:  # a schedule's
+        merged["states"] = {name: merge_states([state["states"][name] for state in states]) for name in merged["states"]}
+    return merged
+
+
+def _place(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    return state["kind"], state["iter"], state.get("errors", {}).keys(), state.get("states", {}).keys()
+
+
+def _in_words(state: Mapping[str, Any]) -> str:
+    return f"'{state['kind']}' of step {state['iter']} with {len(state.get('errors', ()))} errors"
+
+
+def check_kind(state: Mapping[str, Any], kind: str) -> None:
+    """Refuse what no `state_dict()` of this kind has returned.
+
+    Raises:
+        MisuseError: it is of another kind, or of a format to come.
+    """
+    if state.get("kind") != kind or state.get("format") != FORMAT:
+        raise MisuseError(
+            f"expected a state of kind '{kind}' in format {FORMAT}, found kind {state.get('kind')!r} in format "
+            f"{state.get('format')!r}; pass what state_dict() of the same kind of state has returned"
+        )
+
+
+def check_parameters(saved: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Compare saved errors with the model's parameters.
+
+    Args:
+        saved: errors by parameter name.
+        shapes: of the model's parameters.
+
+    Raises:
+        MisuseError: a name is unknown, or a shape differs.
+    """
+    for name, error in saved.items():
+        if name not in shapes:
+            raise MisuseError(
+                f"the saved state is of another model: it knows parameter '{name}', this one has only "
+                f"{', '.join(repr(known) for known in list(shapes)[:5])}{', ...' if len(shapes) > 5 else ''}"
+            )
+        if error.shape != shapes[name]:
+            raise MisuseError(
+                f"the saved state is of another model: parameter '{name}' is {list(error.shape)} there and "
+                f"{list(shapes[name])} here"
+            )
+
+
+class Origin:
+    """Which rank of how many a state belongs to."""
+
+    def __init__(self, rank: int | None = None, world_size: int | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def settle(self, rank: int, world_size: int, *, holds_errors: bool) -> None:
+        """Called with the group as soon as there is one.
+
+        Raises:
+            MisuseError: errors were loaded that belong to another rank or another number of ranks.
+        """
+        here = (rank, world_size)
+        if holds_errors and self.world_size is not None and here != (self.rank, self.world_size):
+            raise MisuseError(
+                f"the hook's state was loaded on rank {rank} of {world_size}, and holds the error feedback of rank "
+                f"{self.rank} of "
+                f"{self.world_size}; for another number of ranks, load merge_states([...]) of all ranks' saved states"
+            )
+        self.rank, self.world_size = here

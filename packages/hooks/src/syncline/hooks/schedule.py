@@ -1,0 +1,144 @@
+"""A schedule: which hook from which step on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from syncline.collectives import InvalidArgumentError, MisuseError
+
+from .contract import Bucket, TensorFuture, communication_hook
+from .parameter_names import ParameterNames
+from .saved_state import FORMAT, check_kind
+
+_KIND = "schedule"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A hook and its state, from a step on.
+
+    Attributes:
+        first_step: counted from 0.
+        hook: any hook, torch's too.
+        state: what it is given.
+    """
+
+    first_step: int
+    hook: Callable[[Any, Any], TensorFuture]
+    state: Any = None
+
+
+class ScheduleState:
+    """The phases of training, and where it is. The same on every rank.
+
+    "Plain for 1,000 steps, then bf16, then PowerSGD": `ScheduleState([Phase(0, allreduce_hook), Phase(1000,
+    bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. A state's own step counter counts its own steps
+    only: a `PowerSGDState` still averages plainly for its first `start_powerSGD_iter` steps.
+
+    Args:
+        phases: in the order of their first steps, which rise from 0.
+
+    Raises:
+        InvalidArgumentError: no phase, the first does not begin at step 0, first steps do not rise, or a hook cannot be called.
+    """
+
+    def __init__(self, phases: Sequence[Phase]) -> None:
+        steps = [phase.first_step for phase in phases]
+        if not steps or steps[0] != 0:
+            raise InvalidArgumentError(f"expected phases of which the first has first_step=0, found first steps {steps}")
+        if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
+            raise InvalidArgumentError(f"expected phases whose first steps rise, found {steps}")
+        for phase in phases:
+            if not callable(phase.hook):
+                raise InvalidArgumentError(f"expected a function hook(state, bucket), found {type(phase.hook).__name__}")
+        self.phases = list(phases)
+        self.iter = 0
+        self._is_between_steps = True
+
+    @property
+    def current(self) -> Phase:
+        """The phase of the step that runs or comes next."""
+        return [phase for phase in self.phases if phase.first_step <= self.iter][-1]
+
+    def enter(self, bucket: Bucket) -> Phase:
+        """Called by the hook with every bucket: its phase, the same for all buckets of a step."""
+        phase = self.current
+        for other in self.phases:
+            # Parameters without names are numbered in the first step of a run, whatever phase that is in.
+            names = getattr(other.state, "names", None)
+            if isinstance(names, ParameterNames):
+                names.of(bucket)
+        self._is_between_steps = bucket.is_last()
+        if bucket.is_last():
+            self.iter += 1
+        return phase
+
+    def switch(self, hook: Callable[[Any, Any], TensorFuture], state: Any = None) -> None:
+        """Use another hook from the next step on, and drop the phases that were to come.
+
+        Every rank calls it between the same steps.
+
+        Raises:
+            MisuseError: a step is under way.
+        """
+        if not self._is_between_steps:
+            raise MisuseError(f"expected switch() between steps, found step {self.iter} under way: call it after backward")
+        self.phases = [phase for phase in self.phases if phase.first_step < self.iter]
+        self.phases.append(Phase(self.iter, hook, state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, and the states of the phases that can be saved; see `saved_state`."""
+        saved = {str(number): phase.state.state_dict() for number, phase in enumerate(self.phases) if _can_be_saved(phase)}
+        return {"kind": _KIND, "format": FORMAT, "iter": self.iter, "first_steps": self._first_steps(), "states": saved}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            MisuseError: the phases are not the saved ones, or a phase's state refuses its own.
+        """
+        check_kind(state, _KIND)
+        if state["first_steps"] != self._first_steps():
+            raise MisuseError(
+                f"the saved schedule has phases from steps {state['first_steps']}, this one from {self._first_steps()}; "
+                f"construct "
+                "it with the saved ones"
+            )
+        for number, saved in state["states"].items():
+            phase = self.phases[int(number)]
+            if not _can_be_saved(phase):
+                raise MisuseError(f"the saved schedule holds a state for phase {number}, whose state here cannot be loaded")
+            phase.state.load_state_dict(saved)
+        self.iter = state["iter"]
+
+    def _first_steps(self) -> list[int]:
+        return [phase.first_step for phase in self.phases]
+
+
+@communication_hook
+def schedule_hook(state: ScheduleState, bucket: Bucket) -> TensorFuture:
+    """Call the hook of the step's phase.
+
+    Args:
+        state: the phases.
+        bucket: handed on.
+
+    Returns:
+        The future of that hook.
+
+    Cost: that of the hook.
+
+    Raises:
+        MisuseError: the state is no ScheduleState.
+    """
+    if not isinstance(state, ScheduleState):
+        raise MisuseError(f"expected a ScheduleState as the hook's state, found {type(state).__name__}")
+    phase = state.enter(bucket)
+    return phase.hook(phase.state, bucket)
+
+
+def _can_be_saved(phase: Phase) -> bool:
+    return hasattr(phase.state, "state_dict") and hasattr(phase.state, "load_state_dict")

@@ -1,0 +1,42 @@
+"""Seeds that all ranks draw alike: those of numpy's RandomState, without numpy."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+_WORDS = 624
+_LIMIT = 1_000_000_000
+
+
+class SharedSeeds:
+    """The numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`, from which torch's PowerSGD seeds its factors.
+
+    Python's generator is the same Mersenne Twister (Matsumoto and Nishimura, 1998), only started in another way.
+
+    Args:
+        seed: 0 to 2**32 - 1; the same on every rank.
+    """
+
+    def __init__(self, seed: int) -> None:
+        words = [seed]
+        for number in range(1, _WORDS):
+            words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + number) & 0xFFFFFFFF)
+        self._random = random.Random()
+        self._random.setstate((3, (*words, _WORDS), None))
+
+    def next(self) -> int:
+        """The next seed, 0 to 999,999,999."""
+        while True:
+            value = self._random.getrandbits(32) & 0x3FFFFFFF
+            if value < _LIMIT:
+                return value
+
+    def state(self) -> torch.Tensor:
+        """Where the sequence is: 625 int64 numbers."""
+        return torch.tensor(self._random.getstate()[1], dtype=torch.int64)
+
+    def restore(self, state: torch.Tensor) -> None:
+        """Go on where `state` was taken."""
+        self._random.setstate((3, tuple(state.tolist()), None))

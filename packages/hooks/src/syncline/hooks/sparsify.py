@@ -1,0 +1,109 @@
+# ruff: noqa: ARG002 - a compressor is given a seed, used or not
+"""A few numbers of each gradient, as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from syncline.collectives import InvalidArgumentError
+
+from .compressor import Compressor, LinearCompressor, Unpacker, in_math_dtype, packed
+
+
+class TopK(Compressor):
+    """The numbers of the largest magnitude of each tensor, with their indices.
+
+    Source: Aji and Heafield, "Sparse communication for distributed gradient descent", 2017; Stich et al., "Sparsified SGD with
+    memory", 2018. It needs error feedback. A NaN counts as the largest, so it is sent.
+
+    Args:
+        fraction: of each tensor's numbers, above 0 and up to 1; at least one number is sent.
+
+    Bytes sent by each rank: for each number that is sent 4 for the index and those of its dtype; received: as many from each
+    rank.
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = _checked(fraction)
+
+    @property
+    def name(self) -> str:
+        """With the fraction."""
+        return f"top {self._fraction:g}"
+
+    def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
+        """First the values, then the indices."""
+        values, indices = [], []
+        for gradient in gradients:
+            flat = gradient.reshape(-1)
+            chosen = torch.topk(in_math_dtype(flat).abs(), _count(flat.numel(), self._fraction), sorted=False).indices
+            values.append(flat[chosen])
+            indices.append(chosen.to(torch.int32))
+        return packed([*values, *indices])
+
+    def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+        """Zeros, and the values in their places."""
+        unpacker = Unpacker(message)
+        counts = [_count(tensor.numel(), self._fraction) for tensor in like]
+        values = [unpacker.take(count, tensor.dtype) for count, tensor in zip(counts, like, strict=True)]
+        return [
+            _scattered(tensor, unpacker.take(count, torch.int32).long(), value)
+            for tensor, count, value in zip(like, counts, values, strict=True)
+        ]
+
+
+class RandomK(LinearCompressor):
+    """Random numbers of each tensor, the same places on every rank, so that no index is sent and an all_reduce does.
+
+    Source: Stich et al., "Sparsified SGD with memory", 2018. It needs error feedback.
+
+    Args:
+        fraction: of each tensor's numbers, above 0 and up to 1; at least one number is sent.
+
+    Bytes: one all_reduce of those of the numbers that are sent, in the gradients' dtype.
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = _checked(fraction)
+
+    @property
+    def name(self) -> str:
+        """With the fraction."""
+        return f"random {self._fraction:g}"
+
+    def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
+        """The values, in the gradients' dtype."""
+        places = self._places(gradients, seed)
+        return torch.cat([gradient.reshape(-1)[chosen] for gradient, chosen in zip(gradients, places, strict=True)])
+
+    def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+        """Zeros, and the values in their places."""
+        places = self._places(like, seed)
+        values = torch.split(message, [len(chosen) for chosen in places])
+        return [_scattered(*triple) for triple in zip(like, places, values, strict=True)]
+
+    def _places(self, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            torch.randperm(tensor.numel(), generator=generator)[: _count(tensor.numel(), self._fraction)].to(tensor.device)
+            for tensor in like
+        ]
+
+
+def _scattered(like: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    flat = torch.zeros(like.numel(), dtype=values.dtype, device=values.device)
+    flat[indices] = values
+    return in_math_dtype(flat).view(like.shape)
+
+
+def _count(numel: int, fraction: float) -> int:
+    return min(numel, max(1, math.ceil(numel * fraction)))
+
+
+def _checked(fraction: float) -> float:
+    if not 0 < fraction <= 1:
+        raise InvalidArgumentError(f"expected a fraction above 0 and up to 1, found {fraction}")
+    return fraction

@@ -1,0 +1,117 @@
+"""Hooks of several collectives, written as one generator and run without a gap in the order.
+
+Note [Stages]
+~~~~~~~~~~~~~
+A hook that needs the result of one collective to issue the next is a generator: it yields each `Work` and goes on when that has
+finished; what it returns is the reduced bucket. Every rank must issue the same collectives in the same order, also when several
+buckets are in flight and ranks are scheduled differently. Who resumes a generator therefore depends on the group:
+
+1. Our groups have one total order in which what a callback issues comes before every later collective (Note [One total
+   order] of `syncline.collectives.progress`). There the future of each work resumes its generator: `_chained`.
+2. torch's groups order collectives by the moment of the call, so what a callback issues races with the thread of backward.
+   There only the thread of backward resumes generators, at fixed places: each later bucket moves every earlier one on by a
+   stage, and the last bucket of the backward moves all to their end: `Pipeline`. The first stage of a bucket still overlaps
+   with backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from syncline.collectives import MisuseError, ProcessGroup, Work
+from syncline.collectives.torch_group import TorchGroup
+
+from .contract import Bucket, TensorFuture
+
+if TYPE_CHECKING:
+    Stages: TypeAlias = Generator[Work, None, torch.Tensor]
+else:
+    Stages = Generator
+
+
+def finished(tensor: torch.Tensor) -> TensorFuture:
+    """A future that is there already."""
+    future = _future_on(tensor)
+    future.set_result(tensor)
+    return future
+
+
+class Pipeline:
+    """The buckets in flight of one hook's state; see Note [Stages]."""
+
+    def __init__(self) -> None:
+        self._flights: list[_Flight] = []
+
+    def run(self, stages: Stages, group: ProcessGroup, bucket: Bucket) -> TensorFuture:
+        """Start the stages; called on the thread of backward, on every rank for the same buckets in the same order.
+
+        What the first stage raises, this raises; what later ones raise, the future does.
+        """
+        future = _future_on(bucket.buffer())
+        if not isinstance(group, TorchGroup):
+            _chained(stages, next(stages), future)
+            return future
+        if bucket.index() == 0:
+            self._drop_stale()
+        for flight in self._flights:
+            flight.advance()
+        self._flights.append(_Flight(stages, next(stages), future))
+        while bucket.is_last() and self._flights:
+            for flight in self._flights:
+                flight.advance()
+            self._flights = [flight for flight in self._flights if not flight.future.done()]
+        self._flights = [flight for flight in self._flights if not flight.future.done()]
+        return future
+
+    def _drop_stale(self) -> None:
+        """A backward that raised has left buckets behind."""
+        for flight in self._flights:
+            _fail(flight.future, MisuseError("the backward that issued this bucket ended before its last bucket"))
+        self._flights = []
+
+
+class _Flight:
+    """A generator, the work it waits for, and the future of its result."""
+
+    def __init__(self, stages: Stages, first: Work, future: TensorFuture) -> None:
+        self.future = future
+        self._stages = stages
+        self._work = first
+
+    def advance(self) -> None:
+        """Wait for the work and issue the next one."""
+        if self.future.done():
+            return
+        try:
+            self._work.wait()
+            self._work = next(self._stages)
+        except StopIteration as end:
+            self.future.set_result(end.value)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the bucket shall get it
+            _fail(self.future, error)
+
+
+def _chained(stages: Stages, first: Work, future: TensorFuture) -> None:
+    def advance(previous: torch.futures.Future[Any]) -> None:
+        try:
+            previous.value()
+            work = next(stages)
+        except StopIteration as end:
+            future.set_result(end.value)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the bucket shall get it
+            _fail(future, error)
+        else:
+            work.get_future().add_done_callback(advance)
+
+    first.get_future().add_done_callback(advance)
+
+
+def _fail(future: TensorFuture, error: Exception) -> None:
+    future.set_exception(error)  # type: ignore[arg-type]  # torch says "result: T"
+
+
+def _future_on(tensor: torch.Tensor) -> TensorFuture:
+    return torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)

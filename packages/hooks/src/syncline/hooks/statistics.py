@@ -1,0 +1,42 @@
+"""What a hook has saved, and what that has cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class HookStatistics:
+    """Sums over all buckets since the state was made; on this rank.
+
+    Attributes:
+        bytes_before: of the gradients handed to the hook.
+        bytes_sent: of the tensors handed to collectives.
+        seconds_by_stage: spent computing, not waiting, by the stage's name.
+    """
+
+    bytes_before: int = 0
+    bytes_sent: int = 0
+    seconds_by_stage: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes before by bytes sent; 1 before anything was sent."""
+        return self.bytes_before / self.bytes_sent if self.bytes_sent else 1.0
+
+    def sends(self, bytes_before: int, bytes_sent: int) -> None:
+        """Count a bucket, or a part of one."""
+        self.bytes_before += bytes_before
+        self.bytes_sent += bytes_sent
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to a stage."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds_by_stage[name] = self.seconds_by_stage.get(name, 0.0) + time.perf_counter() - began

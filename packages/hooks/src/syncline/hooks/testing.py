@@ -1,0 +1,66 @@
+"""A bucket without a reducer, for tests of hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from syncline.collectives import ProcessGroup
+
+
+class FakeBucket:
+    """The hook contract for gradients that the test makes up.
+
+    Args:
+        gradients: of any shapes, one dtype; copied into a flat buffer in this order.
+        group: what `process_group()` returns.
+        parameters: the tensors that `parameters()` returns; None makes zeros like the gradients.
+        index: the bucket's number.
+        is_last: whether it is the last of the backward.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[torch.Tensor],
+        group: ProcessGroup,
+        *,
+        parameters: Sequence[torch.Tensor] | None = None,
+        index: int = 0,
+        is_last: bool = True,
+    ) -> None:
+        self._shapes = [gradient.shape for gradient in gradients]
+        self._parameters = [torch.zeros_like(gradient) for gradient in gradients] if parameters is None else list(parameters)
+        self._buffer = torch.cat([gradient.reshape(-1) for gradient in gradients]) if gradients else torch.empty(0)
+        self._group = group
+        self._index = index
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """The bucket's number."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, flat."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Show another buffer."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of `buffer()`."""
+        pieces = torch.split(self._buffer, [shape.numel() for shape in self._shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of `gradients()`."""
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        """Whether no further bucket follows."""
+        return self._is_last
+
+    def process_group(self) -> ProcessGroup:
+        """The caller's group."""
+        return self._group

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives.testing import run_ranks
+from syncline.hooks import (
+    HierarchicalModelAverager,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from syncline.hooks.testing import FakeBucket
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("averages_near_by", [True, False])
+def test_it_averages_globally_then_near_by_or_not_at_all(averages_near_by: bool) -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        near = group.split(group.rank // 2)
+        state = PostLocalSGDState(group, near, 2, averages_near_by)
+        return [
+            float(
+                post_localSGD_hook(state, FakeBucket([torch.tensor([10.0**group.rank])], group, index=i, is_last=i == 1)).wait()
+            )
+            for _ in range(4)
+            for i in range(2)
+        ]
+
+    results = run_ranks(4, body)
+    near_by = [5.5, 5.5, 550.0, 550.0] if averages_near_by else [1.0, 10.0, 100.0, 1000.0]
+    for rank, found in enumerate(results):
+        assert found == [277.75] * 4 + [near_by[rank]] * 4
+
+
+def test_its_step_is_saved() -> None:
+    state, other = PostLocalSGDState(None, None, 3, False), PostLocalSGDState(None, None, 3, False)
+    state.iter = 5
+    other.load_state_dict(state.state_dict())
+    assert other.iter == 5
+    with pytest.raises(MisuseError, match="expected a state of kind 'post-local SGD'"):
+        other.load_state_dict({})
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="start_localSGD_iter of 0 or above, found -1"):
+        PostLocalSGDState(None, None, -1, False)
+    with pytest.raises(InvalidArgumentError, match="a subgroup to average in after the start"):
+        PostLocalSGDState(None, None, 3)
+    with pytest.raises(MisuseError, match="expected a PostLocalSGDState"):
+        post_localSGD_hook(None, FakeBucket([], None))  # type: ignore[arg-type]  # on purpose
+
+
+def drift(group: ProcessGroup, averager: Any, steps: int) -> list[float]:
+    """Each step adds 10**rank; what the parameter is after it."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    other = torch.nn.Parameter(torch.full((1,), float(group.rank), dtype=torch.float64))
+    without_gradient = torch.nn.Parameter(torch.full((1,), float(group.rank)))
+    parameter.grad, other.grad = torch.ones(2), torch.ones(1, dtype=torch.float64)
+    found = []
+    for _ in range(steps):
+        parameter.data += 10.0**group.rank
+        averager.average_parameters([parameter, other, without_gradient])
+        assert without_gradient.item() == group.rank
+        found.append(parameter[0].item())
+    return found
+
+
+def test_periodic_averaging_after_the_warm_up() -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        return drift(group, PeriodicModelAverager(2, 1, group), 4)
+
+    # Steps 1 and 3 average: 2 and 20 to 11; then 11 + 2 and 11 + 20 to 22.
+    assert run_ranks(2, body) == [[1, 11, 12, 22], [10, 11, 21, 22]]
+
+
+def test_hierarchical_averaging_lets_the_largest_period_decide() -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        return drift(group, HierarchicalModelAverager({2: 2, 4: 4}, 1, group), 5)
+
+    results = run_ranks(4, body)
+    # Step 2 averages pairs, step 4 all; step 0 is warm-up.
+    assert results == [
+        [1, 2, 16.5, 17.5, 5 * 277.75],
+        [10, 20, 16.5, 26.5, 5 * 277.75],
+        [100, 200, 1650, 1750, 5 * 277.75],
+        [1000, 2000, 1650, 2650, 5 * 277.75],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("periods", "message"),
+    [
+        ({}, "at least one period"),
+        ({0: 4}, "1 step or above"),
+        ({4: 2, 2: 4}, "rise together"),
+        ({2: 4, 4: 4}, "rise together"),
+        ({2: 2}, "divide the 4 ranks"),
+        ({2: 3, 4: 4}, "divide the 4 ranks"),
+    ],
+)
+def test_hierarchies_that_cannot_be_are_refused(periods: dict[int, int], message: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(InvalidArgumentError, match=message):
+            HierarchicalModelAverager(periods, 0, group)
+
+    run_ranks(4, body)
+
+
+def test_averagers_refuse_what_cannot_be() -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(InvalidArgumentError, match="period of 1 step or above, found 0"):
+            PeriodicModelAverager(0, 0, group)
+        with pytest.raises(InvalidArgumentError, match="warmup_steps of 0 or above, found -1"):
+            PeriodicModelAverager(2, -1, group)
+        with pytest.raises(MisuseError, match="parameters or an optimizer's parameter groups, found str"):
+            PeriodicModelAverager(1, 0, group).average_parameters(["weight"])
+
+    run_ranks(1, body)
+    with pytest.raises(MisuseError, match=r"process group .* or None, found str"):
+        PeriodicModelAverager(2, 0, "world")
+
+
+def test_the_optimizer_steps_then_averages_and_resumes() -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        def make() -> tuple[torch.nn.Parameter, PostLocalSGDOptimizer]:
+            parameter = torch.nn.Parameter(torch.zeros(1))
+            local = torch.optim.SGD([parameter], lr=1.0, momentum=0.5)
+            return parameter, PostLocalSGDOptimizer(local, PeriodicModelAverager(2, 1, group))
+
+        def step(parameter: torch.nn.Parameter, optimizer: PostLocalSGDOptimizer) -> float:
+            optimizer.zero_grad()
+            (parameter * (group.rank + 1.0)).sum().backward()
+            optimizer.step()
+            return parameter.item()
+
+        parameter, optimizer = make()
+        found = [step(parameter, optimizer) for _ in range(3)]
+        again, resumed = make()
+        again.data.copy_(parameter.data)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's own shares its tensors
+        assert resumed.averager.step == 3
+        assert step(again, resumed) == step(parameter, optimizer), "the fourth step averages, and has the momentum"
+        found.append(parameter.item())
+        resumed.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+        assert len(resumed.param_groups) == 2
+        assert resumed.state is resumed.optim.state
+        with pytest.raises(MisuseError, match='averager\'s "step"'):
+            resumed.load_state_dict(optimizer.optim.state_dict())
+        return found
+
+    results = run_ranks(2, body)
+    assert results[0][0] == -1.0
+    assert results[1][0] == -2.0
+    assert results[0][1] == results[1][1] == -3.75
+    assert results[0][2] != results[1][2]
+    assert results[0][3] == results[1][3]

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+
+from syncline.hooks import compression_ratio
+from syncline.hooks.low_rank import plan_matrix
+from syncline.hooks.seeds import SharedSeeds
+
+
+def resnet18_shapes() -> list[tuple[int, ...]]:
+    """The paper's ResNet-18 for 10 classes and images of 32 by 32, without pooling at its entrance."""
+
+    def convolution(outputs: int, inputs: int, size: int) -> list[tuple[int, ...]]:
+        return [(outputs, inputs, size, size), (outputs,), (outputs,)]
+
+    shapes, inputs = convolution(64, 3, 3), 64
+    for outputs in (64, 128, 256, 512):
+        for _ in range(2):
+            shapes += convolution(outputs, inputs, 3) + convolution(outputs, outputs, 3)
+            if inputs != outputs:
+                shapes += convolution(outputs, inputs, 1)
+            inputs = outputs
+    return [*shapes, (10, 512), (10,)]
+
+
+@pytest.mark.parametrize(("rank", "papers"), [(1, 243), (2, 136), (4, 72)])
+def test_resnet18_is_compressed_as_much_as_in_the_paper(rank: int, papers: int) -> None:
+    assert round(compression_ratio(resnet18_shapes(), rank)) == papers
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "rate", "expected"),
+    [
+        ((100, 50), 1, 2, (100, 50, 1)),
+        ((100, 50), 16, 2, (100, 50, 16)),
+        ((100, 50), 17, 2, (100, 50, 0)),  # (100 + 50) * 17 * 2 = 5100, not below 5000
+        ((8, 4, 3, 3), 2, 2, (8, 36, 2)),
+        ((8, 4, 3, 3), 100, 0.1, (8, 36, 0)),  # rank 8 would send 352 for 288
+        ((7,), 1, 2, (7, 1, 0)),
+        ((7,), 1, 0.1, (7, 1, 0)),
+        ((), 1, 2, (1, 1, 0)),
+        ((0, 5), 1, 2, (0, 5, 0)),
+    ],
+)
+def test_what_is_compressed(shape: tuple[int, ...], rank: int, rate: float, expected: tuple[int, int, int]) -> None:
+    plan = plan_matrix(shape, rank, rate)
+
+    assert (plan.rows, plan.columns, plan.rank) == expected
+    assert plan.numel_sent == ((plan.rows + plan.columns) * plan.rank or plan.rows * plan.columns)
+
+
+@pytest.mark.parametrize(
+    ("seed", "drawn_by_numpy"),
+    [
+        (0, [209652396, 398764591, 924231285, 404868288, 441365315]),
+        (7, [327741615, 976413892, 128500249, 296233462, 809211459]),
+    ],
+)
+def test_the_seeds_are_those_that_numpy_draws(seed: int, drawn_by_numpy: list[int]) -> None:
+    seeds = SharedSeeds(seed)
+
+    assert [seeds.next() for _ in range(5)] == drawn_by_numpy
+
+
+def test_seeds_go_on_where_their_state_was_taken() -> None:
+    one, other = SharedSeeds(3), SharedSeeds(4)
+    one.next()
+    other.restore(one.state())
+
+    assert [one.next() for _ in range(700)] == [other.next() for _ in range(700)]
