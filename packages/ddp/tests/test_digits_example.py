@@ -250,7 +250,14 @@ def made_up_step(rank):
         BucketTimes(nbytes=2**16, ready=start + 0.0045, started=start + 0.0046, finished=start + 0.0055),
         BucketTimes(nbytes=2**14, ready=start + 0.0060, started=start + 0.0061),
     ]
-    seen = IterationStatistics(start, start + 0.0026, start + 0.0060, start + 0.0075, 0.0012, buckets)
+    seen = IterationStatistics(
+        start,
+        backward_started=start + 0.0026,
+        last_gradient=start + 0.0060,
+        finished=start + 0.0075,
+        waited_s=0.0012,
+        buckets=buckets,
+    )
     return timeline.StepTimes(start + 0.002, start + 0.0021, seen)
 
 
