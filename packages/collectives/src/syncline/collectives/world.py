@@ -59,8 +59,8 @@ def init_process_group(
     global _default
     if world_size != -1 and world_size < 1:
         raise InvalidArgumentError(f"expected a world_size of at least 1 (or -1 for the launcher's), found {world_size}")
-    if rank < -1 or (world_size != -1 and rank >= world_size):
-        raise InvalidArgumentError(f"expected a rank in 0..{world_size - 1} (or -1 for the launcher's), found {rank}")
+    if rank < -1:
+        raise InvalidArgumentError(f"expected a rank of at least 0 (or -1 for the launcher's), found {rank}")
     site = load_site(os.environ)
     timeout_s = seconds(timeout, site.timeout_s)
     launch = detect_launch(os.environ)

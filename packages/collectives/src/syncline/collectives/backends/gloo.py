@@ -188,6 +188,8 @@ def _place(request: ConnectRequest) -> tuple[int, int]:
             return 0, 1
         if request.rank is None:
             raise LaunchError(f"world_size={request.world_size} was given without a rank, and nothing launched this process")
+        if request.rank >= request.world_size:
+            raise LaunchError(f"expected a rank in 0..{request.world_size - 1} for that world_size, found {request.rank}")
         return request.rank, request.world_size
     if launch.world_size is None and request.world_size is None:
         raise LaunchError(f"{launch.launcher} does not say how many processes there are; give world_size, or use backend 'mpi'")
