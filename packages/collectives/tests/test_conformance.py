@@ -35,10 +35,13 @@ class GlooThreads:
     def __init__(self, size: int) -> None:
         self.size = size
         self.store = dist.HashStore()
+        # Gloo's own thread must not drop the last reference to its group, so the maker keeps it.
+        self.made: list[dist.ProcessGroupGloo] = []
 
     def torch_group(self, rank: int, name: str) -> TorchGroup:
         store = dist.PrefixStore(name, self.store)
         gloo = dist.ProcessGroupGloo(store, rank, self.size, dist.default_pg_timeout)
+        self.made.append(gloo)
         return TorchGroup(gloo, name=name, timeout_s=30)
 
     def host_group(self, rank: int, name: str) -> HostGroup:
