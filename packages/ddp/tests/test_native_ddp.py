@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from syncline.collectives.testing.processes import run_processes
 
 JOB = Path(__file__).with_name("native_ddp_job.py")
 # By case: how many gradients rank 0 saw, and how many were None.
@@ -18,21 +18,7 @@ EXPECTED_NONES = {"experts": True, "several outputs": True, "checkpointed": True
 @pytest.fixture(scope="module", params=[2, 3], ids=["2-ranks", "3-ranks"])
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     world_size, folder = request.param, tmp_path_factory.mktemp("job")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, JOB, str(rank), str(world_size), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        said = [rank.communicate(timeout=100)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(said)
+    run_processes(JOB, world_size, folder, timeout_s=100)
     return [json.loads((folder / f"compared-{rank}.json").read_text()) for rank in range(world_size)]
 
 

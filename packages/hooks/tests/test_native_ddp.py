@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from syncline.collectives.testing.processes import run_processes
 
 JOB = Path(__file__).with_name("native_ddp_job.py")
 Gradients = dict[str, list[list[torch.Tensor]]]
@@ -17,21 +17,7 @@ Gradients = dict[str, list[list[torch.Tensor]]]
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Gradients]:
     """What every rank found, by the hook's name."""
     world_size, folder = request.param, tmp_path_factory.mktemp("job")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, JOB, str(rank), str(world_size), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        said = [rank.communicate(timeout=90)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(said)
+    run_processes(JOB, world_size, folder, timeout_s=90)
     return [torch.load(folder / f"gradients-{rank}.pt") for rank in range(world_size)]
 
 

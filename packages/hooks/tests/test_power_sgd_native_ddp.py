@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from syncline.collectives.testing.processes import run_processes
 
 JOB = Path(__file__).with_name("power_sgd_job.py")
 CASES = ["rank-1", "rank-2", "rank-4", "batched-shapes", "epsilon", "cold", "no-feedback", "seed"]
@@ -20,21 +20,7 @@ START = 2
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every rank found."""
     world_size, folder = request.param, tmp_path_factory.mktemp("job")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, JOB, str(rank), str(world_size), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        said = [rank.communicate(timeout=100)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(said)
+    run_processes(JOB, world_size, folder, timeout_s=100)
     return [torch.load(folder / f"found-{rank}.pt") for rank in range(world_size)]
 
 
