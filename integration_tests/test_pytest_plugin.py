@@ -29,6 +29,7 @@ def run_pytest(run_job, tmp_path: Path):
             "no:timeout",
             "--strict-markers",
             "--color=no",
+            "-rN",  # no summary: under CI it repeats whole failures
         )
         return run_job(ranks, "", *arguments, "-o", "mpi_patience_s=2", *options, "test_it.py")
 
