@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -13,6 +14,17 @@ def untracked() -> torch.inference_mode:
     (`torch.no_grad()` is not enough for the latter, which a collective may meet on a thread that is not in that mode.)
     """
     return torch.inference_mode()
+
+
+_NOTHING_TO_DO: AbstractContextManager[object] = nullcontext()
+
+
+def untracked_if_needed(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """What `untracked` makes if one of these tensors needs it; entering that costs more than to see that most need nothing."""
+    for tensor in tensors:
+        if tensor.requires_grad or tensor.is_inference():
+            return untracked()
+    return _NOTHING_TO_DO
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
