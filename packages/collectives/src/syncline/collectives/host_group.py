@@ -12,7 +12,7 @@ import torch
 from .collective import Collective
 from .deadline import Deadline
 from .errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
-from .layout import flat, in_plain_order, untracked_if_needed
+from .layout import flat, in_plain_order, is_tracked, untracked
 from .process_group import ProcessGroup
 from .progress import Progress
 from .reduce_op import Reduction
@@ -325,7 +325,10 @@ class HostGroup(ProcessGroup):
             raise self._failed_before(call, sequence)
         deadline = self._deadline = Deadline(self.timeout_s)
         try:
-            with untracked_if_needed(tensors):
+            if is_tracked(tensors):
+                with untracked():
+                    body(deadline)
+            else:
                 body(deadline)
         except TimeoutError as error:
             self._first_failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)

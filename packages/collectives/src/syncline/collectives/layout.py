@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -16,15 +15,12 @@ def untracked() -> torch.inference_mode:
     return torch.inference_mode()
 
 
-_NOTHING_TO_DO: AbstractContextManager[object] = nullcontext()
-
-
-def untracked_if_needed(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
-    """What `untracked` makes if one of these tensors needs it; entering that costs more than to see that most need nothing."""
-    for tensor in tensors:
+def is_tracked(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them needs `untracked`; to enter that costs more than to see that most need nothing."""
+    for tensor in tensors:  # noqa: SIM110 - a generator for `any` would cost as much again
         if tensor.requires_grad or tensor.is_inference():
-            return untracked()
-    return _NOTHING_TO_DO
+            return True
+    return False
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -93,11 +93,11 @@ def check_reduction(op: Reduction, dtype: torch.dtype) -> None:
     Raises:
         InvalidArgumentError: `op` is no reduction of ours, or not one that `dtype` has. The message lists those that exist.
     """
-    kind = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
-    if dtype in DTYPES_OF.get(kind, ()) and op is not ReduceOp.PREMUL_SUM:
-        return
     if op is ReduceOp.PREMUL_SUM:
         raise InvalidArgumentError("PREMUL_SUM needs a factor: pass premul_sum(factor)")
+    kind = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
+    if dtype in DTYPES_OF.get(kind, ()):
+        return
     if kind not in DTYPES_OF:
         known = ", ".join(member.name for member in ReduceOp)
         raise InvalidArgumentError(f"expected a reduction of syncline ({known}), found {op!r}")
