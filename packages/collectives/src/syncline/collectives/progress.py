@@ -85,7 +85,7 @@ class Progress:
                 return False
             self._queue.append(task)
             if self._thread is None:
-                _finish_before_exit(self)
+                _started.add(self)
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
             if self._running_on is None:
@@ -148,12 +148,7 @@ _EXIT_S = 5.0
 _started: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
-def _finish_before_exit(progress: Progress) -> None:
-    if not _started:
-        atexit.register(_finish_all)
-    _started.add(progress)
-
-
+@atexit.register
 def _finish_all() -> None:
     for progress in list(_started):
         progress.drain(_EXIT_S)
