@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .launch import Launch
 from .process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from .stores import Store
 
 
 @dataclass(frozen=True)
@@ -16,7 +22,8 @@ class ConnectRequest:
     Attributes:
         launch: what the launcher says, or None if nothing launched this process.
         rank, world_size: what the caller said explicitly, or None.
-        init_method: a rendezvous URL as torch.distributed takes it ("env://", "file://...", "tcp://..."), or None.
+        init_method: where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
+        store: what the ranks meet in instead of an `init_method`, ours or torch's, or None.
         timeout_s: the group's time limit in seconds.
         group_name: how error messages call the group.
         reproducible: reductions give the same bits in every run. A backend that cannot must refuse to connect.
@@ -29,6 +36,7 @@ class ConnectRequest:
     timeout_s: float
     group_name: str = "default"
     reproducible: bool = False
+    store: Store | dist.Store | None = None
 
 
 class Backend(ABC):

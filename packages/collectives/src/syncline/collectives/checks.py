@@ -10,6 +10,17 @@ from .collective import in_words
 from .layout import overlaps_itself
 
 
+def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
+    """Whether `unusable` and `unwritable` have nothing to say, in the usual case: the quickest way to ask."""
+    if not isinstance(tensor, torch.Tensor):
+        return False  # type: ignore[unreachable]  # an unchecked caller may pass anything
+    return (
+        ("cpu" if tensor.is_cpu else tensor.device.type) in device_types
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+    )
+
+
 def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: str) -> str | None:
     """Whether a group can touch the tensor at all."""
     if not isinstance(tensor, torch.Tensor):  # an unchecked caller may pass anything

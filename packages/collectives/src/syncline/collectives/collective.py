@@ -8,36 +8,51 @@ from zlib import crc32
 
 import torch
 
+from .reduce_op import Reduction
+
 
 class Collective(NamedTuple):
     """One call of a collective. A tuple, because one is made for each call and a frozen dataclass costs three times as much.
 
+    All of it must be the same on every rank, of the tensor its shape and dtype. It is put into words only when somebody asks.
+
     Attributes:
         name: the method's name, such as "all_reduce".
-        tensor: the tensor whose shape and dtype must be the same on every rank, if there is one.
-        detail: what else all ranks must agree on, such as "op=SUM" or "root=0"; empty if nothing.
+        tensor: the tensor that stands for all of the call, if one does.
+        op: the reduction, if there is one.
+        root: the root, if there is one.
+        detail: what else there is to agree on, such as "dtype=torch.int8"; empty if nothing.
     """
 
     name: str
     tensor: torch.Tensor | None = None
+    op: Reduction | None = None
+    root: int | None = None
     detail: str = ""
 
     def signature(self) -> str:
         """What must be the same on every rank, in words: "all_reduce(float32[10, 3], op=SUM)"."""
-        words = [] if self.tensor is None else [in_words(self.tensor)]
-        if self.detail:
-            words.append(self.detail)
-        return f"{self.name}({', '.join(words)})"
+        words = (
+            "" if self.tensor is None else in_words(self.tensor),
+            "" if self.op is None else f"op={self.op.name}",
+            "" if self.root is None else f"root={self.root}",
+            self.detail,
+        )
+        return f"{self.name}({', '.join(filter(None, words))})"
 
     def digest(self) -> int:
         """32 bits of the signature, for a quick comparison."""
-        shape = None if self.tensor is None else self.tensor.shape
-        return _digest(self.name, self.detail, None if self.tensor is None else self.tensor.dtype, shape)
+        tensor = self.tensor
+        if tensor is None:
+            return _digest(self.name, None, self.op, self.root, self.detail, None)
+        return _digest(self.name, tensor.dtype, self.op, self.root, self.detail, tensor.shape)
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest(name: str, detail: str, dtype: torch.dtype | None, shape: torch.Size | None) -> int:
-    return crc32(repr((name, detail, dtype, shape)).encode())
+def _digest(
+    name: str, dtype: torch.dtype | None, op: Reduction | None, root: int | None, detail: str, shape: torch.Size | None
+) -> int:
+    return crc32(repr((name, dtype, op, root, detail, shape)).encode())
 
 
 def in_words(tensor: torch.Tensor) -> str:

@@ -12,7 +12,7 @@ import torch
 from .collective import Collective
 from .deadline import Deadline
 from .errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
-from .layout import flat, in_plain_order, untracked
+from .layout import flat, in_plain_order, is_tracked, untracked
 from .process_group import ProcessGroup
 from .progress import Progress
 from .reduce_op import Reduction
@@ -102,17 +102,17 @@ class HostGroup(ProcessGroup):
     # ---- one tensor on each rank ----
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        call = Collective("all_reduce", tensor, f"op={op.name}")
+        call = Collective("all_reduce", tensor, op)
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
             self._transport.all_reduce(flat(wire), op, call, deadline)
             _copy_back(wire, tensor)
 
-        return self._issue(call, [tensor], body, async_op)
+        return self._issue(call, [tensor], (), body, async_op)
 
     def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
-        call = Collective("reduce", tensor, f"op={op.name}, root={root}")
+        call = Collective("reduce", tensor, op, root)
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
@@ -120,10 +120,10 @@ class HostGroup(ProcessGroup):
             if self.rank == root:
                 _copy_back(wire, tensor)
 
-        return self._issue(call, [tensor], body, async_op)
+        return self._issue(call, [tensor], (), body, async_op)
 
     def _broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work:
-        call = Collective("broadcast", tensor, f"root={root}")
+        call = Collective("broadcast", tensor, root=root)
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
@@ -131,7 +131,7 @@ class HostGroup(ProcessGroup):
             if self.rank != root:
                 _copy_back(wire, tensor)
 
-        return self._issue(call, [tensor], body, async_op)
+        return self._issue(call, [tensor], (), body, async_op)
 
     # ---- one tensor on one side, one for each rank on the other ----
 
@@ -143,7 +143,7 @@ class HostGroup(ProcessGroup):
             self._transport.all_gather(block, _flat(tensor), call, deadline)
             self._unpack(block, outputs)
 
-        return self._issue(call, outputs, body, async_op)
+        return self._issue(call, outputs, [tensor], body, async_op)
 
     def _all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool) -> Work:
         call = Collective("all_gather_into_tensor", tensor)
@@ -153,10 +153,10 @@ class HostGroup(ProcessGroup):
             self._transport.all_gather(flat(wire), _flat(tensor), call, deadline)
             _copy_back(wire, output)
 
-        return self._issue(call, [output], body, async_op)
+        return self._issue(call, [output], [tensor], body, async_op)
 
     def _gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
-        call = Collective("gather", tensor, f"root={root}")
+        call = Collective("gather", tensor, root=root)
 
         def body(deadline: Deadline) -> None:
             block = None if outputs is None else self._empty_block(tensor)
@@ -164,10 +164,10 @@ class HostGroup(ProcessGroup):
             if outputs is not None and block is not None:
                 self._unpack(block, outputs)
 
-        return self._issue(call, outputs or [], body, async_op)
+        return self._issue(call, outputs or [], [tensor], body, async_op)
 
     def _scatter(self, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
-        call = Collective("scatter", tensor, f"root={root}")
+        call = Collective("scatter", tensor, root=root)
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
@@ -175,10 +175,10 @@ class HostGroup(ProcessGroup):
             self._transport.scatter(flat(wire), block, root, call, deadline)
             _copy_back(wire, tensor)
 
-        return self._issue(call, [tensor], body, async_op)
+        return self._issue(call, [tensor], inputs or (), body, async_op)
 
     def _reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: Reduction, async_op: bool) -> Work:
-        call = Collective("reduce_scatter", output, f"op={op.name}")
+        call = Collective("reduce_scatter", output, op)
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
@@ -186,22 +186,22 @@ class HostGroup(ProcessGroup):
             self._transport.reduce_scatter(flat(wire), block, op, call, deadline)
             _copy_back(wire, output)
 
-        return self._issue(call, [output], body, async_op)
+        return self._issue(call, [output], inputs, body, async_op)
 
     def _reduce_scatter_tensor(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        call = Collective("reduce_scatter_tensor", output, f"op={op.name}")
+        call = Collective("reduce_scatter_tensor", output, op)
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
             self._transport.reduce_scatter(flat(wire), _flat(tensor), op, call, deadline)
             _copy_back(wire, output)
 
-        return self._issue(call, [output], body, async_op)
+        return self._issue(call, [output], [tensor], body, async_op)
 
     # ---- one tensor for each rank on both sides ----
 
     def _all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool) -> Work:
-        call = Collective("all_to_all", None, f"dtype={inputs[0].dtype}")
+        call = Collective("all_to_all", detail=f"dtype={inputs[0].dtype}")
 
         def body(deadline: Deadline) -> None:
             counts = [entry.numel() for entry in outputs]
@@ -211,12 +211,12 @@ class HostGroup(ProcessGroup):
             for output, part in zip(outputs, torch.split(received, counts), strict=True):
                 output.copy_(part.view(output.shape))
 
-        return self._issue(call, outputs, body, async_op)
+        return self._issue(call, outputs, inputs, body, async_op)
 
     def _all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], async_op: bool
     ) -> Work:
-        call = Collective("all_to_all_single", None, f"dtype={tensor.dtype}, row={list(tensor.shape[1:])}")
+        call = Collective("all_to_all_single", detail=f"dtype={tensor.dtype}, row={list(tensor.shape[1:])}")
         row = math.prod(tensor.shape[1:])
 
         def body(deadline: Deadline) -> None:
@@ -225,13 +225,13 @@ class HostGroup(ProcessGroup):
             self._transport.all_to_all(flat(wire), _flat(tensor), counts, [n * row for n in input_splits], call, deadline)
             _copy_back(wire, output)
 
-        return self._issue(call, [output], body, async_op)
+        return self._issue(call, [output], [tensor], body, async_op)
 
     # ---- no tensor ----
 
     def _barrier(self, async_op: bool) -> Work:
         call = Collective("barrier")
-        return self._issue(call, [], lambda deadline: self._transport.barrier(call, deadline), async_op)
+        return self._issue(call, [], (), lambda deadline: self._transport.barrier(call, deadline), async_op)
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
         call = Collective("split")
@@ -258,20 +258,20 @@ class HostGroup(ProcessGroup):
                 )
             )
 
-        self._issue(call, [], body, async_op=False)
+        self._issue(call, [], (), body, async_op=False)
         return made[0] if made else None
 
     # ---- two ranks ----
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
-        call = Collective("send", tensor, f"dst={dst}, tag={tag}")
+        call = Collective("send", tensor, detail=f"dst={dst}, tag={tag}")
         self._check_usable(call)
         wire = _flat(tensor)
         work = TransferWork(self._transport.start_send(wire, dst, tag), [tensor], lambda: None, self._transfer_in_words(call))
         return self._finish_now(work, async_op)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
-        call = Collective("recv", tensor, f"src={'any' if src is None else src}, tag={tag}")
+        call = Collective("recv", tensor, detail=f"src={'any' if src is None else src}, tag={tag}")
         self._check_usable(call)
         wire = in_plain_order(tensor)
         request = self._transport.start_recv(flat(wire), src, tag)
@@ -288,51 +288,59 @@ class HostGroup(ProcessGroup):
 
     # ---- from a call to a running collective ----
 
-    def _issue(self, call: Collective, outputs: list[torch.Tensor], body: Body, async_op: bool) -> Work:
+    def _issue(
+        self, call: Collective, outputs: list[torch.Tensor], inputs: Sequence[torch.Tensor], body: Body, async_op: bool
+    ) -> Work:
+        """Run a collective here or queue it; `outputs` and `inputs` together are all the tensors that the body touches."""
         self._check_open(call)
         sequence = next(self._sequence)
-        if not async_op:
-            outcome: list[BaseException | None] = []
-            if self._progress.run_here(lambda: outcome.append(self._run(call, sequence, body))):
-                error = outcome[0]
-                if error is not None:
-                    raise error
-                return FinishedWork(outputs)
+
+        def run() -> None:
+            self._run(call, sequence, body, (*outputs, *inputs))
+
+        if not async_op and self._progress.run_here(run):
+            return FinishedWork(outputs)
         work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress)
         self._in_flight.add(work)
-        if not self._progress.enqueue(lambda: self._run_into(work, call, sequence, body)):
+        if not self._progress.enqueue(lambda: self._run_into(work, run)):
             self._in_flight.discard(work)
             self._check_open(call)  # another thread has just closed the group
         if not async_op:
             work.wait()
         return work
 
-    def _run_into(self, work: PendingWork, call: Collective, sequence: int, body: Body) -> None:
-        error = self._run(call, sequence, body)
-        self._in_flight.discard(work)
-        if error is None:
-            work.succeed()
-        else:
+    def _run_into(self, work: PendingWork, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get it, whatever it is
+            self._in_flight.discard(work)
             work.fail(error)
+        else:
+            self._in_flight.discard(work)
+            work.succeed()
 
-    def _run(self, call: Collective, sequence: int, body: Body) -> BaseException | None:
-        """Run one collective to its end and return, rather than raise, what went wrong."""
+    def _run(self, call: Collective, sequence: int, body: Body, tensors: Sequence[torch.Tensor]) -> None:
+        """Run one collective to its end. What goes wrong is the group's first failure."""
         if self._first_failure is not None:
-            return self._failed_before(call, sequence)
+            raise self._failed_before(call, sequence)
         deadline = self._deadline = Deadline(self.timeout_s)
         try:
-            with untracked():
+            if is_tracked(tensors):
+                with untracked():
+                    body(deadline)
+            else:
                 body(deadline)
         except TimeoutError as error:
             self._first_failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
         except SynclineError as error:
             self._first_failure = type(error)(f"{self._in_words(call, sequence)}: {error}")
             self._first_failure.__cause__ = error.__cause__
-        except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get it, whatever it is
+        except BaseException as error:  # noqa: BLE001 - the same for what comes after it, whatever it is
             self._first_failure = error
         finally:
             self._deadline = None
-        return self._first_failure
+        if self._first_failure is not None:
+            raise self._first_failure
 
     # ---- complaints ----
 

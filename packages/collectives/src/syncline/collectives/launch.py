@@ -10,8 +10,8 @@ from .errors import InvalidArgumentError, LaunchError
 INIT_METHODS = {
     "mpi": "the ranks of the MPI job, without a port or a file; the same as backend 'mpi'",
     "env": "MASTER_ADDR and MASTER_PORT in the environment",
-    "file": "a file on a file system that all ranks see",
-    "tcp": "rank 0's host and port",
+    "file": "a folder on a file system that all ranks see",
+    "tcp": "rank 0's host and port, and a secret",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,6 +13,14 @@ def untracked() -> torch.inference_mode:
     (`torch.no_grad()` is not enough for the latter, which a collective may meet on a thread that is not in that mode.)
     """
     return torch.inference_mode()
+
+
+def is_tracked(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them needs `untracked`; to enter that costs more than to see that most need nothing."""
+    for tensor in tensors:  # noqa: SIM110 - a generator for `any` would cost as much again
+        if tensor.requires_grad or tensor.is_inference():
+            return True
+    return False
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:

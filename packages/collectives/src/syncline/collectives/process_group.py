@@ -89,10 +89,11 @@ class ProcessGroup(ABC):
         Raises:
             InvalidArgumentError: the dtype has no such reduction.
         """
-        if getattr(tensor, "layout", None) is torch.sparse_coo:
-            check_reduction(op, tensor.dtype)
-            return sparse.all_reduce(self, tensor, op, async_op)
-        self._check_tensors("all_reduce", writes=(tensor,))
+        if not checks.is_plain(tensor, self.device_types):
+            if getattr(tensor, "layout", None) is torch.sparse_coo:
+                check_reduction(op, tensor.dtype)
+                return sparse.all_reduce(self, tensor, op, async_op)
+            self._check_tensors("all_reduce", writes=(tensor,))
         check_reduction(op, tensor.dtype)
         return self._all_reduce(tensor, op, async_op)
 
@@ -431,8 +432,10 @@ class ProcessGroup(ABC):
     def _check_tensors(
         self, collective: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
     ) -> None:
+        served = self.device_types
         for tensor in (*reads, *writes):
-            self._complain(collective, checks.unusable(tensor, self.device_types, self.backend_name))
+            if not checks.is_plain(tensor, served):
+                self._complain(collective, checks.unusable(tensor, served, self.backend_name))
         for tensor in writes:
             self._complain(collective, checks.unwritable(tensor))
         if len(writes) > 1:

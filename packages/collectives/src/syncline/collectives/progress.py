@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 
 Task = Callable[[], None]
 
@@ -29,7 +30,7 @@ class Progress:
     come after it and before its successor. (A callback attached to a collective that has already finished runs on the
     attaching thread, which has not issued the successor yet: the same place in the order.)
 
-    Tasks never raise: a task records its outcome itself.
+    A task that is queued never raises: it records its outcome itself. What a task raises in `run_here` reaches the caller.
 
     The thread starts with the first queued task and is a daemon, so that a rank that dies of an exception is not kept
     alive by it.
@@ -48,7 +49,7 @@ class Progress:
 
     def is_running_here(self) -> bool:
         """Whether the calling thread is inside a task, that is, in a callback."""
-        return self._running_on == threading.get_ident()
+        return self._running_on == get_ident()
 
     def run_here(self, task: Task) -> bool:
         """Run a task on this thread if nothing comes before it, or if this thread is inside a task already.
@@ -56,13 +57,14 @@ class Progress:
         Returns:
             Whether the task was run; if not, call `enqueue`.
         """
-        if self.is_running_here():
+        me = get_ident()
+        if self._running_on == me:
             task()
             return True
         with self._lock:
             if self._running_on is not None or self._queue:
                 return False
-            self._running_on = threading.get_ident()
+            self._running_on = me
         try:
             task()
         finally:
@@ -83,7 +85,7 @@ class Progress:
                 return False
             self._queue.append(task)
             if self._thread is None:
-                _finish_before_exit(self)
+                _started.add(self)
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
             if self._running_on is None:
@@ -126,7 +128,7 @@ class Progress:
                 self._condition.notify_all()
 
     def _loop(self) -> None:
-        me = threading.get_ident()
+        me = get_ident()
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._running_on is None and (self._queue or self._stopping))
@@ -146,12 +148,7 @@ _EXIT_S = 5.0
 _started: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
-def _finish_before_exit(progress: Progress) -> None:
-    if not _started:
-        atexit.register(_finish_all)
-    _started.add(progress)
-
-
+@atexit.register
 def _finish_all() -> None:
     for progress in list(_started):
         progress.drain(_EXIT_S)

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .backend import Backend, ConnectRequest
 from .deadline import seconds
@@ -17,6 +17,11 @@ from .launch import check_init_method, detect_launch
 from .process_group import ProcessGroup
 from .registry import load_backend
 from .site import BackendChoice, choose_backend, load_site
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from .stores import Store
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -30,6 +35,7 @@ def init_process_group(
     timeout: timedelta | float | None = None,
     world_size: int = -1,
     rank: int = -1,
+    store: Store | dist.Store | None = None,
     *,
     reproducible: bool | None = None,
 ) -> ProcessGroup:
@@ -40,11 +46,13 @@ def init_process_group(
     Args:
         backend: a name from `backend_names()`; None chooses: `SYNCLINE_BACKEND`, else the site file's, else MPI under an MPI
             launcher, else Gloo under another launcher, else a group of one.
-        init_method: where the ranks of Gloo meet: "env://", "file://...", "tcp://...", as torch.distributed has it; "mpi://" is
-            backend "mpi".
+        init_method: where the ranks of Gloo meet: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or "env://"; see
+            `rendezvous.store_at`. "mpi://" is backend "mpi".
         timeout: seconds or a timedelta: how long one collective may take. By default the site file's, else 30 minutes.
         world_size: number of ranks; -1 takes the launcher's, another value must agree with it.
         rank: this process's rank; -1 takes the launcher's, another value must agree with it.
+        store: what the ranks of Gloo meet in, instead of an `init_method`: one of `stores`, or a `torch.distributed.Store`.
+            It must hold nothing of an earlier run.
         reproducible: reductions give the same bits in every run, at the price that the backend states. By default the site
             file's, else False. (Every rank of one run has the same bits always.)
 
@@ -53,7 +61,7 @@ def init_process_group(
 
     Raises:
         MisuseError: there is a default group already.
-        InvalidArgumentError: the `init_method` is of an unknown kind.
+        InvalidArgumentError: the `init_method` is of an unknown kind, or a store was given beside it.
         SiteFileError, UnknownBackendError, BackendUnavailableError, LaunchError: see `errors`.
     """
     global _default
@@ -61,6 +69,8 @@ def init_process_group(
         raise InvalidArgumentError(f"expected a world_size of at least 1 (or -1 for the launcher's), found {world_size}")
     if rank < -1:
         raise InvalidArgumentError(f"expected a rank of at least 0 (or -1 for the launcher's), found {rank}")
+    if store is not None and init_method is not None:
+        raise InvalidArgumentError(f"expected an init_method or a store, found both ({init_method!r} and {store!r})")
     site = load_site(os.environ)
     timeout_s = seconds(timeout, site.timeout_s)
     launch = detect_launch(os.environ)
@@ -74,7 +84,7 @@ def init_process_group(
             launch,
             lambda name: load_backend(name).missing(),
             scheme=scheme,
-            rendezvous_given=init_method is not None or world_size != -1,
+            rendezvous_given=init_method is not None or store is not None or world_size != -1,
             site=site,
         )
         request = ConnectRequest(
@@ -84,6 +94,7 @@ def init_process_group(
             init_method,
             timeout_s,
             reproducible=site.reproducible if reproducible is None else reproducible,
+            store=store,
         )
         _default = _load(choice).connect(request)
     if _default.rank == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -16,11 +15,10 @@ from ..collective import Collective
 from ..deadline import Deadline
 from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, TransportError
 from ..host_group import HostGroup
-from ..objects import exchange_objects
-from ..process_group import ProcessGroup
 from ..reduce_op import Reduction
 from ..registry import load_backend
-from ..stores import AsTorchStore, TCPStore, TCPStoreServer, new_secret
+from ..rendezvous import store_at, tcp_store_of_rank_0
+from ..stores import AsTorchStore, Store
 from ..torch_group import TorchGroup
 from ..transport import Request, Transport
 from ..work import Work
@@ -29,7 +27,6 @@ from ..work import Work
 # equally often.
 _generations = itertools.count()
 _abandoned: list[TorchGroup] = []
-_servers: list[TCPStoreServer] = []  # a group may connect subsets of its ranks as long as it lives
 
 
 class GlooTransport(Transport):
@@ -141,7 +138,7 @@ def _wait(work: Work, deadline: Deadline) -> None:
 
 
 class GlooBackend(Backend):
-    """Ranks are processes that find one another through a torch store."""
+    """Ranks are processes that find one another through a store."""
 
     def missing(self) -> str | None:
         """Some builds of torch have no Gloo."""
@@ -154,30 +151,30 @@ class GlooBackend(Backend):
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
-        store, rank, size = _rendezvous(request)
-        store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
+        rank, size = _place(request)
+        store = dist.PrefixStore(f"syncline/{next(_generations)}", _shared_store(request, rank, size))
         transport = connect(store, rank, size, request.group_name, request.timeout_s)
         return HostGroup(transport, rank, size, name=request.group_name, timeout_s=request.timeout_s)
 
 
-def _rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
-    """A store that all ranks share, this process's rank, and the number of ranks."""
-    rank, size = _place(request)
+def _shared_store(request: ConnectRequest, rank: int, size: int) -> dist.Store:
+    if request.store is not None:
+        return AsTorchStore(request.store) if isinstance(request.store, Store) else request.store
     if request.init_method is not None:
-        return _by_url(request.init_method, rank, size, request.timeout_s)
+        return store_at(request.init_method, rank, size, request.timeout_s)
     if size == 1:
-        return dist.HashStore(), rank, size
+        return dist.HashStore()
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        return _by_url("env://", rank, size, request.timeout_s)
+        return store_at("env://", rank, size, request.timeout_s)
     lack = None
     if request.launch is not None and request.launch.is_mpi:
         lack = load_backend("mpi").missing()
         if lack is None:
-            return _over_mpi(request), rank, size
+            return _over_mpi(request)
     raise LaunchError(
         f"backend 'gloo' has {size} ranks and no way for them to meet: expected an init_method (such as "
-        "'file:///shared/folder/name' or 'tcp://host:port'), MASTER_ADDR and MASTER_PORT as torchrun sets them, or a launch "
-        f"by MPI{'' if lack is None else f'; MPI launched this job, but cannot be used: {lack}'}"
+        "'file:///shared/folder' or 'tcp://host:port?secret_file=PATH'), a store, MASTER_ADDR and MASTER_PORT as torchrun sets "
+        f"them, or a launch by MPI{'' if lack is None else f'; MPI launched this job, but cannot be used: {lack}'}"
     )
 
 
@@ -204,11 +201,6 @@ def _place(request: ConnectRequest) -> tuple[int, int]:
     return launch.rank, launch.world_size or request.world_size or 1
 
 
-def _by_url(url: str, rank: int, size: int, timeout_s: float) -> tuple[dist.Store, int, int]:
-    store, rank, size = next(dist.rendezvous(url, rank, size, timeout=timedelta(seconds=timeout_s)))
-    return store, rank, size
-
-
 def _over_mpi(request: ConnectRequest) -> dist.Store:
     """A store on a port that the system chose; MPI tells the others where it is."""
     mpi = load_backend("mpi").connect(request)
@@ -216,20 +208,6 @@ def _over_mpi(request: ConnectRequest) -> dist.Store:
         return tcp_store_of_rank_0(mpi, request.timeout_s)
     finally:
         mpi.close()
-
-
-def tcp_store_of_rank_0(mpi: ProcessGroup, timeout_s: float) -> dist.Store:
-    """A store on rank 0, on one address and a port that the system chose; MPI tells the others where it is, and its secret."""
-    hosts = exchange_objects(socket.gethostname(), group=mpi)
-    address = "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostbyname(hosts[0])
-    told = None
-    if mpi.rank == 0:
-        secret = new_secret()
-        server = TCPStoreServer(address, secret=secret)
-        _servers.append(server)
-        told = (server.host, server.port, secret)
-    host, port, secret = exchange_objects(told, group=mpi)[0]
-    return AsTorchStore(TCPStore(host, port, secret=secret, timeout=timeout_s))
 
 
 backend = GlooBackend()

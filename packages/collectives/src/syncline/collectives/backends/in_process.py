@@ -317,6 +317,10 @@ class InProcessBackend(Backend):
                 f"init_method {request.init_method!r} says where processes meet, but backend 'in_process' has only this one; "
                 "leave it out, or choose backend 'gloo'"
             )
+        if request.store is not None:
+            raise LaunchError(
+                "a store was given, but backend 'in_process' has only this process; leave it out, or choose backend 'gloo'"
+            )
         return create_groups(1, name=request.group_name, timeout_s=request.timeout_s)[0]
 
 

@@ -203,7 +203,7 @@ def _mpi_world(control: ProcessGroup) -> MPI.Intracomm:
 
 
 def _torch_gloo(control: ProcessGroup) -> Any:
-    from ..backends.gloo import tcp_store_of_rank_0
+    from ..rendezvous import tcp_store_of_rank_0
 
     store = tcp_store_of_rank_0(control, control.timeout_s)
     prefixed = dist.PrefixStore("syncline/bench/torch-gloo", store)

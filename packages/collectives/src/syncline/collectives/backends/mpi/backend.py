@@ -116,6 +116,8 @@ def _check_init_method(request: ConnectRequest) -> None:
             f"init_method {request.init_method!r} says where the ranks meet, but the ranks of backend 'mpi' were connected by "
             "their launcher; leave init_method out, or choose backend 'gloo'"
         )
+    if request.store is not None:
+        raise LaunchError("a store was given, but the ranks of backend 'mpi' need none; leave it out, or choose backend 'gloo'")
 
 
 def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:

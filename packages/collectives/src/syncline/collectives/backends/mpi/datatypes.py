@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from mpi4py import MPI
 
-from ...reduce_op import ReduceOp
+from ...reduce_op import ReduceOp, Reduction
+from ...reduction import core_op
 
 # The types that MPI itself can reduce. float16, bfloat16 and float8 are not among them: no MPI type is portable for them,
 # and none may travel as an integer into a reduction. See `MPITransport`, which moves them as bytes and adds in float32.
@@ -43,11 +46,25 @@ _OPS_ON_BOOL: dict[ReduceOp, MPI.Op] = {
 }
 
 
-def mpi_op(op: ReduceOp, dtype: torch.dtype) -> MPI.Op:
-    """The MPI reduction for `op`; AVG is a SUM that the caller divides."""
-    return (_OPS_ON_BOOL if dtype is torch.bool else _OPS)[op]
+_SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
+
+
+@functools.lru_cache(maxsize=256)
+def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
+    """The type and reduction by which MPI itself does what `op` promises, or None if it does not.
+
+    AVG and PREMUL_SUM are a SUM that the caller scales. None for what is not in `REDUCIBLE`. None for MIN and MAX of floats:
+    what MPI makes of a not-a-number depends on the rank. None for sums of small integers, which shall wrap around: with vector
+    instructions Open MPI lets them stick at the largest value.
+    """
+    core = core_op(op)
+    is_fickle = core in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_floating_point
+    may_stick = core is ReduceOp.SUM and dtype in _SMALL_INTEGERS
+    if dtype not in REDUCIBLE or is_fickle or may_stick:
+        return None
+    return REDUCIBLE[dtype], (_OPS_ON_BOOL if dtype is torch.bool else _OPS)[core]
 
 
 def memory(tensor: torch.Tensor) -> MPI.buffer:
     """The bytes of a contiguous CPU tensor, for MPI to read and write. The caller keeps the tensor alive."""
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)

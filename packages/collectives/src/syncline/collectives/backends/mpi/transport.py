@@ -15,9 +15,9 @@ from ...collective import Collective
 from ...deadline import Deadline
 from ...errors import DisagreementError, TransportError
 from ...reduce_op import PremulSum, ReduceOp, Reduction
-from ...reduction import core_op, reduce_in_rank_order
+from ...reduction import reduce_in_rank_order
 from ...transport import Request, Transport
-from .datatypes import REDUCIBLE, memory, mpi_op
+from .datatypes import memory, mpi_reduction
 from .inquest import Inquest
 from .waiting import wait
 
@@ -27,7 +27,6 @@ PIECE_BYTES = 1 << 30
 # From here on the ranks meet first; see Note [Meeting first]. Below, the non-blocking form loses at most 3 us.
 MEETING_BYTES = 32 << 10
 
-_SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 _TAGS = 32_767  # MPI promises at least as many
 _PAIRWISE = 1  # tag on the private communicator; Inquest has another
 
@@ -36,7 +35,7 @@ class MPITransport(Transport):
     """Non-blocking MPI collectives, waited for with a deadline.
 
     Cost, for n bytes and p ranks: each collective is the MPI library's own, but some reductions are not: those of float16 and
-    bfloat16 (MPI has no portable type), sums of small integers, MIN and MAX of floats (see `_mpi_reduces`), and all if
+    bfloat16 (MPI has no portable type), sums of small integers, MIN and MAX of floats (see `mpi_reduction`), and all if
     `reproducible`. These are an all-to-all of bytes, a reduction in rank order on the rank that owns the slice, and for
     `all_reduce` an all-gather: 2 n (p-1)/p bytes on the wire from each rank, as a ring has, and 2 n of extra memory.
     `reduce_scatter` ends after the first half of that, `reduce` with a gather.
@@ -67,12 +66,13 @@ class MPITransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """Reduce with MPI, or by moving bytes and reducing here."""
-        if not self._mpi_reduces(tensor, op):
+        native = self._native(tensor, op)
+        if native is None:
             for piece in _pieces(tensor):
                 self._all_reduce_here(piece, op, call, deadline)
             return
         self._scale_before(tensor, op)
-        datatype, mpi = REDUCIBLE[tensor.dtype], mpi_op(core_op(op), tensor.dtype)
+        datatype, mpi = native
         for piece in _pieces(tensor):
             spec = (memory(piece), piece.numel(), datatype)
             self._collective("Allreduce", (MPI.IN_PLACE, spec, mpi), piece.nbytes, call, deadline)
@@ -80,13 +80,14 @@ class MPITransport(Transport):
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """Reduce with MPI, or by moving bytes and reducing here."""
-        if not self._mpi_reduces(tensor, op):
+        native = self._native(tensor, op)
+        if native is None:
             for piece in _pieces(tensor):
                 self._reduce_here(piece, root, op, call, deadline)
             return
         source = tensor.clone() if isinstance(op, PremulSum) and self._rank != root else tensor
         self._scale_before(source, op)
-        datatype, mpi = REDUCIBLE[tensor.dtype], mpi_op(core_op(op), tensor.dtype)
+        datatype, mpi = native
         for piece in _pieces(source):
             spec = (memory(piece), piece.numel(), datatype)
             sides = (MPI.IN_PLACE, spec) if self._rank == root else (spec, None)
@@ -210,15 +211,9 @@ class MPITransport(Transport):
 
     # ---- reducing here ----
 
-    def _mpi_reduces(self, tensor: torch.Tensor, op: Reduction) -> bool:
-        """Whether the MPI library's own reduction does what ours promises.
-
-        Not for MIN and MAX of floats: what MPI makes of a not-a-number depends on the rank. Not for sums of small integers,
-        which shall wrap around: with vector instructions Open MPI lets them stick at the largest value.
-        """
-        is_fickle = op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_floating_point()
-        may_stick = core_op(op) is ReduceOp.SUM and tensor.dtype in _SMALL_INTEGERS
-        return tensor.dtype in REDUCIBLE and not (self._reproducible or is_fickle or may_stick)
+    def _native(self, tensor: torch.Tensor, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
+        """How the MPI library reduces that; None if it is reduced here."""
+        return None if self._reproducible else mpi_reduction(tensor.dtype, op)
 
     def _all_reduce_here(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         counts = self._byte_counts(tensor)

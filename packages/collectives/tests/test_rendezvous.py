@@ -1,0 +1,206 @@
+"""Where ranks meet that no library connects: URLs, secrets, and that they do meet."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from syncline.collectives import InvalidArgumentError, LaunchError
+from syncline.collectives.errors import StoreAuthenticationError, StoreTimeout, StoreUnavailableError
+from syncline.collectives.rendezvous import (
+    Address,
+    address_by_environment,
+    find_secret,
+    parse_address,
+    parse_folder,
+    store_at,
+)
+from syncline.collectives.stores import TCPStoreServer, new_secret
+from syncline.collectives.testing.processes import run_processes
+
+JOB = Path(__file__).with_name("rendezvous_job.py")
+BY_HAND = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.touch(mode=0o600)
+    path.write_text(new_secret() + "\n")
+    return path
+
+
+# ---- what a URL says ----
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("tcp://node7:29500", Address("node7", 29500, None)),
+        ("tcp://10.0.0.7:1?secret_file=/home/a%20b/s", Address("10.0.0.7", 1, "/home/a b/s")),
+        ("tcp://[::1]:29500", Address("::1", 29500, None)),
+    ],
+)
+def test_addresses(url: str, address: Address) -> None:
+    assert parse_address(url) == address
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "tcp://node7",
+        "tcp://:29500",
+        "tcp://node7:0",
+        "tcp://node7:port",
+        "tcp://node7:99999",
+        "tcp://node7:1/path",
+        "tcp://me@x:1",
+    ],
+)
+def test_no_address(url: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"such as 'tcp://host:29500'") as caught:
+        parse_address(url)
+    assert repr(url) in str(caught.value)
+
+
+@pytest.mark.parametrize("query", ["secret=x", "rank=0&world_size=2", "secret_file=", "secret_file=/a&secret_file=/b"])
+def test_a_query_that_would_be_ignored(query: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="nothing but secret_file=PATH"):
+        parse_address(f"tcp://node7:29500?{query}")
+    with pytest.raises(InvalidArgumentError, match="nothing but secret_file=PATH"):
+        address_by_environment(f"env://?{query}", BY_HAND)
+
+
+def test_folders() -> None:
+    assert parse_folder("file:///shared/run") == Path("/shared/run")
+    for url in ("file://shared/run", "file:///shared?rank=0", "file://", "file:///shared#x"):
+        with pytest.raises(InvalidArgumentError, match="such as 'file:///shared/folder'"):
+            parse_folder(url)
+
+
+def test_the_environments_address() -> None:
+    assert address_by_environment("env://", BY_HAND) == Address("127.0.0.1", 29500, None)
+    assert address_by_environment("env://?secret_file=/s", BY_HAND) == Address("127.0.0.1", 29500, "/s")
+    with pytest.raises(LaunchError, match="needs MASTER_ADDR and MASTER_PORT"):
+        address_by_environment("env://", {})
+    with pytest.raises(LaunchError, match="needs MASTER_PORT in"):
+        address_by_environment("env://", {"MASTER_ADDR": "x"})
+    with pytest.raises(LaunchError, match="expected MASTER_PORT to be a port, 1 to 65535, found 'http'"):
+        address_by_environment("env://", {**BY_HAND, "MASTER_PORT": "http"})
+    with pytest.raises(InvalidArgumentError, match="found 'env://node7'"):
+        address_by_environment("env://node7", BY_HAND)
+
+
+# ---- the secret ----
+
+
+def test_the_secret(secret_file: Path) -> None:
+    assert find_secret(None, {"SYNCLINE_SECRET": "s"}) == "s"
+    assert find_secret(str(secret_file), {}) == secret_file.read_text().strip()
+
+
+def test_no_secret_is_refused_with_the_remedies() -> None:
+    with pytest.raises(LaunchError, match=r"must share a secret") as caught:
+        store_at("tcp://127.0.0.1:29500", 0, 2, 1.0, {})
+    assert all(remedy in str(caught.value) for remedy in ("?secret_file=PATH", "SYNCLINE_SECRET", "file:///shared/folder"))
+    with pytest.raises(LaunchError, match=r"must share a secret"):
+        store_at("env://", 1, 2, 1.0, BY_HAND)
+
+
+def test_two_secrets_are_one_too_many(secret_file: Path) -> None:
+    with pytest.raises(LaunchError, match=f"in SYNCLINE_SECRET and one in secret_file={secret_file}") as caught:
+        find_secret(str(secret_file), {"SYNCLINE_SECRET": "hush"})
+    assert "hush" not in str(caught.value)
+
+
+def test_a_secret_file_that_others_may_read(secret_file: Path) -> None:
+    secret_file.chmod(0o640)
+    with pytest.raises(LaunchError, match=rf"open to other users \(mode 640\); run `chmod 600 {secret_file}`"):
+        find_secret(str(secret_file), {})
+
+
+def test_no_secret_file(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"cannot read the secret_file .*No such file"):
+        find_secret(str(tmp_path / "none"), {})
+
+
+def test_a_short_secret() -> None:
+    with pytest.raises(InvalidArgumentError, match="at least 16 bytes, found 5"):
+        store_at("tcp://127.0.0.1:29500", 0, 2, 1.0, {"SYNCLINE_SECRET": "short"})
+
+
+# ---- meeting ----
+
+
+def meet_as_threads(url: str, environ: dict[str, str]) -> None:
+    with ThreadPoolExecutor(2) as ranks:
+        stores: list[dist.Store] = list(ranks.map(lambda rank: store_at(url, rank, 2, 20.0, environ), range(2)))
+    assert not stores[1].check(["from 0"]), "what an earlier run has left"
+    stores[0].set("from 0", "a")
+    assert stores[1].get("from 0") == b"a"
+
+
+def test_a_folder_that_another_run_has_left(tmp_path: Path) -> None:
+    for _ in range(2):
+        meet_as_threads(f"file://{tmp_path}/meeting", {})
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(StoreUnavailableError, match="expected a folder"):
+        store_at(f"file://{tmp_path}/taken", 0, 2, 1.0, {})
+
+
+def test_an_address_and_a_secret_file(port: int, secret_file: Path) -> None:
+    meet_as_threads(f"tcp://127.0.0.1:{port}?secret_file={secret_file}", {})
+
+
+def test_the_environment(port: int) -> None:
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SYNCLINE_SECRET": new_secret()}
+    meet_as_threads("env://", environ)
+
+
+def test_another_secret(port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
+    store_at(url, 0, 2, 5.0, {"SYNCLINE_SECRET": new_secret()})
+    with pytest.raises(StoreAuthenticationError):
+        store_at(url, 1, 2, 5.0, {"SYNCLINE_SECRET": new_secret()})
+
+
+def test_a_port_in_use_and_a_rank_0_that_never_comes(port: int) -> None:
+    environ = {"SYNCLINE_SECRET": new_secret()}
+    with pytest.raises(StoreTimeout, match="no server was there within"):
+        store_at(f"tcp://127.0.0.1:{port}", 1, 2, 0.3, environ)
+    server = TCPStoreServer("127.0.0.1", port, secret=new_secret())
+    with pytest.raises(StoreUnavailableError, match=f"port {port} of 127.0.0.1 is in use"):
+        store_at(f"tcp://127.0.0.1:{port}", 0, 2, 0.3, environ)
+    server.close()
+
+
+def test_processes(tmp_path: Path, port: int, secret_file: Path) -> None:
+    """Groups of processes by each of the ways, one after the other; they listen on one address and leave quietly."""
+    (tmp_path / "port").write_text(str(port))
+    run_processes(JOB, 2, tmp_path)
+
+
+def test_an_exit_without_warnings(port: int, secret_file: Path) -> None:
+    """Sockets that are still open when the interpreter ends would be told of."""
+    script = f"""
+from syncline.collectives import init_process_group
+init_process_group("gloo", "tcp://127.0.0.1:{port}?secret_file={secret_file}", world_size=1, rank=0)
+"""
+    done = subprocess.run([sys.executable, "-W", "always", "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
