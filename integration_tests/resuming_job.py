@@ -2,8 +2,8 @@
 
 Usage: mpiexec -n N python resuming_job.py FOLDER [CHECKPOINTS]
 
-Without CHECKPOINTS it trains from step 0 to the end, and leaves a checkpoint of each rank in FOLDER on the way; with them it goes
-on from there. Rank 0 leaves `found.pt` in FOLDER: for each hook the losses of the last steps and the parameters.
+Without CHECKPOINTS it trains from step 0 to the end, and leaves a checkpoint of each rank in FOLDER on the way; with them it
+goes on from there. Rank 0 leaves `found.pt` in FOLDER: for each hook the losses of the last steps and the parameters.
 """
 
 from __future__ import annotations
