@@ -18,7 +18,7 @@ from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, Tr
 from ..host_group import HostGroup
 from ..objects import exchange_objects
 from ..process_group import ProcessGroup
-from ..reduce_op import Reduction
+from ..reduce_op import HALVES, Reduction
 from ..registry import load_backend
 from ..stores import AsTorchStore, TCPStore, TCPStoreServer, new_secret
 from ..torch_group import TorchGroup
@@ -28,6 +28,8 @@ from ..work import Work
 # The store may outlive a group (torchrun's does), so every connection writes under a number of its own; all ranks connect
 # equally often.
 _generations = itertools.count()
+# Below it two collectives take longer than one of twice the bytes.
+_SCATTER_HALVES_FROM_BYTES = 64 * 1024
 _abandoned: list[TorchGroup] = []
 _servers: list[TCPStoreServer] = []  # a group may connect subsets of its ranks as long as it lives
 
@@ -51,8 +53,15 @@ class GlooTransport(Transport):
         return f"gloo of torch {torch.__version__}"
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        """Gloo's ring; halves in float32."""
-        _wait(self._group.all_reduce(tensor, op, async_op=True), deadline)
+        """Gloo's ring; halves of some size as a reduce-scatter and an all-gather, which move two bytes for each."""
+        if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
+            _wait(self._group.all_reduce(tensor, op, async_op=True), deadline)
+            return
+        padded = torch.nn.functional.pad(tensor, (0, -tensor.numel() % self._group.size))
+        part = torch.empty_like(padded.view(self._group.size, -1)[0])
+        _wait(self._group.reduce_scatter_tensor(part, padded, op, async_op=True), deadline)
+        _wait(self._group.all_gather_into_tensor(padded, part, async_op=True), deadline)
+        tensor.copy_(padded[: tensor.numel()])
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """An all_reduce of a copy."""
