@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from syncline import hooks
 
-STEPS = 3
+STEPS = 20
 SHARE = 4
 HOOKS: dict[str, Any] = {
     "none": None,

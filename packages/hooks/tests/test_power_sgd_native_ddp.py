@@ -54,6 +54,8 @@ def test_settings_make_a_difference(by_rank: list[dict[str, Any]], variant: str)
     found = by_rank[0]
     for case in ("rank-1", "rank-4", "cold", "no-feedback", "seed"):
         assert not same(found[f"ours {variant} {case}"], found[f"ours {variant} rank-2"]), case
+    # The same factors are drawn for matrices in a batch as for each alone, in torch's too.
+    torch.testing.assert_close(found[f"ours {variant} batched-shapes"], found[f"ours {variant} rank-2"])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

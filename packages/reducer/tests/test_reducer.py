@@ -543,6 +543,25 @@ def test_a_hook_may_return_what_a_work_does() -> None:
         assert torch.equal(gradient, 2 * average(2, 0, gradient))
 
 
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_hook_that_leaves_a_buffer_of_another_dtype_in_place_may_return_that_dtype(as_view: bool) -> None:
+    def body(group: ProcessGroup) -> list[torch.Tensor]:
+        parameters = make_parameters((3,))
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
+
+        def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            bucket.set_buffer(bucket.buffer().half())
+            return group.all_reduce(bucket.buffer(), ReduceOp.AVG, async_op=True).get_future().then(lambda d: d.value()[0])
+
+        reducer.set_hook(hook)
+        backward(reducer, lambda: linear_loss(parameters, group.rank))
+        return gradients(parameters)
+
+    for (gradient,) in run_ranks(2, body):
+        assert gradient.dtype == torch.float64
+        torch.testing.assert_close(gradient, average(2, 0, gradient), rtol=1e-3, atol=0)
+
+
 class HookError(Exception):
     pass
 
@@ -569,6 +588,12 @@ def fail_in_future(_: object, bucket: GradBucket) -> torch.futures.Future[torch.
             MisuseError,
             "given a bucket of 3 elements and returned 2.*Parameters in it: p0",
             id="wrong size",
+        ),
+        pytest.param(
+            lambda _, bucket: future_of(bucket.buffer().half()),
+            MisuseError,
+            r"bucket of torch\.float64.*returned one of torch\.float16",
+            id="another dtype",
         ),
         pytest.param(lambda _, bucket: future_of("text"), MisuseError, "a future of str; expected the reduced", id="no tensor"),
         pytest.param(lambda _, bucket: future_of([]), MisuseError, "a future of list; expected the reduced", id="empty list"),

@@ -33,6 +33,9 @@ _TORCH_OP: dict[ReduceOp, Any] = {
 # What torch's CPU groups reduce only in another dtype: halves to round once, int16 and bool because Gloo has neither.
 _REDUCED_AS = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32), **dict.fromkeys(BOOL, torch.uint8)}
 
+# Each rank sends a ring less than 8 bytes for each half; all its halves to everyone, 2 for each other rank.
+_RING_FROM_RANKS = 4
+
 
 class TorchGroup(ProcessGroup):
     """Issues each collective at once, on the caller's thread, on a torch.distributed group.
@@ -71,7 +74,7 @@ class TorchGroup(ProcessGroup):
     # ---- reductions ----
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        if not _torch_reduces(tensor, op):
+        if not _torch_reduces(tensor, op) or self._gathers_cheaper(tensor):
             terms, torch_work = self._gathered(tensor)
             return self._work([tensor], torch_work, lambda: tensor.copy_(reduce_in_rank_order(op, terms)), async_op)
         wire = _reducible(tensor, op)
@@ -188,6 +191,10 @@ class TorchGroup(ProcessGroup):
         )
 
     # ---- shared ----
+
+    def _gathers_cheaper(self, tensor: torch.Tensor) -> bool:
+        """Whether all ranks' halves are fewer bytes on the wire than a ring of float32, `8 * (size - 1) / size` for each."""
+        return tensor.dtype in HALVES and tensor.device.type == "cpu" and 1 < self.size < _RING_FROM_RANKS
 
     def _gathered(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
         wire = in_plain_order(tensor)

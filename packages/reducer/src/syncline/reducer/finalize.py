@@ -11,6 +11,7 @@ import torch
 from syncline.collectives import ProcessGroup, ReduceOp
 
 from .bucket import Bucket
+from .grad_bucket import GradBucket
 from .sparse_bucket import SparseBucket
 from .statistics import BucketTimes, IterationStatistics
 
@@ -18,19 +19,39 @@ Untouched: TypeAlias = Callable[[Collection[int]], Collection[int]]
 
 
 class Flight:
-    """A bucket whose reduction was issued."""
+    """A bucket whose reduction was issued.
 
-    def __init__(self, bucket: Bucket | SparseBucket, future: torch.futures.Future[Any], times: BucketTimes) -> None:
+    Args:
+        bucket: the bucket.
+        future: of the reduction.
+        times: gets the moment of its end.
+        shown: what the hook was given; None without a hook.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket | SparseBucket,
+        future: torch.futures.Future[Any],
+        times: BucketTimes,
+        shown: GradBucket | None = None,
+    ) -> None:
         self.bucket = bucket
         self.times = times
         self._future = future
+        self._shown = shown
         future.add_done_callback(self._note_end)
 
     def wait(self) -> object:
         """Block until the reduction is over, and return its result: the flat tensor, if the hook keeps its contract."""
         value = self._future.wait()
         self._note_end(self._future)
-        return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+        return self._as_given(value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value)
+
+    def _as_given(self, result: object) -> object:
+        """A hook that has put a buffer of another dtype in place, and left it there, may return that dtype (torch's do)."""
+        if self._shown is None or not isinstance(result, torch.Tensor) or result.dtype is not self._shown.buffer().dtype:
+            return result
+        return result.to(self.bucket.buffer.dtype)
 
     def _note_end(self, _: torch.futures.Future[Any]) -> None:
         if self.times.finished is None:

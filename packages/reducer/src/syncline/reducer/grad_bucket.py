@@ -32,7 +32,10 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let `buffer()` and `gradients()` show another flat tensor with as many elements."""
+        """Let `buffer()` and `gradients()` show another flat tensor with as many elements.
+
+        While it is in place, the hook's result may have its dtype, and is cast to the bucket's own.
+        """
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:

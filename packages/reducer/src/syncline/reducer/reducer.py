@@ -233,18 +233,19 @@ class Reducer:
         if self._hook is None and isinstance(bucket, SparseBucket) and isinstance(self._group, TorchGroup):
             self._flights.append(LateFlight(bucket, self._group, times))
         else:
-            self._flights.append(Flight(bucket, self._reduce(bucket, number), times))
+            self._flights.append(self._reduce(bucket, number, times))
 
-    def _reduce(self, bucket: AnyBucket, number: int) -> torch.futures.Future[Any]:
+    def _reduce(self, bucket: AnyBucket, number: int, times: BucketTimes) -> Flight:
         if self._hook is None:
-            return self._group.all_reduce(bucket.buffer, ReduceOp.AVG, async_op=True).get_future()
-        future = self._hook(self._hook_state, GradBucket(bucket, number, number == len(self._buckets) - 1, self._group))
+            return Flight(bucket, self._group.all_reduce(bucket.buffer, ReduceOp.AVG, async_op=True).get_future(), times)
+        shown = GradBucket(bucket, number, number == len(self._buckets) - 1, self._group)
+        future = self._hook(self._hook_state, shown)
         if not isinstance(future, torch._C.Future):  # the base class: what Future.then() returns
             raise MisuseError(
                 f"a communication hook must return a torch.futures.Future of the reduced bucket, found "
                 f"{type(future).__name__}; see get_future() of a Work"
             )
-        return future
+        return Flight(bucket, future, times, shown)
 
     def _end(self) -> None:
         """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward]."""
