@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Sequence
 
@@ -71,7 +72,7 @@ def not_arrived(error: Exception, names: Sequence[str]) -> TransportError | None
     if found is None:
         return None
     kind, text = found
-    if kind.__init__ not in (Exception.__init__, OSError.__init__):  # who knows what a third party's constructor takes
+    if inspect.isfunction(kind.__init__):  # who knows what a third party's constructor takes
         kind = TransportError
     return kind(f"{text.rstrip('. ')}. It was the reduction of the gradients of {_shortened(names)}")
 
