@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -74,7 +75,6 @@ def test_arguments_may_be_passed_by_position() -> None:
             "without static_graph=True",
         ),
         ({"mixed_precision": object()}, "mixed_precision: not there yet; use torch.autocast"),
-        ({"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": None}, "not there yet; leave them out"),
         ({"device_ids": [0]}, r"device_ids=\[0\] and a module on cpu"),
         ({"output_device": 0}, "output_device without device_ids"),
         ({"process_group": "world"}, "expected a process group.*found str"),
@@ -194,8 +194,6 @@ def test_a_later_hook_replaces_the_earlier() -> None:
         ddp.zero_grad()
         ddp(torch.ones(1, 2)).sum().backward()
         assert ddp.module.layer.bias.grad.item() == 1.0  # type: ignore[union-attr]
-        with pytest.raises(MisuseError, match=r"FP16_COMPRESS: not there; use register_comm_hook.*fp16_compress_hook"):
-            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
 
     only_rank(body)
 
@@ -203,12 +201,12 @@ def test_a_later_hook_replaces_the_earlier() -> None:
 def test_the_names_other_libraries_call() -> None:
     def body(group: ProcessGroup) -> None:
         ddp = DistributedDataParallel(WithBuffer(), process_group=group)
+        ddp._set_static_graph()
         ddp.require_backward_grad_sync = False
         ddp(torch.ones(1, 2) * (group.rank + 1)).sum().backward()
         assert ddp.module.layer.weight.grad.tolist() == [[group.rank + 1.0] * 2]  # type: ignore[union-attr]
         ddp.require_backward_grad_sync = True
         ddp._check_reducer_finalized()
-        ddp._set_static_graph()
         ddp._set_ddp_sink_clone(False)
         ddp._set_ddp_runtime_logging_sample_rate(5)
         assert ddp._distributed_rank == group.rank
@@ -224,17 +222,21 @@ def test_the_names_other_libraries_call() -> None:
         ddp.zero_grad()
         ddp.module(torch.ones(1, 2) * (group.rank + 1)).sum().backward()
         assert ddp.module.layer.weight.grad.tolist() == [[group.rank + 1.0] * 2]  # type: ignore[union-attr]
-        for name in ("_register_buffer_comm_hook", "_register_fused_optim", "_update_process_group"):
-            with pytest.raises(MisuseError, match=f"{name}: not there yet; "):
-                getattr(ddp, name)(None)
 
     run_ranks(2, body)
 
 
-def test_static_graph_is_too_late_after_a_backward() -> None:
+@pytest.mark.parametrize("how", ["reduced", "accumulated", "under way"])
+def test_static_graph_is_too_late_after_a_backward(how: str) -> None:
     def body(group: ProcessGroup) -> None:
         ddp = DistributedDataParallel(WithBuffer(), process_group=group)
-        ddp(torch.ones(1, 2)).sum().backward()
+        if how == "under way":
+            ddp.module.layer.weight.register_post_accumulate_grad_hook(lambda _: 1 / 0)  # type: ignore[union-attr]
+            with pytest.raises(ZeroDivisionError):
+                ddp(torch.ones(1, 2)).sum().backward()
+        else:
+            with nullcontext() if how == "reduced" else ddp.no_sync():
+                ddp(torch.ones(1, 2)).sum().backward()
         with pytest.raises(MisuseError, match="before the first backward"):
             ddp._set_static_graph()
 

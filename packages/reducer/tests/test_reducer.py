@@ -259,13 +259,12 @@ def test_what_was_accumulated_without_synchronisation_is_averaged_later(world_si
             for _, parameter in parameters:
                 parameter.grad = None
         before = started(log)
-        reducer.synchronizes = False
         for step in range(2):
+            reducer.prepare_for_backward(synchronizes=False)
             linear_loss(parameters, group.rank, step=step).backward()
             own = sum(coefficient(group.rank, 0, parameters[0][1], s) for s in range(step + 1))
             assert torch.equal(gradients(parameters)[0], own), "not averaged yet"  # type: ignore[arg-type]
         assert started(log) == before
-        reducer.synchronizes = True
         backward(reducer, lambda: linear_loss(parameters, group.rank, step=2))
         return gradients(parameters), started(log)[len(before) :]
 
@@ -357,9 +356,8 @@ def test_a_backward_without_synchronisation_does_not_count_as_the_first() -> Non
     def body(group: ProcessGroup) -> list[list[int]]:
         parameters = make_parameters((1,), (2,))
         reducer = Reducer(parameters, group, bucket_cap_bytes=ONE_EACH)
-        reducer.synchronizes = False
+        reducer.prepare_for_backward(synchronizes=False)
         linear_loss(parameters, group.rank, arrival=[0, 1]).backward()
-        reducer.synchronizes = True
         reducer.prepare_for_backward()
         return [bucket.indices for bucket in reducer.buckets]
 

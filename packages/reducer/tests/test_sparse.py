@@ -69,9 +69,8 @@ def test_what_was_accumulated_without_synchronisation_is_averaged_with_the_rest(
     def body(group: ProcessGroup) -> torch.Tensor:
         model, oracle = make_model("embedding"), make_model("embedding")
         reducer = Reducer(list(model.named_parameters()), group, sparse=[True, False, False])
-        reducer.synchronizes = False
+        reducer.prepare_for_backward(synchronizes=False)
         loss_of(model, group.rank, 0).backward()
-        reducer.synchronizes = True
         reducer.prepare_for_backward()
         loss_of(model, group.rank, 1).backward()
         for rank in range(2):

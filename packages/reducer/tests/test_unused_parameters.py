@@ -128,9 +128,8 @@ def test_what_was_used_only_without_synchronisation_is_reduced_too(as_view: bool
         for step in range(2):
             for _, parameter in parameters:
                 parameter.grad = None
-            reducer.synchronizes = False
+            reducer.prepare_for_backward(synchronizes=False)
             loss_of(parameters, group.rank, step, {group.rank}).backward()
-            reducer.synchronizes = True
             reducer.prepare_for_backward()
             loss_of(parameters, group.rank, step, {3}).backward()
             for index in range(2):

@@ -7,7 +7,7 @@ import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.testing import run_ranks
-from syncline.reducer import verify_same_parameters
+from syncline.reducer import verify_same_options, verify_same_parameters
 
 pytestmark = pytest.mark.ranks
 
@@ -102,3 +102,33 @@ def test_the_rank_that_differs_is_named() -> None:
     for text in run_ranks(4, complaint_of, models):
         assert text is not None
         assert "float32[6] with strides [1] on rank 2" in text
+
+
+OPTIONS = {"cap": 3, "caps": [1, 2], "view": False, "until": None}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_equal_options_pass(world_size: int) -> None:
+    run_ranks(world_size, lambda group: verify_same_options({**OPTIONS, "caps": [1, 2]}, group=group))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"cap": 4}, "found cap=3 on rank 0 and 4 on rank 2. Pass"),
+        ({"caps": [1]}, "found caps=[1, 2] on rank 0 and [1] on rank 2. Pass"),
+        (
+            {"view": True, "until": "x"},
+            "found view=False on rank 0 and True on rank 2, until=None on rank 0 and 'x' on rank 2. Pass",
+        ),
+    ],
+)
+def test_options_that_differ_are_named_with_both_values(other: dict[str, object], words: str) -> None:
+    def body(group: ProcessGroup) -> str:
+        with pytest.raises(DisagreementError) as caught:
+            verify_same_options({**OPTIONS, **(other if group.rank == 2 else {})}, group=group)
+        return str(caught.value)
+
+    for rank, text in enumerate(run_ranks(3, body)):
+        assert words in text
+        assert f"rank {rank} of 3" in text

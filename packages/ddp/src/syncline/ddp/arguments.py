@@ -76,19 +76,41 @@ def check_vestiges(dim: int, check_reduction: bool) -> None:
         warnings.warn("check_reduction=True: leave it out, every reduction is always checked", FutureWarning, stacklevel=4)
 
 
-def check_not_there(mixed_precision: object, delay_all_reduce_named_params: object, param_to_hook_all_reduce: object) -> None:
+def check_not_there(mixed_precision: object) -> None:
     """What torch has and this has not.
 
     Raises:
-        InvalidArgumentError: one of them was given.
+        InvalidArgumentError: it was given.
     """
     if mixed_precision is not None:
         _refuse("mixed_precision", "use torch.autocast, and a hook that casts (syncline.hooks) to send fewer bytes")
-    if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
-        _refuse(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce",
-            "leave them out: these parameters travel in buckets with the others, and their gradients are the same",
+
+
+def delayed_names(
+    delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None,
+    param_to_hook_all_reduce: torch.nn.Parameter | None,
+    trainable: Sequence[tuple[str, torch.nn.Parameter]],
+) -> tuple[list[str], str | None]:
+    """The names of the parameters that are reduced late, and of the one for which they wait.
+
+    Raises:
+        InvalidArgumentError: one argument was given without the other, or names what is no trainable parameter of the module.
+    """
+    delayed = list(delay_all_reduce_named_params or ())
+    if bool(delayed) != (param_to_hook_all_reduce is not None):
+        raise InvalidArgumentError(
+            "expected delay_all_reduce_named_params together with param_to_hook_all_reduce, found one without the other"
         )
+    if param_to_hook_all_reduce is None:
+        return [], None
+    name_of = {id(parameter): name for name, parameter in trainable}
+    for name, parameter in [*delayed, ("param_to_hook_all_reduce", param_to_hook_all_reduce)]:
+        if id(parameter) not in name_of:
+            raise InvalidArgumentError(
+                f"expected trainable parameters of the module, found '{name}', which is none or is ignored: take them from "
+                "module.named_parameters()"
+            )
+    return [name_of[id(parameter)] for _, parameter in delayed], name_of[id(param_to_hook_all_reduce)]
 
 
 def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: Sequence[torch.Tensor]) -> torch.device | None:

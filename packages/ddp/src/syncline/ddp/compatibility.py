@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives import InvalidArgumentError, ProcessGroup
+
+from .buffers import BufferHook, Buffers
+from .builtin_hooks import builtin_hook
+from .fused_optimizer import FusedOptimizer
+from .module_state import ModuleState
 
 if TYPE_CHECKING:
     from syncline.reducer import Reducer
@@ -30,28 +36,24 @@ class TorchNames:
         process_group: ProcessGroup
         static_graph: bool
         _reducer: Reducer
-        _buffers_are_stale: bool
+        _state: ModuleState
+        _buffer_sync: Buffers
+        fused_optimizer: FusedOptimizer
+
+        def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
+            """What `_update_process_group` does."""
 
         def logging_data(self) -> dict[str, int | str]:
             """What `_get_ddp_logging_data` tells."""
 
     @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether the next forward prepares a reduction; False within `no_sync()`."""
-        return self._reducer.synchronizes
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self._reducer.synchronizes = value
-
-    @property
     def require_forward_param_sync(self) -> bool:
         """Whether the next forward broadcasts buffers."""
-        return self._buffers_are_stale
+        return self._buffer_sync.are_stale
 
     @require_forward_param_sync.setter
     def require_forward_param_sync(self, value: bool) -> None:
-        self._buffers_are_stale = value
+        self._buffer_sync.are_stale = value
 
     @property
     def _distributed_rank(self) -> int:
@@ -80,20 +82,22 @@ class TorchNames:
         """Nothing to set: the model's outputs are handed on as they are."""
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        if comm_hook_type != dist.BuiltinCommHookType.ALLREDUCE:
-            raise MisuseError(
-                f"built-in hook {comm_hook_type}: not there; use register_comm_hook(None, syncline.hooks.fp16_compress_hook)"
-            )
-        self._reducer.set_hook(None)
+        self._reducer.set_hook(builtin_hook(comm_hook_type))
 
-    def _register_buffer_comm_hook(self, *_: object, **__: object) -> NoReturn:
-        raise _not_there("_register_buffer_comm_hook", "pass broadcast_buffers=False and synchronise buffers in the loop")
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Any, comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD
+    ) -> None:
+        follows_forward = comm_hook_location == _BufferCommHookLocation.POST_FORWARD
+        self._buffer_sync.hook = BufferHook(state, hook, follows_forward)
 
-    def _register_fused_optim(self, *_: object, **__: object) -> NoReturn:
-        raise _not_there("_register_fused_optim", "step the optimizer after backward")
+    def _register_fused_optim(
+        self, optim: type[torch.optim.Optimizer], *args: Any, optim_params: Iterable[Any] | None = None, **kwargs: Any
+    ) -> None:
+        chosen = [parameter for _, parameter in self._state.parameters() if parameter.requires_grad]
+        self.fused_optimizer.register(optim, chosen if optim_params is None else optim_params, *args, **kwargs)
 
-    def _update_process_group(self, *_: object, **__: object) -> NoReturn:
-        raise _not_there("_update_process_group", "wrap the bare module anew, with the new group")
+    def _update_process_group(self, new_process_group: Any) -> None:
+        self.update_process_group(new_process_group)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -109,7 +113,3 @@ class TorchNames:
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, _IS_IGNORED):
                 yield (name, parameter) if named_params else parameter
-
-
-def _not_there(what: str, replacement: str) -> MisuseError:
-    return MisuseError(f"{what}: not there yet; {replacement}")

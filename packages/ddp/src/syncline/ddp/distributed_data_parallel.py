@@ -11,18 +11,22 @@ import torch
 from torch.distributed.utils import _to_kwargs
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
-from syncline.reducer import GradBucket, IterationStatistics, Reducer
+from syncline.reducer import GradBucket, IterationStatistics, Reducer, verify_same_options
 
 from . import arguments, logging_data
+from .buffers import Buffers
 from .compatibility import TorchNames, ignored_names
+from .fused_optimizer import FusedOptimizer
+from .join import Join, Joinable
 from .module_state import ModuleState
 from .process_groups import default_group, resolve_group
+from .uneven_inputs import UnevenInputs
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-class DistributedDataParallel(TorchNames, torch.nn.Module):
+class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     """Wraps a module so that each backward averages the gradients over all ranks.
 
     Every rank builds the same module and wraps it; from then on all have rank 0's parameters and buffers. Each rank feeds its
@@ -49,8 +53,9 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         gradient_as_bucket_view: let each `parameter.grad` be a view of its bucket, which saves a copy and as much memory as the
             gradients take. Do not `detach_()` such gradients.
         static_graph: every backward is like the first; allows re-entrant checkpoints and parameters that are never used.
-        delay_all_reduce_named_params: refused.
-        param_to_hook_all_reduce: refused.
+        delay_all_reduce_named_params: names and parameters that may get any number of gradients, or none, in a backward; they
+            are reduced last, when that of `param_to_hook_all_reduce` has arrived.
+        param_to_hook_all_reduce: one parameter of the module.
         mixed_precision: refused; use `torch.autocast`.
         device_mesh: a one-dimensional mesh, instead of `process_group`.
         skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce buckets of which no rank uses anything.
@@ -58,13 +63,16 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         batched_grad_copy: the copies into buckets are batched either way.
         forward_sync_buffers: as `broadcast_buffers`, but buffers are broadcast at construction in any case.
 
-    Constructing it is a collective: an all-gather of 32 bytes and one broadcast of the module's state, in buffers of 250 MiB.
+    Constructing it is a collective: two all-gathers of 32 bytes and one broadcast of the module's state, in buffers of 250 MiB.
 
     Raises:
         MisuseError: a parameter is uninitialised or on a device that the group does not serve, or none needs a gradient.
-        DisagreementError: on all ranks, if the modules differ between ranks; names the parameter or buffer and both shapes.
+        DisagreementError: on all ranks, if modules or arguments differ between ranks; names the parameter, buffer or argument
+            and both versions.
         InvalidArgumentError: an argument is refused, or contradicts another; says what to pass instead.
     """
+
+    _uneven_inputs: UnevenInputs | None = None
 
     def __init__(
         self,
@@ -91,7 +99,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
     ) -> None:
         super().__init__()
         arguments.check_vestiges(dim, check_reduction)
-        arguments.check_not_there(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        arguments.check_not_there(mixed_precision)
         arguments.check_unused(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
         sync_buffers_at_first, forward_sync_buffers = arguments.buffer_synchronization(broadcast_buffers, forward_sync_buffers)
         self._bucket_caps_bytes = arguments.bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
@@ -101,8 +109,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         self.process_group = resolve_group(process_group, device_mesh)
         parameters = self._state.trainable_parameters(self.process_group)
         self._input_device = arguments.placement(device_ids, output_device, [p for _, p in self._state.parameters()])
+        self._delayed, self._delayed_until = arguments.delayed_names(
+            delay_all_reduce_named_params, param_to_hook_all_reduce, parameters
+        )
         self.module = module
-        self.forward_sync_buffers = forward_sync_buffers
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.find_unused_parameters = find_unused_parameters
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -112,12 +122,24 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         self.device = parameters[0][1].device
         self.device_ids = None if self._input_device is None else [self._input_device.index]
         self.output_device = None if self._input_device is None else self._input_device.index
+        self.require_backward_grad_sync = True
+        self._buffer_sync = Buffers(self._state, enabled=forward_sync_buffers)
+        self.fused_optimizer = FusedOptimizer()
+        self._has_adopted_optimizers = False
         if init_sync:
+            self._verify_options(sync_buffers_at_first)
             self._state.verify(self.process_group, buffers=sync_buffers_at_first)
-            self._state.broadcast(self.process_group, buffers=sync_buffers_at_first)
-        self._buffers_are_stale = True
-        self._has_buffers = bool(self._state.buffers())
+            self._state.broadcast(self.process_group, 0, buffers=sync_buffers_at_first)
         self._reducer = self._make_reducer()
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether forwards synchronise buffers."""
+        return self._buffer_sync.enabled
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self._buffer_sync.enabled = value
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -129,37 +151,113 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         self.forward_sync_buffers = value
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module. Every rank calls it equally often; it may be a collective.
+        """Run the module. Every rank calls it equally often (or within `join`); it may be a collective.
 
-        In training it prepares the reduction of the gradients. Buffers are broadcast as in torch: before each forward that
-        follows one in training.
+        In training it prepares the reduction of the gradients; whether its backward is reduced is decided here, wherever that
+        runs. Buffers are synchronised as in torch: at each forward that follows one in training.
         """
-        if self._buffers_are_stale and self.forward_sync_buffers and self._has_buffers:
-            self._state.broadcast_buffers(self.process_group)
-        will_reduce = torch.is_grad_enabled() and self._reducer.synchronizes
-        if will_reduce:
-            self._reducer.prepare_for_backward()
-        self._buffers_are_stale = will_reduce
+        has_backward = torch.is_grad_enabled()
+        will_reduce = has_backward and self.require_backward_grad_sync
+        root = self._meet_ranks_without_inputs(will_reduce)
+        pending = self._buffer_sync.before_forward(self.process_group, root)
+        if has_backward:
+            self._adopt_optimizers()
+            self._reducer.prepare_for_backward(synchronizes=will_reduce)
         if self._input_device is not None:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]
-        outputs = self.module(*inputs, **kwargs)
+        try:
+            outputs = self.module(*inputs, **kwargs)
+        except BaseException:
+            if has_backward:
+                self._reducer.withdraw()
+            raise
+        pending += self._buffer_sync.after_forward()
+        self._buffer_sync.are_stale = will_reduce
         if will_reduce:
             self._reducer.statistics.forward_ended = time.perf_counter()
+            self._reducer.wait_at_end(pending)
+        else:
+            torch.futures.wait_all(pending)
         return outputs
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward adds to each rank's own gradients and does not communicate.
+        """The backwards of forwards within it add to each rank's own gradients and do not communicate.
 
-        The first forward and backward after it reduce what was added up. The forward must be inside, too. May be nested.
+        The first forward after it has a backward that reduces what was added up. What counts is where the forward is, as in
+        torch. May be nested.
         """
-        before = self._reducer.synchronizes
-        self._reducer.synchronizes = False
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self._reducer.synchronizes = before
+            self.require_backward_grad_sync = before
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """A context around the training loop in which ranks may have different numbers of inputs; see `Join`.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by the number of ranks also when some have no inputs left; False:
+                by the number of those that have.
+            enable: False leaves everything as it is without the context.
+            throw_on_early_termination: raise an error on all ranks when one is out of inputs.
+        """
+        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
+
+    def join_hook(self, **kwargs: Any) -> UnevenInputs:
+        """What a rank without inputs does in place of this module; takes `divide_by_initial_world_size`."""
+        divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        self._uneven_inputs = UnevenInputs(self, divide_by_initial_world_size=divide_by_initial_world_size)
+        return self._uneven_inputs
+
+    @property
+    def join_device(self) -> torch.device:
+        """The module's device."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group over which gradients are averaged."""
+        return self.process_group
+
+    def _meet_ranks_without_inputs(self, will_reduce: bool) -> int:
+        """The rank whose buffers all shall have. In a join context a collective."""
+        present = Join.notify_join_context(self)
+        if present is None or self._uneven_inputs is None:
+            return 0
+        return self._uneven_inputs.before_forward(present, will_reduce=will_reduce)
+
+    def _adopt_optimizers(self) -> None:
+        """At the first forward, because they may be given to the parameters after construction."""
+        if not self._has_adopted_optimizers:
+            self.fused_optimizer.adopt(parameter for _, parameter in self._state.parameters())
+            self._has_adopted_optimizers = True
+
+    def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
+        """From now on average over the ranks of another group, some of which may be gone, or new. A collective of that group.
+
+        Parameters and buffers are compared, and stay as they are: give a new rank the state of the others first. The hook
+        stays; if its state holds the old group, register it anew. The next backward is a first one: buckets are rebuilt after
+        it, and a static graph is learnt anew.
+
+        Args:
+            process_group: as at construction.
+
+        Raises:
+            DisagreementError: as at construction.
+        """
+        group = resolve_group(process_group)
+        self._state.verify(group, buffers=self.forward_sync_buffers)
+        hook, state = self._reducer.hook
+        self._reducer.close()
+        self.process_group = group
+        self._is_default_group = process_group is None
+        self._reducer = self._make_reducer()
+        self._reducer.set_hook(hook, state)
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
         """Let `hook(state, bucket)` reduce each bucket, instead of averaging it. A later call replaces the hook.
@@ -200,7 +298,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
     def _make_reducer(self) -> Reducer:
         parameters = self._state.trainable_parameters(self.process_group)
         sparse = self._state.sparse_parameters()
-        return Reducer(
+        reducer = Reducer(
             parameters,
             self.process_group,
             bucket_cap_bytes=self._bucket_caps_bytes,
@@ -209,7 +307,28 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
             find_unused_parameters=self.find_unused_parameters,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             static_graph=self.static_graph,
+            delayed=self._delayed,
+            delayed_until=self._delayed_until,
         )
+        reducer.on_delivery(self.fused_optimizer.step)
+        return reducer
+
+    def _verify_options(self, sync_buffers_at_first: bool) -> None:
+        """Compare what decides which collectives are issued."""
+        sparse = self._state.sparse_parameters()
+        options = {
+            "bucket_cap_mb, bucket_cap_mb_list (in bytes)": self._bucket_caps_bytes,
+            "broadcast_buffers (at construction)": sync_buffers_at_first,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "find_unused_parameters": self.find_unused_parameters,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "static_graph": self.static_graph,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "delay_all_reduce_named_params": self._delayed,
+            "param_to_hook_all_reduce": self._delayed_until,
+            "sparse=True (in embeddings)": [name for name, parameter in self._state.parameters() if id(parameter) in sparse],
+        }
+        verify_same_options(options, group=self.process_group)
 
     # ---- copies ----
 
@@ -220,7 +339,11 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
                 f"a DistributedDataParallel on {self.process_group.place()} cannot be copied or pickled: only the default "
                 "group is found again. Copy or save ddp.module (or its state_dict), and wrap it anew"
             )
-        return {name: value for name, value in self.__dict__.items() if name not in ("process_group", "_reducer")}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("process_group", "_reducer", "_join", "_uneven_inputs")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the default group of this process, and build a reducer: a collective, like construction."""

@@ -1,4 +1,4 @@
-"""A module's parameters and buffers: which there are, what is wrong with them, and how all ranks come to have rank 0's."""
+"""A module's parameters and buffers: which there are, what is wrong with them, and how all ranks come to have one rank's."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class ModuleState:
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         verify_same_parameters([name for name, _ in named], [tensor for _, tensor in named], group=group)
 
-    def broadcast(self, group: ProcessGroup, *, buffers: bool) -> None:
-        """Give every rank the parameters, and buffers, of rank 0, in place. A collective."""
+    def broadcast(self, group: ProcessGroup, root: int, *, buffers: bool) -> None:
+        """Give every rank the parameters, and buffers, of the root, in place. A collective."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
-        broadcast_coalesced([tensor.detach() for _, tensor in named], group=group)
+        broadcast_coalesced([tensor.detach() for _, tensor in named], group=group, root=root)
 
-    def broadcast_buffers(self, group: ProcessGroup) -> None:
-        """Give every rank the buffers of rank 0, in place. A collective."""
-        broadcast_coalesced([buffer.detach() for _, buffer in self.buffers()], group=group)
+    def broadcast_buffers(self, group: ProcessGroup, root: int) -> None:
+        """Give every rank the buffers of the root, in place. A collective."""
+        broadcast_coalesced([buffer.detach() for _, buffer in self.buffers()], group=group, root=root)

@@ -8,7 +8,7 @@ from .reducer import Reducer
 from .static_graph import StaticGraph
 from .statistics import BucketTimes, IterationStatistics
 from .used_parameters import ChangingGraph
-from .verification import verify_same_parameters
+from .verification import verify_same_options, verify_same_parameters
 
 __all__ = [
     "BucketAssignment",
@@ -23,5 +23,6 @@ __all__ = [
     "Reducer",
     "StaticGraph",
     "assign_buckets",
+    "verify_same_options",
     "verify_same_parameters",
 ]

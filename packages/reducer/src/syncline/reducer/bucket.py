@@ -31,6 +31,7 @@ class Bucket:
     Attributes:
         indices: the parameters' indices in the reducer.
         parameters: the parameters.
+        names: theirs.
         buffer: flat, on the parameters' device; from `ProcessGroup.allocate`.
         views: one for each parameter.
     """
@@ -46,7 +47,7 @@ class Bucket:
     ) -> None:
         self.indices = list(indices)
         self.parameters = list(parameters)
-        self._names = list(names)
+        self.names = list(names)
         self._place = group.place()
         self._as_view = as_view
         self._kept: dict[int, torch.Tensor] = {}
@@ -79,7 +80,7 @@ class Bucket:
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
-        for index, parameter, view, name in zip(self.indices, self.parameters, self.views, self._names, strict=True):
+        for index, parameter, view, name in zip(self.indices, self.parameters, self.views, self.names, strict=True):
             gradient = parameter.grad
             if gradient is view:
                 if index in unused:
@@ -98,6 +99,13 @@ class Bucket:
         if self._as_view:
             self.alias(unused)
 
+    def collect_nothing(self) -> None:
+        """Fill the buffer with zeros, on a rank that has no gradients; `deliver` must leave all of them as they are."""
+        for index, parameter, view in self._members():
+            if parameter.grad is view:
+                self._kept[index] = view.clone()
+        self.buffer.zero_()
+
     def accept(self, result: object) -> None:
         """Take the reduced gradients, if they are not in the buffer already.
 
@@ -106,7 +114,7 @@ class Bucket:
         """
         if result is self.buffer:
             return
-        complaint = complaints.not_the_reduced_bucket(result, self.buffer, self._names)
+        complaint = complaints.not_the_reduced_bucket(result, self.buffer, self.names)
         if complaint is not None:
             raise complaint
         assert isinstance(result, torch.Tensor)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from syncline.collectives import MisuseError
+from syncline.collectives import MisuseError, TransportError
+
+_MOST_NAMES = 4
 
 
 def never_ready(names: Sequence[str], place: str, advice: str) -> MisuseError:
     """Backward is over, and gradients are missing."""
-    quoted = ", ".join(f"'{name}'" for name in names)
+    quoted = _quoted(names)
     return MisuseError(f"backward ended on {place}, but these parameters got no gradient in it: {quoted}. {advice}")
 
 
@@ -58,6 +62,35 @@ def differentiable(name: str) -> MisuseError:
     )
 
 
+def not_arrived(error: Exception, names: Sequence[str]) -> TransportError | None:
+    """A transport error, with the parameters whose bucket it hit; None if the error is another one.
+
+    An error that went through `Future.then` is a RuntimeError that tells type and text of the original one. Both are found
+    again, if it was of our types.
+    """
+    found = (type(error), str(error)) if isinstance(error, TransportError) else _told(error)
+    if found is None:
+        return None
+    kind, text = found
+    if inspect.isfunction(kind.__init__):  # who knows what a third party's constructor takes
+        kind = TransportError
+    return kind(f"{text.rstrip('. ')}. It was the reduction of the gradients of {_shortened(names)}")
+
+
+def _told(error: Exception) -> tuple[type[TransportError], str] | None:
+    if not isinstance(error, RuntimeError):
+        return None
+    known = {kind.__name__: kind for kind in _family(TransportError)}
+    match = re.search(rf"\b({'|'.join(known)}): (.*?)(\n\nAt:\n|$)", str(error), re.DOTALL)
+    return None if match is None else (known[match[1]], match[2])
+
+
+def _family(kind: type[TransportError]) -> Iterator[type[TransportError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _family(child)
+
+
 def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence[str]) -> MisuseError | None:
     """A hook's future holds something that is not the reduced bucket; None if it may be."""
     listed = ", ".join(names)
@@ -77,6 +110,16 @@ def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence
             f"back what it was given: convert in the hook. Parameters in it: {listed}"
         )
     return None
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def _shortened(names: Sequence[str]) -> str:
+    if len(names) <= _MOST_NAMES:
+        return _quoted(names)
+    return f"{_quoted(names[: _MOST_NAMES - 1])} and {len(names) - _MOST_NAMES + 1} more parameters"
 
 
 def _kind(tensor: torch.Tensor) -> str:

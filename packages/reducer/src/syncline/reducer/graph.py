@@ -11,7 +11,7 @@ class Graph(ABC):
 
     The reducer asks on the thread of backward, under its lock, in this order::
 
-        begin       when the first gradient of a backward arrives
+        begin       when the first gradient of a backward arrives (sit_out, instead, on a rank that has none)
         arrived     at each gradient (accumulated, instead, while nothing is synchronised)
         agree       when all buckets have started, on every rank: here collectives may be issued
         untouched   once for each bucket, when its reduction is over
@@ -29,12 +29,20 @@ class Graph(ABC):
         """The parameters whose gradients will not come in this backward."""
 
     @abstractmethod
-    def arrived(self, index: int, *, defined: bool) -> bool:
-        """Note a gradient, defined or not; whether it is final, so that it may be reduced."""
+    def arrived(self, index: int, *, defined: bool) -> Sequence[int]:
+        """Note a gradient, defined or not; which parameters' gradients are final now, so that they may be reduced."""
 
     @abstractmethod
     def ended(self) -> Sequence[int]:
         """The parameters whose gradients are final only now that backward has ended."""
+
+    @property
+    def needs_everyone(self) -> bool:
+        """Whether every rank must have gradients in the next backward."""
+        return False
+
+    def sit_out(self) -> None:  # noqa: B027 - most need not know
+        """This rank has no gradients in a backward of the others, and reaches no parameter."""
 
     def accumulated(self, index: int, *, defined: bool) -> None:  # noqa: B027 - most need not know
         """Note a gradient that is not reduced yet, for a later backward."""
@@ -74,9 +82,9 @@ class CompleteGraph(Graph):
         """None."""
         return ()
 
-    def arrived(self, index: int, *, defined: bool) -> bool:  # noqa: ARG002 - the contract's
+    def arrived(self, index: int, *, defined: bool) -> Sequence[int]:  # noqa: ARG002 - the contract's
         """Each is final."""
-        return True
+        return (index,)
 
     def ended(self) -> Sequence[int]:
         """None."""

@@ -7,31 +7,25 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp, TorchGroup
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 
 from . import complaints
-from .bucket import Bucket
-from .bucket_assignment import GradientSpec, assign_buckets
-from .finalize import Flight, LateFlight, finalize
-from .grad_bucket import GradBucket
+from .bucket_building import BucketBuilder
+from .bucket_reduction import BucketReduction, CommunicationHook
+from .delayed import DelayedGraph
+from .expectation import Expectation
+from .finalize import AnyFuture, Delivered, finalize
+from .flight import AnyBucket, Flight
 from .graph import CompleteGraph, Graph
 from .outermost_backward import call_at_the_end
 from .readiness import MarkedTwiceError, Readiness
-from .sparse_bucket import SparseBucket
 from .static_graph import StaticGraph
 from .statistics import BucketTimes, IterationStatistics
 from .used_parameters import ChangingGraph
-
-if TYPE_CHECKING:
-    CommunicationHook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
-else:
-    CommunicationHook = Callable
-
-AnyBucket: TypeAlias = Bucket | SparseBucket
 
 DEFAULT_BUCKET_CAP_BYTES = 25 * 1024 * 1024
 DEFAULT_FIRST_BUCKET_CAP_BYTES = 1024 * 1024
@@ -73,11 +67,15 @@ class Reducer:
         static_graph: every backward is like the first one; parameters may be used several times in it, from re-entrant
             checkpoints too, or never. See `StaticGraph`. It has precedence over `find_unused_parameters`, as in torch.
 
+        delayed: names of parameters that get any number of gradients, or none, until that of `delayed_until` arrives, or
+            backward ends; they are reduced last.
+        delayed_until: the name of one parameter.
+
     Extra memory: the buckets, as large as all gradients together; none beyond the gradients with `gradient_as_bucket_view`.
 
     Raises:
         MisuseError: there is no parameter, or one needs no gradient.
-        InvalidArgumentError: there are more or fewer `sparse` flags than parameters.
+        InvalidArgumentError: there are more or fewer `sparse` flags than parameters, or a name is not among theirs.
     """
 
     def __init__(
@@ -92,29 +90,38 @@ class Reducer:
         find_unused_parameters: bool = False,
         skip_all_reduce_unused_params: bool = False,
         static_graph: bool = False,
+        delayed: Sequence[str] = (),
+        delayed_until: str | None = None,
     ) -> None:
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
-        self._sparse = [False] * len(self._parameters) if sparse is None else list(sparse)
-        self._check_parameters()
+        sparse = [False] * len(self._parameters) if sparse is None else list(sparse)
+        self._check_parameters(sparse)
         self._group = group
+        self._delayed = [self._index(name) for name in delayed]
+        self._delayed_until = None if delayed_until is None else self._index(delayed_until)
         self._graph = self._make_graph(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
-        self._caps_bytes = (
-            [min(first_bucket_cap_bytes, bucket_cap_bytes), bucket_cap_bytes]
-            if isinstance(bucket_cap_bytes, int)
-            else list(bucket_cap_bytes)
+        self._builder = BucketBuilder(
+            self._names,
+            self._parameters,
+            group,
+            caps_bytes=_caps_bytes(bucket_cap_bytes, first_bucket_cap_bytes),
+            sparse=sparse,
+            delayed=self._delayed,
+            as_view=gradient_as_bucket_view,
         )
-        self._as_view = gradient_as_bucket_view
-        self._hook: CommunicationHook | None = None
-        self._hook_state: Any = None
+        self._reduction = BucketReduction(group)
+        self._expectation = Expectation()
         self._lock = threading.Lock()
         self._phase = _Phase.IDLE
-        self._flights: list[Flight | LateFlight] = []
+        self._flights: list[Flight] = []
+        self._delivered: Delivered | None = None
+        self._others: list[AnyFuture] = []
         self._arrival_order: list[int] | None = None
+        self._has_accumulated = False
         self._rebuilt = False
-        self.synchronizes = True
         self.statistics = IterationStatistics(time.perf_counter())
-        self._build_buckets(range(len(self._parameters) - 1, -1, -1))
+        self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
         self._handles = [
             parameter.register_post_accumulate_grad_hook(_notifier(weakref.ref(self), index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
@@ -136,18 +143,97 @@ class Reducer:
         """Whether the buckets are in the order in which gradients arrived."""
         return self._rebuilt
 
+    @property
+    def hook(self) -> tuple[CommunicationHook | None, Any]:
+        """What `set_hook` was given last, and its state."""
+        return self._reduction.hook, self._reduction.hook_state
+
+    # ---- settings ----
+
     def set_static_graph(self) -> None:
         """From now on every backward is like the next one; see `StaticGraph`.
 
         Raises:
-            MisuseError: a backward was reduced already, so it is too late.
+            MisuseError: a backward has given gradients already, reduced or not, so it is too late.
         """
-        if self._phase is not _Phase.IDLE or self.statistics.finished or self._arrival_order is not None:
+        if self._phase is not _Phase.IDLE or self._has_accumulated:
             raise MisuseError(
-                f"set_static_graph on {self._group.place()}: gradients were reduced before; say it before the first backward, "
-                "or pass static_graph=True at construction"
+                f"set_static_graph on {self._group.place()}: a backward has given gradients before; say it before the first "
+                "backward, or pass static_graph=True at construction"
             )
-        self._graph = StaticGraph(self._parameters, self._group)
+        self._graph = self._with_delay(StaticGraph(self._parameters, self._group))
+
+    def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
+        """Let `hook(state, bucket)` reduce each bucket instead of `all_reduce(AVG)`; None returns to that.
+
+        The hook is called on the thread that runs backward, on every rank in the same order. It gets this rank's gradients,
+        undivided, and returns a future of the flat tensor that all ranks shall have.
+        """
+        self._check_idle("set_hook")
+        self._reduction.hook, self._reduction.hook_state = hook, state
+
+    def divide_by(self, count: int | None) -> None:
+        """Let `all_reduce` divide sums by this number, the same on every rank; None divides by the number of ranks."""
+        self._check_idle("divide_by")
+        self._reduction.divide_by(count)
+
+    def on_delivery(self, callback: Delivered | None) -> None:
+        """Call back at the end of backward with the parameters of each bucket that have their reduced gradients.
+
+        The callback runs on the thread of backward, while later buckets may still be in flight.
+        """
+        self._check_idle("on_delivery")
+        self._delivered = callback
+
+    # ---- around a backward ----
+
+    def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
+        """Call before each forward. After the first backward it rebuilds the buckets, which is a collective.
+
+        Args:
+            synchronizes: whether the backward of this forward shall be reduced. If not, it adds to this rank's own gradients,
+                and a later one reduces what was added up. See `Expectation` for several forwards before a backward.
+
+        Raises:
+            MisuseError: the previous backward began to reduce and never ended.
+        """
+        self._check_idle("prepare_for_backward")
+        self._expectation.forward(synchronizes)
+        if synchronizes:
+            self._rebuild_if_due()
+            self.statistics = IterationStatistics(time.perf_counter())
+
+    def withdraw(self) -> None:
+        """The forward that was prepared for last raised an error, and there will be no backward."""
+        self._expectation.withdraw()
+
+    def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
+        """Let the end of the next backward that is reduced wait for these, too."""
+        self._others += futures
+
+    @property
+    def needs_everyone(self) -> bool:
+        """Whether the next backward cannot do with ranks that `sit_out`."""
+        return self._graph.needs_everyone
+
+    def sit_out(self) -> None:
+        """Take part in a forward and backward of the other ranks without gradients; those of this rank stay as they are.
+
+        It mirrors `prepare_for_backward` and all that a backward communicates, with zeros, and waits for it.
+        """
+        self._check_idle("sit_out")
+        self._rebuild_if_due()
+        with self._lock:
+            self._phase = _Phase.REDUCING
+            self.statistics = IterationStatistics(time.perf_counter())
+            self._graph.sit_out()
+            for number in range(len(self._buckets)):
+                self._start(number, empty=True)
+            self._graph.agree()
+        finalize(self._flights, self.statistics, frozenset)
+        if not self._rebuilt and self._graph.order_recurs:
+            self._arrival_order = [index for bucket in self._buckets for index in bucket.indices]
+        self._reset()
 
     def check_finalized(self) -> None:
         """Raise if a backward has begun to reduce and has not ended.
@@ -157,26 +243,6 @@ class Reducer:
         """
         self._check_idle("check_finalized")
 
-    def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
-        """Let `hook(state, bucket)` reduce each bucket instead of `all_reduce(AVG)`; None returns to that.
-
-        The hook is called on the thread that runs backward, on every rank in the same order. It gets this rank's gradients,
-        undivided, and returns a future of the flat tensor that all ranks shall have.
-        """
-        self._check_idle("set_hook")
-        self._hook, self._hook_state = hook, state
-
-    def prepare_for_backward(self) -> None:
-        """Call before each forward whose backward shall be reduced. After the first backward it rebuilds the buckets.
-
-        Raises:
-            MisuseError: the previous backward began to reduce and never ended.
-        """
-        self._check_idle("prepare_for_backward")
-        if self.synchronizes and self._arrival_order is not None and not self._rebuilt:
-            self._rebuild_buckets(self._arrival_order)
-        self.statistics = IterationStatistics(time.perf_counter())
-
     def close(self) -> None:
         """Take the hooks off the parameters; their gradients stay. The end of the reducer's life does the same."""
         _remove(self._handles)
@@ -185,14 +251,14 @@ class Reducer:
 
     def _on_gradient(self, index: int, *, defined: bool) -> None:
         """Called by autograd on the thread of backward, as soon as a parameter's gradient is accumulated."""
-        if not self.synchronizes:
+        self._has_accumulated = True
+        if not self._expectation.is_due:
             self._graph.accumulated(index, defined=defined)
             return
         with self._lock:
             if self._phase is _Phase.IDLE:
                 self._begin()
-            if self._graph.arrived(index, defined=defined):
-                self._mark_ready((index,))
+            self._mark_ready(self._graph.arrived(index, defined=defined))
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before it is marked."""
@@ -222,30 +288,19 @@ class Reducer:
             self._graph.agree()
             self.statistics.waited_s += time.perf_counter() - began
 
-    def _start(self, number: int) -> None:
+    def _start(self, number: int, *, empty: bool = False) -> None:
         bucket = self._buckets[number]
         if self._graph.may_skip(bucket.indices):
             return
         ready = time.perf_counter()
-        bucket.collect(self._graph.unused_here(bucket.indices))
+        if empty:
+            bucket.collect_nothing()
+        else:
+            bucket.collect(self._graph.unused_here(bucket.indices))
         times = BucketTimes(bucket.nbytes, ready, time.perf_counter())
         self.statistics.buckets.append(times)
-        if self._hook is None and isinstance(bucket, SparseBucket) and isinstance(self._group, TorchGroup):
-            self._flights.append(LateFlight(bucket, self._group, times))
-        else:
-            self._flights.append(self._reduce(bucket, number, times))
-
-    def _reduce(self, bucket: AnyBucket, number: int, times: BucketTimes) -> Flight:
-        if self._hook is None:
-            return Flight(bucket, self._group.all_reduce(bucket.buffer, ReduceOp.AVG, async_op=True).get_future(), times)
-        shown = GradBucket(bucket, number, number == len(self._buckets) - 1, self._group)
-        future = self._hook(self._hook_state, shown)
-        if not isinstance(future, torch._C.Future):  # the base class: what Future.then() returns
-            raise MisuseError(
-                f"a communication hook must return a torch.futures.Future of the reduced bucket, found "
-                f"{type(future).__name__}; see get_future() of a Work"
-            )
-        return Flight(bucket, future, times, shown)
+        is_last = number == len(self._buckets) - 1
+        self._flights.append(self._reduction.start(bucket, number, is_last, times))
 
     def _end(self) -> None:
         """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward]."""
@@ -253,9 +308,11 @@ class Reducer:
             self._mark_ready(self._graph.ended())
         if not self._readiness.is_complete:
             raise self._never_ready()
-        finalize(self._flights, self.statistics, self._graph.untouched)
+        finalize(self._flights, self.statistics, self._graph.untouched, delivered=self._delivered, others=self._others)
         if not self._rebuilt and self._graph.order_recurs:
             self._arrival_order = self._readiness.arrival_order()
+        self._others = []
+        self._expectation.fulfil()
         self._reset()
 
     def _reset(self) -> None:
@@ -266,60 +323,49 @@ class Reducer:
 
     # ---- buckets ----
 
-    def _build_buckets(self, order: Sequence[int]) -> None:
-        specs = [
-            GradientSpec(parameter.numel() * parameter.element_size(), (parameter.dtype, parameter.device), sparse)
-            for parameter, sparse in zip(self._parameters, self._sparse, strict=True)
-        ]
-        assignment = assign_buckets(specs, self._caps_bytes, order)
-        self._buckets = [self._make_bucket(entry.indices) for entry in assignment]
-        self._readiness = Readiness([bucket.indices for bucket in self._buckets])
+    def _use(self, buckets: list[AnyBucket]) -> None:
+        self._buckets = buckets
+        self._readiness = Readiness([bucket.indices for bucket in buckets])
 
-    def _make_bucket(self, indices: Sequence[int]) -> AnyBucket:
-        parameters, names = [self._parameters[i] for i in indices], [self._names[i] for i in indices]
-        if self._sparse[indices[0]]:
-            return SparseBucket(indices[0], parameters[0], names[0], self._group)
-        return Bucket(indices, parameters, names, self._group, as_view=self._as_view)
+    def _rebuild_if_due(self) -> None:
+        """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective."""
+        if self._rebuilt or self._arrival_order is None:
+            return
+        device = torch.device("cpu") if "cpu" in self._group.device_types else self._parameters[0].device
+        order = torch.tensor(self._arrival_order, dtype=torch.int64, device=device)
+        self._group.broadcast(order, 0)
+        self._use(self._builder.rebuild(self._buckets, order.tolist()))
+        self._rebuilt = True
+
+    # ---- the graph ----
 
     def _make_graph(self, find_unused: bool, skip_unused: bool, static: bool) -> Graph:
         if static:
-            return StaticGraph(self._parameters, self._group)
+            return self._with_delay(StaticGraph(self._parameters, self._group))
         if find_unused:
-            return ChangingGraph(self._parameters, self._group, skip_unused=skip_unused)
-        return CompleteGraph()
+            return self._with_delay(ChangingGraph(self._parameters, self._group, skip_unused=skip_unused))
+        return self._with_delay(CompleteGraph())
 
-    def _rebuild_buckets(self, arrival_order: Sequence[int]) -> None:
-        """Assign the buckets anew, in the order in which rank 0's gradients arrived. A collective."""
-        device = torch.device("cpu") if "cpu" in self._group.device_types else self._parameters[0].device
-        order = torch.tensor(arrival_order, dtype=torch.int64, device=device)
-        self._group.broadcast(order, 0)
-        aliased = [parameter for bucket in self._buckets for parameter, view in _pairs(bucket) if parameter.grad is view]
-        self._build_buckets(order.tolist())
-        self._move_aliased(aliased)
-        self._rebuilt = True
-
-    def _move_aliased(self, aliased: Sequence[torch.Tensor]) -> None:
-        """Gradients that were views of old buckets become views of the new ones, with their values."""
-        moving = {id(parameter) for parameter in aliased}
-        with torch.no_grad():
-            for bucket in self._buckets:
-                for parameter, view in _pairs(bucket):
-                    if id(parameter) in moving and parameter.grad is not None:
-                        view.copy_(parameter.grad)
-                        parameter.grad = view
+    def _with_delay(self, graph: Graph) -> Graph:
+        return graph if self._delayed_until is None else DelayedGraph(graph, self._delayed, self._delayed_until)
 
     # ---- complaints ----
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, sparse: Sequence[bool]) -> None:
         if not self._parameters:
             raise MisuseError("expected at least one parameter that requires a gradient, found none")
-        if len(self._sparse) != len(self._parameters):
+        if len(sparse) != len(self._parameters):
             raise InvalidArgumentError(
-                f"expected a `sparse` flag for each of {len(self._parameters)} parameters, found {len(self._sparse)}"
+                f"expected a `sparse` flag for each of {len(self._parameters)} parameters, found {len(sparse)}"
             )
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if not parameter.requires_grad:
                 raise MisuseError(f"parameter '{name}' does not require a gradient; leave it out")
+
+    def _index(self, name: str) -> int:
+        if name not in self._names:
+            raise InvalidArgumentError(f"expected names of parameters that are averaged, found '{name}'")
+        return self._names.index(name)
 
     def _check_idle(self, what: str) -> None:
         if self._phase is not _Phase.IDLE:
@@ -328,6 +374,10 @@ class Reducer:
     def _never_ready(self) -> MisuseError:
         names = [self._names[index] for index in self._readiness.missing()]
         return complaints.never_ready(names, self._group.place(), self._graph.advice_missing)
+
+
+def _caps_bytes(cap_bytes: int | Sequence[int], first_cap_bytes: int) -> list[int]:
+    return [min(first_cap_bytes, cap_bytes), cap_bytes] if isinstance(cap_bytes, int) else list(cap_bytes)
 
 
 def _notifier(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:
@@ -344,8 +394,3 @@ def _notifier(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tens
 def _remove(handles: Sequence[Any]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _pairs(bucket: AnyBucket) -> zip[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Parameters with their views; none in a sparse bucket."""
-    return zip(bucket.parameters, bucket.views, strict=False)

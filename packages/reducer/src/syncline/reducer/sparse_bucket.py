@@ -20,6 +20,7 @@ class SparseBucket:
     Attributes:
         indices: the parameter's index in the reducer.
         parameters: the parameter.
+        names: its name.
         buffer: the gradient that is being reduced, coalesced.
         views: none.
     """
@@ -28,7 +29,7 @@ class SparseBucket:
         self.indices = [index]
         self.parameters = [parameter]
         self.views: list[torch.Tensor] = []
-        self._name = name
+        self.names = [name]
         self._place = group.place()
         self.buffer = self._nothing()
 
@@ -48,13 +49,17 @@ class SparseBucket:
             self.buffer = self._nothing()
             return
         if gradient.layout is not torch.sparse_coo:
-            raise complaints.wrong_layout(self._name, gradient, self._place)
+            raise complaints.wrong_layout(self.names[0], gradient, self._place)
         if gradient.dtype is not self.parameters[0].dtype:
-            raise complaints.wrong_dtype(self._name, gradient, self.parameters[0].dtype, self._place)
+            raise complaints.wrong_dtype(self.names[0], gradient, self.parameters[0].dtype, self._place)
         if gradient.requires_grad:
-            raise complaints.differentiable(self._name)
+            raise complaints.differentiable(self.names[0])
         coalesced = gradient.detach().coalesce()
         self.buffer = coalesced.clone() if gradient.is_coalesced() else coalesced
+
+    def collect_nothing(self) -> None:
+        """No element."""
+        self.buffer = self._nothing()
 
     def accept(self, result: object) -> None:
         """Take the reduced gradient.
@@ -62,7 +67,7 @@ class SparseBucket:
         Raises:
             MisuseError: a hook returned no tensor, or another shape, dtype, layout or device than it was given.
         """
-        complaint = complaints.not_the_reduced_bucket(result, self.buffer, [self._name])
+        complaint = complaints.not_the_reduced_bucket(result, self.buffer, self.names)
         if complaint is not None:
             raise complaint
         assert isinstance(result, torch.Tensor)

@@ -45,15 +45,20 @@ class StaticGraph(Graph):
             return ()
         return [index for index in range(self._count) if not self._expected[index]]
 
-    def arrived(self, index: int, *, defined: bool) -> bool:
+    @property
+    def needs_everyone(self) -> bool:
+        """In the first backward, where the ranks agree which parameters are used."""
+        return not self._agreed
+
+    def arrived(self, index: int, *, defined: bool) -> Sequence[int]:
         """Final if it is the last that is expected, or one too many, which readiness refuses."""
         self._arrivals[index] += 1
         if self._expected is None:
             self._last_arrival.pop(index, None)
             self._last_arrival[index] = None
             self.accumulated(index, defined=defined)
-            return False
-        return self._arrivals[index] >= self._expected[index]
+            return ()
+        return (index,) if self._arrivals[index] >= self._expected[index] else ()
 
     def accumulated(self, index: int, *, defined: bool) -> None:
         """Counts as a use."""

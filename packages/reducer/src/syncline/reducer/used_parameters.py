@@ -69,6 +69,7 @@ class ChangingGraph(Graph):
         # Held, because autograd makes a new node if nobody holds the old one, and asking for it costs ten times the question.
         self._nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         self._used: set[int] = set()
+        self._waiting: set[int] = set()
         self._map = UsedMap(group, parameters[0].device)
         self._forecast = UsedMap(group, parameters[0].device) if skip_unused else None
         self._unreached: list[int] = []
@@ -91,10 +92,17 @@ class ChangingGraph(Graph):
             self._forecast.agree([index not in unreached for index in range(len(self._nodes))])
         return self._unreached
 
-    def arrived(self, index: int, *, defined: bool) -> bool:
+    def sit_out(self) -> None:
+        """Reach nothing; what was accumulated here waits for a backward of this rank."""
+        self._waiting, self._used = self._used, set()
+        self._unreached = list(range(len(self._nodes)))
+        if self._forecast is not None:
+            self._forecast.agree([False] * len(self._nodes))
+
+    def arrived(self, index: int, *, defined: bool) -> Sequence[int]:
         """Each is final; an undefined one is no use."""
         self.accumulated(index, defined=defined)
-        return True
+        return (index,)
 
     def accumulated(self, index: int, *, defined: bool) -> None:
         """Counts as a use in the backward that will reduce it."""
@@ -125,6 +133,6 @@ class ChangingGraph(Graph):
         return self._map.unused(doubtful) if doubtful else frozenset()
 
     def forget(self) -> None:
-        """All uses are reduced."""
-        self._used.clear()
+        """All uses are reduced, but those that waited while this rank sat out."""
+        self._used, self._waiting = self._waiting, set()
         self._unreached = []

@@ -1,10 +1,11 @@
-"""Do all ranks have the same parameters?"""
+"""Do all ranks have the same parameters, and the same options?"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -28,11 +29,44 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
         DisagreementError: on every rank alike; names the first parameter that differs, and both versions.
     """
     described = {name: _describe(parameter) for name, parameter in zip(names, parameters, strict=True)}
-    text = json.dumps(list(described.items())).encode()
-    if len(set(all_gather_bytes(hashlib.sha256(text).digest(), group=group))) == 1:
+    versions = _versions_if_different(list(described.items()), group)
+    if versions is not None:
+        difference = _first_difference([dict(version) for version in versions])
+        raise DisagreementError(f"the ranks do not have the same model ({group.place()}): {difference}")
+
+
+def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -> None:
+    """Compare options by name over all ranks; every rank of the group calls it, with the same names.
+
+    Args:
+        options: names, as in the caller's signature, and values: numbers, strings, None, or sequences of these.
+        group: the ranks.
+
+    Cost: an all-gather of 32 bytes; only if these differ, another of the options.
+
+    Raises:
+        DisagreementError: on every rank alike; names the options that differ, and the values on both ranks.
+    """
+    versions = _versions_if_different(options, group)
+    if versions is None:
         return
-    versions = [dict(json.loads(version)) for version in all_gather_bytes(text, group=group)]
-    raise DisagreementError(f"the ranks do not have the same model ({group.place()}): {_first_difference(versions)}")
+    rank, other = next((rank, version) for rank, version in enumerate(versions) if version != versions[0])
+    different = ", ".join(
+        f"{name}={versions[0].get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}"
+        for name in {**versions[0], **other}
+        if versions[0].get(name) != other.get(name)
+    )
+    raise DisagreementError(
+        f"expected the same options on every rank ({group.place()}), found {different}. Pass the same on every rank"
+    )
+
+
+def _versions_if_different(mine: object, group: ProcessGroup) -> list[Any] | None:
+    """None if all ranks have the same; otherwise what each has, by rank, as JSON keeps it."""
+    text = json.dumps(mine).encode()
+    if len(set(all_gather_bytes(hashlib.sha256(text).digest(), group=group))) == 1:
+        return None
+    return [json.loads(version) for version in all_gather_bytes(text, group=group)]
 
 
 def _describe(parameter: torch.Tensor) -> list[object]:

@@ -1,0 +1,101 @@
+"""Buffers: when a wrapped module's replicas synchronise them, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from syncline.collectives import InvalidArgumentError, ProcessGroup
+
+from .module_state import ModuleState
+
+if TYPE_CHECKING:
+    AnyFuture: TypeAlias = torch.futures.Future[Any]
+else:
+    AnyFuture = torch.futures.Future
+
+
+@dataclass(frozen=True)
+class BufferHook:
+    """What synchronises buffers instead of a broadcast.
+
+    Attributes:
+        state: the hook's first argument.
+        hook: `hook(state, buffers)`, with a dict of the buffers by name, which it changes in place. It may return futures,
+            which the end of the next backward waits for.
+        follows_forward: whether it runs after the module's forward, or before.
+    """
+
+    state: Any
+    hook: Callable[[Any, dict[str, torch.Tensor]], Sequence[AnyFuture] | None]
+    follows_forward: bool
+
+    def __post_init__(self) -> None:
+        if not callable(self.hook):
+            raise InvalidArgumentError(f"expected a function hook(state, buffers), found {type(self.hook).__name__}")
+
+
+class Buffers:
+    """The buffers of a module, kept alike on all ranks.
+
+    Args:
+        state: knows them.
+        enabled: whether forwards synchronise them at all.
+
+    Attributes:
+        enabled: the same.
+        are_stale: whether the ranks may have different ones: a forward in training has written them.
+        hook: synchronises them, instead of a broadcast; None for that.
+    """
+
+    def __init__(self, state: ModuleState, *, enabled: bool) -> None:
+        self._state = state
+        self._exist = bool(state.buffers())
+        self.enabled = enabled
+        self.are_stale = True
+        self.hook: BufferHook | None = None
+
+    @property
+    def are_due(self) -> bool:
+        """Whether the next forward synchronises them."""
+        return self.are_stale and self.enabled and self._exist
+
+    def broadcast(self, group: ProcessGroup, root: int) -> None:
+        """Give every rank the root's, in place. A collective."""
+        with _unseen_by_autograd(buffer for _, buffer in self._state.buffers()):
+            self._state.broadcast_buffers(group, root)
+
+    def before_forward(self, group: ProcessGroup, root: int) -> list[AnyFuture]:
+        """Synchronise them if that is due, and not to be done after the forward.
+
+        Returns:
+            What is to be waited for, beside.
+        """
+        if not self.are_due or (self.hook is not None and self.hook.follows_forward):
+            return []
+        if self.hook is None:
+            self.broadcast(group, root)
+            return []
+        return self._run(self.hook)
+
+    def after_forward(self) -> list[AnyFuture]:
+        """Synchronise them if that is due, and to be done after the forward; returns what is to be waited for, beside."""
+        return self._run(self.hook) if self.hook is not None and self.hook.follows_forward and self.are_due else []
+
+    def _run(self, hook: BufferHook) -> list[AnyFuture]:
+        buffers = dict(self._state.buffers())
+        with torch.no_grad(), _unseen_by_autograd(buffers.values()):
+            return list(hook.hook(hook.state, buffers) or ())
+
+
+def _unseen_by_autograd(buffers: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """Let a graph that has saved buffers (batch normalisation saves its statistics, and does not read them) live on.
+
+    Or there could be no second forward before the first one's backward.
+    """
+    return _unsafe_preserve_version_counter(tuple(buffers))

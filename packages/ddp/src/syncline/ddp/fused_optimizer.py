@@ -1,0 +1,70 @@
+"""Optimizers that step in backward: each parameter's, as soon as its averaged gradient is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from syncline.collectives import InvalidArgumentError, MisuseError
+
+# How torch.distributed.optim._apply_optimizer_in_backward marks parameters.
+_OPTIMIZERS = "_in_backward_optimizers"
+
+
+class FusedOptimizer:
+    """Steps parameters one by one; a parameter has an optimizer, and optimizer state, to itself.
+
+    The step of one bucket's parameters overlaps with the reduction of the next buckets.
+
+    Attributes:
+        optimizers: by parameter.
+    """
+
+    def __init__(self) -> None:
+        self.optimizers: dict[torch.nn.Parameter, list[torch.optim.Optimizer]] = {}
+        self._drops_gradient: set[torch.nn.Parameter] = set()
+
+    def register(
+        self, kind: type[torch.optim.Optimizer], parameters: Iterable[torch.nn.Parameter], *args: Any, **kwargs: Any
+    ) -> None:
+        """Let `kind([parameter], *args, **kwargs)` step each of the parameters.
+
+        Raises:
+            MisuseError: one of them has an optimizer here already.
+            InvalidArgumentError: `kind` is no class of optimizers.
+        """
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # type: ignore[redundant-expr]  # who knows
+            raise InvalidArgumentError(f"expected a class of torch.optim.Optimizer, found {kind!r}")
+        chosen = list(parameters)
+        if any(parameter in self.optimizers for parameter in chosen):
+            raise MisuseError("a parameter has a fused optimizer already: name other parameters in optim_params")
+        self.optimizers.update({parameter: [kind([parameter], *args, **kwargs)] for parameter in chosen})
+
+    def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Take over the optimizers of torch's `_apply_optimizer_in_backward`, which would step before the reduction.
+
+        As there, a gradient becomes None after its step.
+        """
+        for parameter in parameters:
+            if hasattr(parameter, _OPTIMIZERS) and parameter not in self.optimizers:
+                _take_off_hooks(parameter)
+                self.optimizers[parameter] = getattr(parameter, _OPTIMIZERS)
+                self._drops_gradient.add(parameter)
+
+    def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Step those that have an optimizer here; they have their averaged gradients."""
+        for parameter in parameters:
+            for optimizer in self.optimizers.get(parameter, ()):
+                optimizer.step()
+            if parameter in self._drops_gradient:
+                parameter.grad = None
+
+
+def _take_off_hooks(parameter: torch.nn.Parameter) -> None:
+    # Imported here: it takes long, and whoever gave the parameter its optimizers has imported it.
+    from torch.distributed.optim import apply_optimizer_in_backward
+
+    for handle in apply_optimizer_in_backward.param_to_optim_hook_handle_map.get(parameter, ()):  # type: ignore[no-untyped-call]
+        handle.remove()

@@ -1,0 +1,180 @@
+"""Join: training goes on while some ranks have no inputs left.
+
+::
+
+    with model.join():               a rank with inputs            a rank without (it has left the loop)
+        for inputs in loader:
+            model(inputs) ...        roll call: I am present  ◄──► roll call: I am not
+                                     its collectives          ◄──► main_hook: takes part in them, adding nothing
+    at the end                       roll call: nobody        ◄──► roll call: nobody
+                                     post_hook                ◄──► post_hook: the final state, from a rank that was last
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp, TorchGroup
+
+
+class JoinHook:
+    """What one joinable does on a rank that has no inputs left, and at the end. The methods do nothing by default."""
+
+    def main_hook(self, present: Sequence[int]) -> None:
+        """Take part in the collectives that the joinable issues in one iteration of the ranks that have inputs.
+
+        Called on every rank without inputs, once for each iteration of the others.
+
+        Args:
+            present: the ranks that have inputs; at least one.
+        """
+
+    def post_hook(self, last_rank: int) -> None:
+        """All ranks are out of inputs, and all call this: give them the same state.
+
+        Args:
+            last_rank: a rank that had inputs until the end, the largest of these; the same on every rank.
+        """
+
+    def leave(self) -> None:
+        """The context is left, also by an error: forget it. No collective."""
+
+
+class Joinable(ABC):
+    """What can be trained with uneven inputs: it communicates once in each iteration.
+
+    Before that, it calls `Join.notify_join_context(self)`.
+    """
+
+    _join: Join | None = None
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """A new hook, for one context.
+
+        Args:
+            kwargs: those that the context was given; all joinables get the same, and take what is theirs.
+        """
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device of the tensors that it communicates."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> ProcessGroup:
+        """The group over which it communicates."""
+
+
+class Join:
+    """A context in which ranks may have different numbers of inputs.
+
+    A rank that leaves the loop early stays in the end of the context, and takes part in what the others communicate until
+    they have left the loop, too. An error that leaves the context is raised at once, without waiting for anybody.
+
+    Args:
+        joinables: a `DistributedDataParallel`, an optimizer that communicates, ...: all that communicates in the loop, over
+            one group, in the order in which it does so in an iteration.
+        enable: False leaves everything as it is without the context.
+        throw_on_early_termination: when one rank is out of inputs, raise an error on all, instead of going on without it.
+        kwargs: handed to each `join_hook`.
+
+    Cost: an all_reduce of one byte for each rank, in each iteration.
+
+    Raises:
+        InvalidArgumentError: there is no joinable, or their groups differ.
+        MisuseError: at the start, if a joinable is in such a context already, or cannot be.
+        DisagreementError: with `throw_on_early_termination`, on every rank alike; names the ranks that are out of inputs.
+    """
+
+    def __init__(
+        self, joinables: Sequence[Joinable], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any
+    ) -> None:
+        if not joinables:
+            raise InvalidArgumentError("expected at least one joinable, found none")
+        if any(not _is_same(joinable.join_process_group, joinables[0].join_process_group) for joinable in joinables):
+            groups = ", ".join(repr(joinable.join_process_group) for joinable in joinables)
+            raise InvalidArgumentError(f"expected joinables of one process group, found {groups}")
+        self._joinables = list(joinables)
+        self._enabled = enable
+        self._throws = throw_on_early_termination
+        self._kwargs = kwargs
+        self._group = joinables[0].join_process_group
+        self._device = torch.device("cpu") if "cpu" in self._group.device_types else joinables[0].join_device
+        self._present: tuple[int, ...] = tuple(range(self._group.size))
+        self._hooks: list[JoinHook] = []
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> tuple[int, ...] | None:
+        """Say that this rank has inputs; a joinable calls it before what it communicates in an iteration.
+
+        Returns:
+            The ranks that have inputs; None outside of a context. Only the context's first joinable asks the others.
+        """
+        context = joinable._join
+        if context is None:
+            return None
+        if joinable is context._joinables[0]:
+            context._call_roll(present=True)
+        return context._present
+
+    def __enter__(self) -> Join:
+        if self._enabled:
+            for joinable in self._joinables:
+                if joinable._join is not None:
+                    raise MisuseError(f"this {type(joinable).__name__} is within a join context already: leave that one first")
+            self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+            for joinable in self._joinables:
+                joinable._join = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> Literal[False]:
+        if self._enabled:
+            try:
+                if error is None:
+                    self._go_on_without_inputs()
+            finally:
+                self._leave()
+        return False
+
+    def _go_on_without_inputs(self) -> None:
+        last_rank = self._present[-1]
+        while self._call_roll(present=False):
+            for hook in self._hooks:
+                hook.main_hook(self._present)
+            last_rank = self._present[-1]
+        for hook in self._hooks:
+            hook.post_hook(last_rank)
+
+    def _leave(self) -> None:
+        for joinable, hook in zip(self._joinables, self._hooks, strict=True):
+            hook.leave()
+            joinable._join = None
+
+    def _call_roll(self, *, present: bool) -> tuple[int, ...]:
+        """Who has inputs? A collective, which every rank joins, present or not."""
+        roll = torch.zeros(self._group.size, dtype=torch.uint8, device=self._device)
+        roll[self._group.rank] = int(present)
+        self._group.all_reduce(roll, ReduceOp.MAX)
+        self._present = tuple(rank for rank, is_present in enumerate(roll.tolist()) if is_present)
+        absent = [str(rank) for rank in range(self._group.size) if rank not in self._present]
+        if self._throws and self._present and absent:
+            raise DisagreementError(
+                f"rank {', '.join(absent)} ran out of inputs before the others ({self._group.place()}), and "
+                "throw_on_early_termination=True. Give every rank equally many inputs, or leave that argument out"
+            )
+        return self._present
+
+
+def _is_same(group: ProcessGroup, other: ProcessGroup) -> bool:
+    if isinstance(group, TorchGroup) and isinstance(other, TorchGroup):
+        return group.torch_group is other.torch_group
+    return group is other

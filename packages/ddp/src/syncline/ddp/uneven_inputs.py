@@ -1,0 +1,102 @@
+"""What a DistributedDataParallel does while some ranks have no inputs left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from syncline.collectives import MisuseError, ReduceOp
+
+from .join import JoinHook
+
+if TYPE_CHECKING:
+    from .distributed_data_parallel import DistributedDataParallel
+
+
+class UnevenInputs(JoinHook):
+    """Both sides of an iteration: what ranks with inputs say in a forward, and what the others do meanwhile.
+
+    ::
+
+        with inputs       announce ──► buffers ──► rebuild, once ──► backward: buckets, used-map
+        without           announce ──► buffers ──► Reducer.sit_out: the same with zeros
+
+    Buffers come from the last rank that has inputs. A hook that reduces gradients is called on all ranks.
+
+    Args:
+        ddp: the wrapped module.
+        divide_by_initial_world_size: divide gradients by the number of all ranks, or of those that have inputs.
+
+    Raises:
+        MisuseError: the module communicates in ways that a rank without inputs cannot take part in.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
+        if ddp._buffer_sync.hook is not None:
+            raise MisuseError(
+                "join() cannot say what a buffer hook shall do on a rank that has no inputs: do without the hook, or "
+                "synchronise buffers in the loop"
+            )
+        if ddp._reducer.hook[0] is not None and not divide_by_initial_world_size:
+            raise MisuseError(
+                "divide_by_initial_world_size=False means nothing to a communication hook, which divides as it likes: leave "
+                "it out, or do without the hook"
+            )
+        self._ddp = ddp
+        self._divides_by_all = divide_by_initial_world_size
+
+    def before_forward(self, present: Sequence[int], *, will_reduce: bool) -> int:
+        """Called by a rank with inputs.
+
+        Args:
+            present: the ranks with inputs.
+            will_reduce: whether the backward of this forward is reduced.
+
+        Returns:
+            The rank whose buffers all shall have.
+        """
+        self._announce(will_reduce=will_reduce, sends_buffers=self._ddp._buffer_sync.are_due)
+        if will_reduce:
+            self._adjust(present)
+        return present[-1]
+
+    def main_hook(self, present: Sequence[int]) -> None:
+        """Called by a rank without inputs, for each forward of the others."""
+        will_reduce, sends_buffers = self._announce(will_reduce=False, sends_buffers=False)
+        buffers = self._ddp._buffer_sync
+        if sends_buffers:
+            buffers.broadcast(self._ddp.process_group, present[-1])
+        buffers.are_stale = will_reduce
+        if will_reduce:
+            self._adjust(present)
+            self._ddp._reducer.sit_out()
+
+    def post_hook(self, last_rank: int) -> None:
+        """Give all ranks the parameters, and buffers if forwards broadcast them, of a rank that was last."""
+        self._ddp._state.broadcast(self._ddp.process_group, last_rank, buffers=self._ddp.forward_sync_buffers)
+
+    def leave(self) -> None:
+        """Divide as ever."""
+        self._ddp._reducer.divide_by(None)
+        self._ddp._uneven_inputs = None
+
+    def _announce(self, *, will_reduce: bool, sends_buffers: bool) -> tuple[bool, bool]:
+        """Tell the ranks without inputs what is going to be communicated. A collective."""
+        group = self._ddp.process_group
+        device = torch.device("cpu") if "cpu" in group.device_types else self._ddp.device
+        plans = torch.tensor([will_reduce, sends_buffers], dtype=torch.uint8, device=device)
+        group.all_reduce(plans, ReduceOp.MAX)
+        first, second = plans.tolist()
+        return bool(first), bool(second)
+
+    def _adjust(self, present: Sequence[int]) -> None:
+        """To the number of ranks that have inputs; the same on all ranks."""
+        group, reducer = self._ddp.process_group, self._ddp._reducer
+        if len(present) < group.size and reducer.needs_everyone:
+            raise MisuseError(
+                f"static_graph=True on {group.place()}: in the first backward all ranks learn the graph, but only "
+                f"{len(present)} of {group.size} have inputs. Give every rank at least one, or use find_unused_parameters=True"
+            )
+        reducer.divide_by(None if self._divides_by_all else len(present))

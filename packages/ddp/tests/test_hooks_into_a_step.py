@@ -1,0 +1,339 @@
+"""Buffer hooks, optimizers that step in backward, delayed parameters, another group: what native DDP cannot be asked."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from syncline.collectives import CollectiveTimeout, DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives.backends.in_process import create_groups
+from syncline.collectives.testing import run_ranks
+from syncline.ddp import DistributedDataParallel
+from syncline.reducer import GradBucket
+
+pytestmark = pytest.mark.ranks
+BEFORE, AFTER = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
+
+
+def mlp() -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    return model(inputs).square().mean()  # type: ignore[no-any-return]
+
+
+def whole_batch(world_size: int, step: int = 0) -> torch.Tensor:
+    return torch.cat([batch(rank, step) for rank in range(world_size)])
+
+
+# ---- buffers ----
+
+
+@pytest.mark.parametrize("location", [BEFORE, AFTER])
+def test_a_buffer_hook_sees_the_buffers_before_or_after_the_forward(location: _BufferCommHookLocation) -> None:
+    def body(group: ProcessGroup) -> None:
+        norm = torch.nn.BatchNorm1d(4).double()
+        model = DistributedDataParallel(norm, process_group=group)
+        seen: list[float] = []
+        model._register_buffer_comm_hook(seen, lambda log, buffers: log.append(buffers["num_batches_tracked"].item()), location)
+        for step in range(2):
+            model(batch(group.rank, step)).sum().backward()
+        with model.no_sync():
+            model(batch(group.rank, 2)).sum().backward()
+        model(batch(group.rank, 3)).sum().backward()  # nothing to synchronise: no forward before it was reduced
+        first = 0 if location is BEFORE else 1
+        assert seen == [first, first + 1, first + 2]
+
+    run_ranks(2, body)
+
+
+def test_backward_ends_when_the_futures_of_a_buffer_hook_have() -> None:
+    def body(group: ProcessGroup) -> None:
+        norm = torch.nn.BatchNorm1d(4).double()
+        model = DistributedDataParallel(norm, process_group=group)
+        log: list[str] = []
+
+        def hook(_: object, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future[Any]]:
+            future: torch.futures.Future[Any] = torch.futures.Future()
+
+            def finish() -> None:
+                log.append("buffers")
+                future.set_result(None)
+
+            norm.weight.register_post_accumulate_grad_hook(lambda _: threading.Timer(0.05, finish).start())
+            return [future]
+
+        model._register_buffer_comm_hook(None, hook)
+        model(batch(group.rank)).sum().backward()
+        assert log == ["buffers"]
+
+    run_ranks(1, body)
+
+
+def test_a_buffer_hook_that_cannot_be_called_is_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.BatchNorm1d(4), process_group=group)
+        with pytest.raises(InvalidArgumentError, match=r"expected a function hook\(state, buffers\), found int"):
+            model._register_buffer_comm_hook(None, 3)
+
+    run_ranks(1, body)
+
+
+def test_a_second_forward_before_the_backward_leaves_the_first_ones_graph_alive() -> None:
+    """Batch normalisation saves its statistics, which the second forward's broadcast overwrites."""
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.BatchNorm1d(4).double(), process_group=group)
+        first = model(batch(group.rank)).sum()
+        (first + model(batch(group.rank, 1)).sum()).backward()
+
+    run_ranks(2, body)
+
+
+# ---- optimizers ----
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_fused_optimizer_equals_one_after_backward(as_view: bool) -> None:
+    def body(group: ProcessGroup) -> list[torch.Tensor]:
+        module = mlp()
+        model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=as_view, bucket_cap_mb=1e-5)
+        model._register_fused_optim(torch.optim.Adam, lr=0.1)
+        assert len(model.fused_optimizer.optimizers) == 4
+        for step in range(3):
+            model.zero_grad()
+            with model.no_sync():
+                loss_of(model, batch(group.rank, 7)).backward()  # adds up, and steps nothing
+            loss_of(model, batch(group.rank, step)).backward()
+        return [parameter.detach() for parameter in module.parameters()]
+
+    whole = mlp()
+    optimizer = torch.optim.Adam(whole.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        (loss_of(whole, whole_batch(2, 7)) + loss_of(whole, whole_batch(2, step))).backward()
+        optimizer.step()
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, [parameter.detach() for parameter in whole.parameters()], rtol=1e-9, atol=1e-11)
+
+
+def test_early_buckets_step_while_late_ones_are_in_flight() -> None:
+    def body(group: ProcessGroup) -> None:
+        module = mlp()
+        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=1e-6)
+        before = module[2].bias.detach().clone()
+        model._register_fused_optim(torch.optim.SGD, lr=0.1)
+        last: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+        def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            if not bucket.is_last():
+                future.set_result(bucket.buffer())
+                return future
+            threading.Timer(0.2, lambda: last.set_result(bucket.buffer())).start()
+            return last.then(lambda done: seen.append(not torch.equal(module[2].bias, before)) or done.value())  # type: ignore[func-returns-value]
+
+        seen: list[bool] = []
+        model.register_comm_hook(None, hook)
+        loss_of(model, batch(0)).backward()
+        assert seen == [True]
+
+    run_ranks(1, body)
+
+
+def test_what_cannot_be_fused_is_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(mlp(), process_group=group)
+        with pytest.raises(InvalidArgumentError, match=r"expected a class of torch.optim.Optimizer, found <class 'int'>"):
+            model._register_fused_optim(int)  # type: ignore[arg-type]
+        model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=[model.module[0].weight])  # type: ignore[index]
+        with pytest.raises(MisuseError, match="has a fused optimizer already"):
+            model._register_fused_optim(torch.optim.SGD, 0.1)
+
+    run_ranks(1, body)
+
+
+# ---- delayed parameters ----
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("as_view", [False, True])
+def test_delayed_parameters_are_averaged_in_buckets_of_their_own(everything: bool, as_view: bool) -> None:
+    def body(group: ProcessGroup) -> list[torch.Tensor]:
+        module = mlp()
+        named = dict(module.named_parameters())
+        delayed = list(named.items()) if everything else [("2.weight", named["2.weight"]), ("2.bias", named["2.bias"])]
+        model = DistributedDataParallel(
+            module,
+            process_group=group,
+            delay_all_reduce_named_params=delayed,
+            param_to_hook_all_reduce=named["0.weight"],
+            gradient_as_bucket_view=as_view,
+        )
+        sizes = []
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model, batch(group.rank, step)).backward()
+            sizes.append([times.nbytes for times in model.iteration_statistics().buckets])
+        assert sizes == [[(20 + 5 + 10 + 2) * 8] if everything else [25 * 8, 12 * 8]] * 3
+        return [parameter.grad for parameter in module.parameters()]  # type: ignore[misc]
+
+    whole = mlp()
+    loss_of(whole, whole_batch(2, 2)).backward()
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, [parameter.grad for parameter in whole.parameters()])
+
+
+def test_delayed_parameters_must_be_the_modules() -> None:
+    def body(group: ProcessGroup) -> None:
+        module = mlp()
+        stranger = torch.nn.Parameter(torch.ones(1))
+        for arguments, complaint in (
+            ({"param_to_hook_all_reduce": module[0].weight}, "found one without the other"),
+            ({"delay_all_reduce_named_params": [("0.weight", module[0].weight)]}, "found one without the other"),
+            (
+                {"delay_all_reduce_named_params": [("odd", stranger)], "param_to_hook_all_reduce": module[0].weight},
+                "trainable parameters of the module, found 'odd'",
+            ),
+        ):
+            with pytest.raises(InvalidArgumentError, match=complaint):
+                DistributedDataParallel(module, process_group=group, **arguments)  # type: ignore[arg-type]
+
+    run_ranks(1, body)
+
+
+# ---- another group ----
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_training_goes_on_over_another_group(as_view: bool) -> None:
+    def body(group: ProcessGroup) -> list[torch.Tensor] | None:
+        module = mlp()
+        model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=as_view)
+        calls: list[int] = []
+
+        def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            calls.append(bucket.process_group().size)
+            work = bucket.process_group().all_reduce(bucket.buffer(), async_op=True)
+            return work.get_future().then(lambda done: done.value()[0] / bucket.process_group().size)
+
+        model.register_comm_hook(None, hook)
+        loss_of(model, batch(group.rank)).backward()
+        smaller = group.split(0 if group.rank else None)
+        if smaller is None:
+            return None
+        model.update_process_group(smaller)
+        assert model.process_group is smaller
+        loss_of(model, batch(group.rank, 1)).backward()  # adds to what was averaged over three
+        assert calls == [3, 2]
+        found = [parameter.grad.clone() for parameter in module.parameters()]  # type: ignore[union-attr]
+        smaller.close()
+        return found
+
+    whole = mlp()
+    loss_of(whole, whole_batch(3)).backward()
+    loss_of(whole, torch.cat([batch(1, 1), batch(2, 1)])).backward()
+    none, *others = run_ranks(3, body)
+    assert none is None
+    for found in others:
+        torch.testing.assert_close(found, [parameter.grad for parameter in whole.parameters()])
+
+
+def test_a_group_with_another_model_on_it_is_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        alone = group.split(group.rank)
+        assert alone is not None
+        model = DistributedDataParallel(torch.nn.Linear(2, 2 + group.rank), process_group=alone)
+        with pytest.raises(DisagreementError, match=r"parameter 'weight' is float32\[2, 2\].*float32\[3, 2\]"):
+            model.update_process_group(group)
+        model(torch.ones(1, 2)).sum().backward()  # it stays with the old one
+        alone.close()
+
+    run_ranks(2, body)
+
+
+# ---- built-in hooks ----
+
+
+def test_the_built_in_hook_sends_halves() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        model(torch.tensor([[1.0 + 2.0**-13, 3.0]]) * (group.rank + 1)).sum().backward()
+        assert model.module.weight.grad.dtype is torch.float32  # type: ignore[union-attr]
+        assert model.module.weight.grad.tolist() == [[1.5, 4.5]]  # type: ignore[union-attr]
+        with pytest.raises(InvalidArgumentError, match=r"expected a BuiltinCommHookType \(ALLREDUCE, FP16_COMPRESS\)"):
+            model._register_builtin_comm_hook("sum")  # type: ignore[arg-type]
+
+    run_ranks(2, body)
+
+
+# ---- options that differ between ranks ----
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "words"),
+    [
+        ({}, {"bucket_cap_mb": 1}, ["bucket_cap_mb", "26214400 on rank 0", "1048576 on rank 1"]),
+        ({}, {"bucket_cap_mb_list": [1, 2]}, ["bucket_cap_mb_list", "26214400 on rank 0", "[1048576, 2097152] on rank 1"]),
+        ({}, {"find_unused_parameters": True}, ["find_unused_parameters=False on rank 0", "True on rank 1"]),
+        ({}, {"static_graph": True}, ["static_graph=False on rank 0", "True on rank 1"]),
+        ({"gradient_as_bucket_view": True}, {}, ["gradient_as_bucket_view=True on rank 0", "False on rank 1"]),
+        ({}, {"forward_sync_buffers": False}, ["forward_sync_buffers=True on rank 0", "False on rank 1"]),
+        ({}, {"broadcast_buffers": False}, ["broadcast_buffers (at construction)=True on rank 0", "False on rank 1"]),
+    ],
+)
+def test_options_that_differ_are_named_on_every_rank(mine: Any, other: Any, words: list[str]) -> None:
+    def body(group: ProcessGroup) -> str:
+        with pytest.raises(DisagreementError) as caught:
+            DistributedDataParallel(mlp(), process_group=group, **(other if group.rank == 1 else mine))
+        return str(caught.value)
+
+    for rank, text in enumerate(run_ranks(3, body)):
+        for word in [*words, f"rank {rank} of 3", "Pass the same on every rank"]:
+            assert word in text
+
+
+def test_sparse_flags_that_differ_are_named() -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(DisagreementError, match=r"sparse=True \(in embeddings\)=\[\] on rank 0 and \['weight'\] on rank 1"):
+            DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=group.rank == 1), process_group=group)
+
+    run_ranks(2, body)
+
+
+# ---- transport errors ----
+
+
+def wrapped_twice(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Each `then` turns the error into a RuntimeError."""
+    future = bucket.process_group().all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0]).then(lambda done: done.value() / 2)
+
+
+@pytest.mark.parametrize("hook", [None, wrapped_twice])
+def test_a_time_out_in_backward_names_the_parameters(hook: Any) -> None:
+    groups = create_groups(2, name="silent", timeout_s=0.2)  # rank 1 never comes
+    try:
+        model = DistributedDataParallel(mlp(), process_group=groups[0], init_sync=False)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        with pytest.raises(CollectiveTimeout) as caught:
+            loss_of(model, batch(0)).backward()
+    finally:
+        for group in groups:
+            group.abort()
+    assert str(caught.value).startswith("all_reduce(float64[37]")
+    assert str(caught.value).endswith("It was the reduction of the gradients of '2.bias', '2.weight', '0.bias', '0.weight'")

@@ -1,0 +1,230 @@
+"""Uneven inputs: what native DDP cannot be asked (see test_native_features for the rest)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives.testing import run_ranks
+from syncline.ddp import DistributedDataParallel, Join, Joinable, JoinHook
+from syncline.reducer import GradBucket
+
+pytestmark = pytest.mark.ranks
+
+
+def linear() -> torch.nn.Linear:
+    layer = torch.nn.Linear(2, 1, bias=False).double()
+    torch.nn.init.constant_(layer.weight, 1.0)
+    return layer
+
+
+def inputs_of(rank: int, step: int) -> torch.Tensor:
+    return torch.tensor([[rank + 1.0, 10.0 * step + rank]], dtype=torch.float64)
+
+
+def steps(model: Any, rank: int, count: int) -> list[torch.Tensor]:
+    """The gradient of each step; the weights stay."""
+    found = []
+    for step in range(count):
+        model.zero_grad()
+        model(inputs_of(rank, step)).sum().backward()
+        found.append(model.module.weight.grad.clone())
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("by_all", [True, False])
+def test_gradients_are_those_of_the_ranks_that_have_inputs(world_size: int, by_all: bool) -> None:
+    """Rank r has r inputs."""
+
+    def body(group: ProcessGroup) -> list[torch.Tensor]:
+        model = DistributedDataParallel(linear(), process_group=group)
+        with model.join(divide_by_initial_world_size=by_all):
+            found = steps(model, group.rank, group.rank)
+        # Afterwards all is as before: divided by all.
+        (after,) = steps(model, group.rank, 1)
+        assert torch.equal(after, torch.stack([inputs_of(rank, 0) for rank in range(world_size)]).mean(0))
+        return found
+
+    for rank, found in enumerate(run_ranks(world_size, body)):
+        assert len(found) == rank
+        for step, gradient in enumerate(found):
+            present = range(step + 1, world_size)
+            total = torch.stack([inputs_of(other, step) for other in present]).sum(0)
+            torch.testing.assert_close(gradient, total / (world_size if by_all else len(present)), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("last_rank", [0, 1, 2])
+def test_all_end_with_the_state_of_a_rank_that_was_last(last_rank: int) -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        module = torch.nn.BatchNorm1d(2, affine=True).double()
+        model = DistributedDataParallel(module, process_group=group)
+        with model.join():
+            for step in range(3 if group.rank == last_rank else 1):
+                model(torch.arange(8.0).double().view(4, 2) * (group.rank + 1) + step).sum().backward()
+            with torch.no_grad():
+                module.weight.fill_(group.rank + 0.5)
+        assert module.num_batches_tracked is not None
+        return [*module.weight.tolist(), module.num_batches_tracked.item()]
+
+    assert run_ranks(3, body) == [[last_rank + 0.5] * 2 + [3]] * 3
+
+
+def test_early_termination_names_the_ranks_on_every_rank() -> None:
+    def body(group: ProcessGroup) -> str:
+        model = DistributedDataParallel(linear(), process_group=group)
+        with pytest.raises(DisagreementError) as caught, model.join(throw_on_early_termination=True):
+            steps(model, group.rank, 3 if group.rank == 1 else 2)
+        steps(model, group.rank, 1)  # the context is left, and no backward is open
+        return str(caught.value)
+
+    for rank, text in enumerate(run_ranks(3, body)):
+        assert text.startswith(f"rank 0, 2 ran out of inputs before the others (rank {rank} of 3")
+
+
+def test_even_inputs_terminate_nobody() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(linear(), process_group=group)
+        with model.join(throw_on_early_termination=True):
+            steps(model, group.rank, 2)
+
+    run_ranks(2, body)
+
+
+def test_an_error_leaves_the_context_at_once() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(linear(), process_group=group)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), model.join():
+            model(torch.ones(1, 3, dtype=torch.float64) * steps(model, group.rank, 1)[0].sum())
+        steps(model, group.rank, 2)
+        with model.join():
+            steps(model, group.rank, 1 + group.rank)
+
+    run_ranks(2, body)
+
+
+def test_disabled_it_changes_nothing() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(linear(), process_group=group)
+        with model.join(enable=False):
+            assert Join.notify_join_context(model) is None
+            steps(model, group.rank, 1)
+
+    run_ranks(2, body)
+
+
+class Averager(Joinable):
+    """Communicates once in each iteration: adds up how many ranks have inputs."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.seen: list[float] = []
+        self.log: list[str] = []
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        return self.group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self.log.append(f"hook {kwargs}")
+        return AveragerHook(self)
+
+    def step(self, value: float) -> float:
+        Join.notify_join_context(self)
+        total = torch.tensor([value])
+        self.group.all_reduce(total)
+        return total.item()
+
+
+class AveragerHook(JoinHook):
+    def __init__(self, averager: Averager) -> None:
+        self.averager = averager
+
+    def main_hook(self, present: Sequence[int]) -> None:
+        total = torch.tensor([0.0])
+        self.averager.group.all_reduce(total)
+        self.averager.log.append(f"without {list(present)}")
+
+    def post_hook(self, last_rank: int) -> None:
+        self.averager.log.append(f"post {last_rank}")
+
+    def leave(self) -> None:
+        self.averager.log.append("leave")
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_several_joinables_in_one_context(model_first: bool) -> None:
+    def body(group: ProcessGroup) -> tuple[list[float], list[str]]:
+        model, averager = DistributedDataParallel(linear(), process_group=group), Averager(group)
+        joinables: list[Joinable] = [model, averager] if model_first else [averager, model]
+        found = []
+        with Join(joinables, divide_by_initial_world_size=False):
+            for step in range(1 + group.rank):
+                if not model_first:
+                    found.append(averager.step(group.rank + 1.0))
+                model.zero_grad()
+                model(inputs_of(group.rank, step)).sum().backward()
+                present = range(step, 3)
+                expected = torch.stack([inputs_of(rank, step) for rank in present]).sum(0) / len(present)
+                torch.testing.assert_close(model.module.weight.grad, expected)
+                if model_first:
+                    found.append(averager.step(group.rank + 1.0))
+        return found, averager.log
+
+    hook = "hook {'divide_by_initial_world_size': False}"
+    for rank, (found, log) in enumerate(run_ranks(3, body)):
+        assert found == [6.0, 5.0, 3.0][: rank + 1]
+        assert log == [hook, *["without [1, 2]", "without [2]"][rank:], "post 2", "leave"]
+
+
+# ---- what is refused ----
+
+
+def test_what_cannot_be_joined() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(linear(), process_group=group)
+        with pytest.raises(InvalidArgumentError, match="at least one joinable"):
+            Join([])
+        other = group.split(0)
+        assert other is not None
+        with pytest.raises(InvalidArgumentError, match="joinables of one process group"):
+            Join([model, Averager(other)])
+        with model.join(), pytest.raises(MisuseError, match="DistributedDataParallel is within a join context already"):
+            model.join().__enter__()
+
+        def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            raise AssertionError("never called")
+
+        model.register_comm_hook(None, hook)
+        with pytest.raises(MisuseError, match="divide_by_initial_world_size=False means nothing to a communication hook"):
+            model.join(divide_by_initial_world_size=False).__enter__()
+        other.close()
+
+    def plain(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.BatchNorm1d(2), process_group=group)
+        model._register_buffer_comm_hook(None, lambda state, buffers: None)
+        with pytest.raises(MisuseError, match=r"join\(\) cannot say what a buffer hook shall do"):
+            model.join().__enter__()
+
+    run_ranks(1, plain)
+    run_ranks(1, body)
+
+
+def test_a_static_graph_must_be_learnt_by_all() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(linear(), process_group=group, static_graph=True)
+        with (
+            pytest.raises(MisuseError, match=r"in the first backward all ranks learn the graph, but only 1 of 2"),
+            model.join(),
+        ):
+            steps(model, group.rank, group.rank)
+
+    run_ranks(2, body)

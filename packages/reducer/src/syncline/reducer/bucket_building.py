@@ -1,0 +1,87 @@
+"""From parameters to buckets: their assignment, their memory, and the move from old buckets into new ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+import torch
+
+from syncline.collectives import ProcessGroup
+
+from .bucket import Bucket
+from .bucket_assignment import GradientSpec, assign_buckets
+from .flight import AnyBucket
+from .sparse_bucket import SparseBucket
+
+
+class BucketBuilder:
+    """Builds the buckets of some parameters, in whatever order.
+
+    Args:
+        names: theirs, for errors.
+        parameters: the parameters; their positions are the indices.
+        group: allocates the memory.
+        caps_bytes: size limits of the first, second, ... bucket; the last holds for all further ones.
+        sparse: a flag for each parameter: a sparse gradient has a bucket to itself.
+        delayed: parameters, by index, that come after all others, in buckets without a limit.
+        as_view: let gradients be views of the buckets.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        group: ProcessGroup,
+        *,
+        caps_bytes: Sequence[int],
+        sparse: Sequence[bool],
+        delayed: Collection[int],
+        as_view: bool,
+    ) -> None:
+        self._names = names
+        self._parameters = parameters
+        self._group = group
+        self._caps_bytes = caps_bytes
+        self._sparse = sparse
+        self._delayed = frozenset(delayed)
+        self._as_view = as_view
+
+    def build(self, order: Sequence[int]) -> list[AnyBucket]:
+        """Buckets filled in this order of parameters (by index). A collective, because it allocates."""
+        punctual = [index for index in order if index not in self._delayed]
+        delayed = [index for index in order if index in self._delayed]
+        assigned = [*self._assign(punctual, self._caps_bytes), *self._assign(delayed, [sys.maxsize])]
+        return [self._bucket(indices) for indices in assigned]
+
+    def rebuild(self, old: Sequence[AnyBucket], order: Sequence[int]) -> list[AnyBucket]:
+        """Like `build`; gradients that are views of the old buckets become views of the new ones, with their values."""
+        aliased = {id(parameter) for bucket in old for parameter, view in _pairs(bucket) if parameter.grad is view}
+        new = self.build(order)
+        with torch.no_grad():
+            for bucket in new:
+                for parameter, view in _pairs(bucket):
+                    if id(parameter) in aliased and parameter.grad is not None:
+                        view.copy_(parameter.grad)
+                        parameter.grad = view
+        return new
+
+    def _assign(self, order: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:
+        specs = [self._spec(index) for index in order]
+        assigned = assign_buckets(specs, caps_bytes, range(len(order)))
+        return [[order[position] for position in bucket.indices] for bucket in assigned]
+
+    def _spec(self, index: int) -> GradientSpec:
+        parameter = self._parameters[index]
+        return GradientSpec(parameter.nbytes, (parameter.dtype, parameter.device), self._sparse[index])
+
+    def _bucket(self, indices: Sequence[int]) -> AnyBucket:
+        parameters, names = [self._parameters[i] for i in indices], [self._names[i] for i in indices]
+        if self._sparse[indices[0]]:
+            return SparseBucket(indices[0], parameters[0], names[0], self._group)
+        return Bucket(indices, parameters, names, self._group, as_view=self._as_view)
+
+
+def _pairs(bucket: AnyBucket) -> zip[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Parameters with their views; none in a sparse bucket."""
+    return zip(bucket.parameters, bucket.views, strict=False)

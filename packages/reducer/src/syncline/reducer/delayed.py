@@ -1,0 +1,83 @@
+"""Parameters whose gradients are final only when another one's is there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from .graph import Graph
+
+
+class DelayedGraph(Graph):
+    """A graph in which some parameters get any number of gradients, until the gradient of another one arrives.
+
+    Args:
+        graph: what is known of the graph otherwise.
+        delayed: the parameters that wait, by index; they are in the last buckets.
+        until: the parameter whose gradient they wait for. If it does not come, they wait for the end of backward.
+    """
+
+    def __init__(self, graph: Graph, delayed: Collection[int], until: int) -> None:
+        self._graph = graph
+        self._delayed = frozenset(delayed)
+        self._until = until
+        self._released = False
+        self.advice_missing = graph.advice_missing
+        self.advice_twice = (
+            f"{graph.advice_twice}; or it came after that of param_to_hook_all_reduce, although it is delayed until then: "
+            "name a parameter there whose gradient comes later"
+        )
+        self.order_recurs = graph.order_recurs
+
+    @property
+    def needs_everyone(self) -> bool:
+        """As without delay."""
+        return self._graph.needs_everyone
+
+    def begin(self) -> Sequence[int]:
+        """As without delay, but for the delayed."""
+        return [index for index in self._graph.begin() if index not in self._delayed]
+
+    def sit_out(self) -> None:
+        """As without delay."""
+        self._graph.sit_out()
+
+    def arrived(self, index: int, *, defined: bool) -> Sequence[int]:
+        """A delayed one is final when the one that it waits for has arrived; one that comes later is refused by readiness."""
+        if index in self._delayed and index != self._until:
+            self._graph.accumulated(index, defined=defined)
+            return (index,) if self._released else ()
+        final = self._graph.arrived(index, defined=defined)
+        if index != self._until:
+            return final
+        self._released = True
+        return [*(other for other in final if other not in self._delayed), *sorted(self._delayed)]
+
+    def accumulated(self, index: int, *, defined: bool) -> None:
+        """As without delay."""
+        self._graph.accumulated(index, defined=defined)
+
+    def ended(self) -> Sequence[int]:
+        """The delayed, too, if they still wait."""
+        final = [index for index in self._graph.ended() if index not in self._delayed]
+        return final if self._released else [*final, *sorted(self._delayed)]
+
+    def may_skip(self, indices: Collection[int]) -> bool:
+        """As without delay."""
+        return self._graph.may_skip(indices)
+
+    def agree(self) -> None:
+        """As without delay."""
+        self._graph.agree()
+
+    def unused_here(self, indices: Collection[int]) -> frozenset[int]:
+        """As without delay."""
+        return self._graph.unused_here(indices)
+
+    def untouched(self, indices: Collection[int]) -> frozenset[int]:
+        """As without delay."""
+        return self._graph.untouched(indices)
+
+    def forget(self) -> None:
+        """As without delay, and wait anew."""
+        self._graph.forget()
+        self._released = False

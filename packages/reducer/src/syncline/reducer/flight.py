@@ -1,0 +1,123 @@
+"""A bucket in flight: its reduction was issued."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+from syncline.collectives import ProcessGroup, Work
+from syncline.collectives.reduce_op import Reduction
+
+from . import complaints
+from .bucket import Bucket
+from .grad_bucket import GradBucket
+from .sparse_bucket import SparseBucket
+from .statistics import BucketTimes
+
+AnyBucket: TypeAlias = Bucket | SparseBucket
+
+
+@contextmanager
+def naming_parameters(bucket: AnyBucket) -> Iterator[None]:
+    """Have transport errors say whose gradients did not arrive. They keep their type."""
+    try:
+        yield
+    except Exception as error:
+        failure = complaints.not_arrived(error, bucket.names)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+class Flight(ABC):
+    """A bucket and the reduction that it waits for.
+
+    Args:
+        bucket: the bucket.
+        times: gets the end of the reduction.
+    """
+
+    def __init__(self, bucket: AnyBucket, times: BucketTimes) -> None:
+        self.bucket = bucket
+        self.times = times
+
+    def wait(self) -> object:
+        """Block until the reduction is over, and return its result: the flat tensor, if a hook keeps its contract.
+
+        Raises:
+            TransportError: of the type that the group raised; names the parameters, too.
+        """
+        with naming_parameters(self.bucket):
+            return self._wait()
+
+    @abstractmethod
+    def _wait(self) -> object: ...
+
+    def _note_end(self, _: object = None) -> None:
+        if self.times.finished is None:
+            self.times.finished = time.perf_counter()
+
+
+class CollectiveFlight(Flight):
+    """A bucket that a collective reduces in place."""
+
+    def __init__(self, bucket: AnyBucket, times: BucketTimes, work: Work) -> None:
+        super().__init__(bucket, times)
+        self._work = work
+        work.get_future().add_done_callback(self._note_end)
+
+    def _wait(self) -> object:
+        self._work.wait()
+        self._note_end()
+        return self.bucket.buffer
+
+
+class HookFlight(Flight):
+    """A bucket that a communication hook reduces.
+
+    Args:
+        bucket: the bucket.
+        times: gets the end of the reduction.
+        future: what the hook returned.
+        shown: what the hook was given.
+    """
+
+    def __init__(self, bucket: AnyBucket, times: BucketTimes, future: torch.futures.Future[Any], shown: GradBucket) -> None:
+        super().__init__(bucket, times)
+        self._future = future
+        self._shown = shown
+        future.add_done_callback(self._note_end)
+
+    def _wait(self) -> object:
+        value = self._future.wait()
+        self._note_end()
+        return self._as_given(value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value)
+
+    def _as_given(self, result: object) -> object:
+        """A hook that has put a buffer of another dtype in place, and left it there, may return that dtype (torch's do)."""
+        if not isinstance(result, torch.Tensor) or result.dtype is not self._shown.buffer().dtype:
+            return result
+        return result.to(self.bucket.buffer.dtype)
+
+
+class LateFlight(Flight):
+    """A sparse bucket on a torch.distributed group: reduced when its turn to be waited for has come.
+
+    A sparse all_reduce continues in a callback, and a torch group gives what a callback issues no defined place among the
+    collectives of other threads (see `TorchGroup`). In finalize all ranks have issued everything else.
+    """
+
+    def __init__(self, bucket: SparseBucket, times: BucketTimes, group: ProcessGroup, op: Reduction) -> None:
+        super().__init__(bucket, times)
+        self._group = group
+        self._op = op
+
+    def _wait(self) -> object:
+        self._group.all_reduce(self.bucket.buffer, self._op)
+        self._note_end()
+        return self.bucket.buffer

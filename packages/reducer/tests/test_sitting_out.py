@@ -1,0 +1,211 @@
+"""Ranks without gradients take part in the backwards of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives.testing import run_ranks
+from syncline.reducer import GradBucket, Reducer
+
+pytestmark = pytest.mark.ranks
+
+VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
+OWN = 7.0  # what a rank that sits out holds before
+
+
+def make_parameters(count: int = 4) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(f"p{i}", torch.nn.Parameter(torch.ones(i + 1, dtype=torch.float64))) for i in range(count)]
+
+
+def coefficient(rank: int, index: int, step: int) -> torch.Tensor:
+    return torch.arange(1, index + 2, dtype=torch.float64) * (rank + 1) + 10 * index + 100 * step
+
+
+def step_with_gradients(reducer: Reducer, parameters: Any, rank: int, step: int, used: set[int]) -> None:
+    reducer.prepare_for_backward()
+    total = sum((parameters[index][1] * coefficient(rank, index, step)).sum() for index in used)
+    assert isinstance(total, torch.Tensor)
+    total.backward()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize(
+    ("options", "used"),
+    [
+        ({}, {0, 1, 2, 3}),
+        ({"find_unused_parameters": True}, {0, 3}),
+        ({"find_unused_parameters": True, "skip_all_reduce_unused_params": True}, {0, 3}),
+        ({"delayed": ["p1"], "delayed_until": "p0"}, {0, 1, 2, 3}),
+    ],
+    ids=["complete", "unused", "skipped", "delayed"],
+)
+def test_it_adds_zeros_and_keeps_its_gradients(world_size: int, as_view: bool, options: Any, used: set[int]) -> None:
+    """Rank 0 never has gradients, so that the rebuild's order is that of a rank that sat out."""
+
+    def body(group: ProcessGroup) -> list[torch.Tensor | None]:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=0, gradient_as_bucket_view=as_view, **options)
+        for step in range(3):
+            for _, parameter in parameters:
+                parameter.grad = torch.full_like(parameter, OWN) if group.rank == 0 else None
+            if group.rank == 0:
+                reducer.sit_out()
+            else:
+                step_with_gradients(reducer, parameters, group.rank, step, used)
+            assert reducer.statistics.finished > 0.0
+        assert reducer.has_rebuilt_buckets == (not options or "delayed" in options)
+        return [parameter.grad for _, parameter in parameters]
+
+    results = run_ranks(world_size, body)
+    for gradient in results[0]:
+        assert gradient is not None
+        assert torch.equal(gradient, torch.full_like(gradient, OWN))
+    for found in results[1:]:
+        for index, gradient in enumerate(found):
+            if index not in used:
+                assert gradient is None
+                continue
+            total = sum(coefficient(rank, index, 2) for rank in range(1, world_size))
+            torch.testing.assert_close(gradient, total / world_size, rtol=1e-14, atol=0)
+
+
+def test_views_keep_their_values() -> None:
+    """Gradients that lie in the buckets, through which those of the others travel."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=True)
+        step_with_gradients(reducer, parameters, group.rank, 0, {0, 1, 2, 3})
+        before = [parameter.grad.clone() for _, parameter in parameters]  # type: ignore[union-attr]
+        if group.rank == 0:
+            reducer.sit_out()
+            for (_, parameter), expected in zip(parameters, before, strict=True):
+                assert torch.equal(parameter.grad, expected)  # type: ignore[arg-type]
+        else:
+            step_with_gradients(reducer, parameters, group.rank, 1, {0, 1, 2, 3})
+
+    run_ranks(2, body)
+
+
+def test_sums_are_divided_by_those_who_have_gradients() -> None:
+    def body(group: ProcessGroup) -> torch.Tensor | None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group)
+        reducer.divide_by(2)
+        if group.rank == 1:
+            reducer.sit_out()
+        else:
+            step_with_gradients(reducer, parameters, group.rank, 0, {0, 1, 2, 3})
+        return parameters[3][1].grad
+
+    found = run_ranks(3, body)
+    assert found[1] is None
+    expected = (coefficient(0, 3, 0) + coefficient(2, 3, 0)) / 2
+    for rank in (0, 2):
+        assert torch.equal(found[rank], expected)  # type: ignore[arg-type]
+
+
+def test_hooks_are_called_with_zeros() -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group)
+
+        def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            assert bool(bucket.buffer().any()) == (group.rank == 1)
+            work = group.all_reduce(bucket.buffer(), async_op=True)
+            return work.get_future().then(lambda done: done.value()[0])
+
+        reducer.set_hook(hook)
+        if group.rank == 0:
+            reducer.sit_out()
+        else:
+            step_with_gradients(reducer, parameters, 1, 0, {0, 1, 2, 3})
+            assert torch.equal(parameters[0][1].grad, coefficient(1, 0, 0))  # type: ignore[arg-type]
+
+    run_ranks(2, body)
+
+
+def test_a_static_graph_needs_everyone_once() -> None:
+    def body(group: ProcessGroup) -> list[bool]:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, static_graph=True)
+        needed = [reducer.needs_everyone]
+        step_with_gradients(reducer, parameters, group.rank, 0, {0, 1, 3})
+        needed.append(reducer.needs_everyone)
+        if group.rank == 1:
+            reducer.sit_out()
+        else:
+            parameters[0][1].grad = None
+            step_with_gradients(reducer, parameters, group.rank, 1, {0, 1, 3})
+            assert torch.equal(parameters[0][1].grad, coefficient(0, 0, 1) / 2)  # type: ignore[arg-type]
+        assert parameters[2][1].grad is None
+        return needed
+
+    assert run_ranks(2, body) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_delayed_gradients_may_come_often_or_never(as_view: bool, options: Any) -> None:
+    """p0 is used in a re-entrant backward of its own, p1 never; both wait for p3."""
+
+    class Again(torch.autograd.Function):
+        """The identity; its backward adds to a parameter's gradient once more."""
+
+        @staticmethod
+        def forward(ctx: Any, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+            ctx.parameter = parameter
+            return tensor.view_as(tensor)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            with torch.enable_grad():
+                (ctx.parameter * 5.0).sum().backward()
+            return gradients[0], None
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        values = [parameter for _, parameter in parameters]
+        reducer = Reducer(
+            parameters, group, gradient_as_bucket_view=as_view, delayed=["p0", "p1"], delayed_until="p3", **options
+        )
+        assert sorted(reducer.buckets[-1].indices) == [0, 1]
+        for _ in range(3):
+            for parameter in values:
+                parameter.grad = None
+            reducer.prepare_for_backward()
+            # Autograd visits the latest node first: p0, p0 again, p2, p3.
+            late = Again.apply((values[3] * (group.rank + 1.0)).sum(), values[0])
+            (late * values[2].sum() + values[0].sum() * (group.rank + 1)).backward()
+            assert torch.equal(values[0].grad, torch.full_like(values[0], 5.0 + 1.5))  # type: ignore[arg-type]
+            assert torch.equal(values[3].grad, torch.full_like(values[3], 3 * 1.5))  # type: ignore[arg-type]
+            assert values[1].grad is None if options else not values[1].grad.any()  # type: ignore[union-attr]
+            assert sorted(reducer.buckets[-1].indices) == [0, 1]
+
+    run_ranks(2, body)
+
+
+def test_a_delayed_gradient_that_comes_after_all_is_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, delayed=["p0"], delayed_until="p3")
+        reducer.prepare_for_backward()
+        # Autograd visits the latest node first: p3 before p0.
+        total = parameters[0][1].sum() + parameters[1][1].sum() + parameters[2][1].sum()
+        with pytest.raises(MisuseError, match=r"'p0' became ready twice.*after that of param_to_hook_all_reduce"):
+            (total + parameters[3][1].sum()).backward()
+
+    run_ranks(2, body)
+
+
+def test_unknown_names_are_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(InvalidArgumentError, match="found 'p9'"):
+            Reducer(make_parameters(), group, delayed=["p9"], delayed_until="p0")
+
+    run_ranks(1, body)
