@@ -1,5 +1,6 @@
 """DistributedDataParallel over the communication stack a cluster already has."""
 
 from .distributed_data_parallel import DistributedDataParallel
+from .sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_sync_batchnorm"]
