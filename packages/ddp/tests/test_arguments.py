@@ -73,7 +73,7 @@ def test_arguments_may_be_passed_by_position() -> None:
             {"skip_all_reduce_unused_params": True, "find_unused_parameters": True, "static_graph": True},
             "without static_graph=True",
         ),
-        ({"mixed_precision": object()}, "mixed_precision: not there yet; use torch.autocast"),
+        ({"mixed_precision": object()}, "expected mixed_precision to be a MixedPrecision, found object"),
         ({"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": None}, "not there yet; leave them out"),
         ({"device_ids": [0]}, r"device_ids=\[0\] and a module on cpu"),
         ({"output_device": 0}, "output_device without device_ids"),

@@ -1,6 +1,7 @@
 """DistributedDataParallel over the communication stack a cluster already has."""
 
 from .distributed_data_parallel import DistributedDataParallel
+from .mixed_precision import MixedPrecision
 from .sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
-__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_sync_batchnorm"]
+__all__ = ["DistributedDataParallel", "MixedPrecision", "SyncBatchNorm", "convert_sync_batchnorm"]

@@ -76,14 +76,12 @@ def check_vestiges(dim: int, check_reduction: bool) -> None:
         warnings.warn("check_reduction=True: leave it out, every reduction is always checked", FutureWarning, stacklevel=4)
 
 
-def check_not_there(mixed_precision: object, delay_all_reduce_named_params: object, param_to_hook_all_reduce: object) -> None:
+def check_not_there(delay_all_reduce_named_params: object, param_to_hook_all_reduce: object) -> None:
     """What torch has and this has not.
 
     Raises:
         InvalidArgumentError: one of them was given.
     """
-    if mixed_precision is not None:
-        _refuse("mixed_precision", "use torch.autocast, and a hook that casts (syncline.hooks) to send fewer bytes")
     if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
         _refuse(
             "delay_all_reduce_named_params and param_to_hook_all_reduce",

@@ -32,6 +32,8 @@ class TorchNames:
         _reducer: Reducer
         _buffers_are_stale: bool
 
+        def _check_no_wire_dtype(self) -> None: ...
+
         def logging_data(self) -> dict[str, int | str]:
             """What `_get_ddp_logging_data` tells."""
 
@@ -84,6 +86,7 @@ class TorchNames:
             raise MisuseError(
                 f"built-in hook {comm_hook_type}: not there; use register_comm_hook(None, syncline.hooks.fp16_compress_hook)"
             )
+        self._check_no_wire_dtype()
         self._reducer.set_hook(None)
 
     def _register_buffer_comm_hook(self, *_: object, **__: object) -> NoReturn:

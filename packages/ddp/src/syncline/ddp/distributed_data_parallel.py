@@ -15,11 +15,13 @@ from syncline.reducer import GradBucket, IterationStatistics, Reducer
 
 from . import arguments, logging_data
 from .compatibility import TorchNames, ignored_names
+from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
 from .module_state import ModuleState
 from .process_groups import default_group, resolve_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.nn.parallel.distributed import _MixedPrecision
 
 
 class DistributedDataParallel(TorchNames, torch.nn.Module):
@@ -51,7 +53,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         static_graph: every backward is like the first; allows re-entrant checkpoints and parameters that are never used.
         delay_all_reduce_named_params: refused.
         param_to_hook_all_reduce: refused.
-        mixed_precision: refused; use `torch.autocast`.
+        mixed_precision: compute, reduce, or keep buffers, in a lower precision; a `MixedPrecision`, ours or torch's.
         device_mesh: a one-dimensional mesh, instead of `process_group`.
         skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce buckets of which no rank uses anything.
         bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket, instead of `bucket_cap_mb`.
@@ -82,7 +84,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         static_graph: bool = False,
         delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
         param_to_hook_all_reduce: torch.nn.Parameter | None = None,
-        mixed_precision: object | None = None,
+        mixed_precision: MixedPrecision | _MixedPrecision | None = None,
         device_mesh: object | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
@@ -91,9 +93,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
     ) -> None:
         super().__init__()
         arguments.check_vestiges(dim, check_reduction)
-        arguments.check_not_there(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        arguments.check_not_there(delay_all_reduce_named_params, param_to_hook_all_reduce)
         arguments.check_unused(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
         sync_buffers_at_first, forward_sync_buffers = arguments.buffer_synchronization(broadcast_buffers, forward_sync_buffers)
+        self.mixed_precision = as_mixed_precision(mixed_precision)
         self._bucket_caps_bytes = arguments.bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         self.parameters_to_ignore = ignored_names(module)
         self._state = ModuleState(module, self.parameters_to_ignore)
@@ -115,6 +118,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         if init_sync:
             self._state.verify(self.process_group, buffers=sync_buffers_at_first)
             self._state.broadcast(self.process_group, buffers=sync_buffers_at_first)
+        self._low_precision = lower_precision(self.mixed_precision, module, self._state)
         self._buffers_are_stale = True
         self._has_buffers = bool(self._state.buffers())
         self._reducer = self._make_reducer()
@@ -143,7 +147,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         if self._input_device is not None:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]
-        outputs = self.module(*inputs, **kwargs)
+        outputs = self._run_module(inputs, kwargs)
         if will_reduce:
             self._reducer.statistics.forward_ended = time.perf_counter()
         return outputs
@@ -170,8 +174,9 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
 
         Raises:
             InvalidArgumentError: the hook cannot be called.
-            MisuseError: a backward is under way, or has failed.
+            MisuseError: a backward is under way, or has failed; or mixed precision says already how gradients are reduced.
         """
+        self._check_no_wire_dtype()
         if not callable(hook):
             raise InvalidArgumentError(f"expected a function hook(state, bucket), found {type(hook).__name__}")
         self._reducer.set_hook(hook, state)
@@ -200,7 +205,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
     def _make_reducer(self) -> Reducer:
         parameters = self._state.trainable_parameters(self.process_group)
         sparse = self._state.sparse_parameters()
-        return Reducer(
+        reducer = Reducer(
             parameters,
             self.process_group,
             bucket_cap_bytes=self._bucket_caps_bytes,
@@ -210,6 +215,25 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             static_graph=self.static_graph,
         )
+        if self._wire_dtype is not None:
+            reducer.set_hook(average_in, self._wire_dtype)
+        return reducer
+
+    # ---- mixed precision ----
+
+    @property
+    def _wire_dtype(self) -> torch.dtype | None:
+        return None if self.mixed_precision is None else self.mixed_precision.wire_dtype
+
+    def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
+
+    def _check_no_wire_dtype(self) -> None:
+        if self._wire_dtype is not None:
+            raise MisuseError(
+                f"mixed_precision averages gradients in {self._wire_dtype}, which a communication hook would replace: use only "
+                "one of them, such as torch.autocast with a hook that casts"
+            )
 
     # ---- copies ----
 
