@@ -74,7 +74,7 @@ def test_arguments_may_be_passed_by_position() -> None:
             {"skip_all_reduce_unused_params": True, "find_unused_parameters": True, "static_graph": True},
             "without static_graph=True",
         ),
-        ({"mixed_precision": object()}, "mixed_precision: not there yet; use torch.autocast"),
+        ({"mixed_precision": object()}, "expected mixed_precision to be a MixedPrecision, found object"),
         ({"device_ids": [0]}, r"device_ids=\[0\] and a module on cpu"),
         ({"output_device": 0}, "output_device without device_ids"),
         ({"process_group": "world"}, "expected a process group.*found str"),

@@ -2,5 +2,15 @@
 
 from .distributed_data_parallel import DistributedDataParallel
 from .join import Join, Joinable, JoinHook
+from .mixed_precision import MixedPrecision
+from .sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
-__all__ = ["DistributedDataParallel", "Join", "JoinHook", "Joinable"]
+__all__ = [
+    "DistributedDataParallel",
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "MixedPrecision",
+    "SyncBatchNorm",
+    "convert_sync_batchnorm",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -76,16 +76,6 @@ def check_vestiges(dim: int, check_reduction: bool) -> None:
         warnings.warn("check_reduction=True: leave it out, every reduction is always checked", FutureWarning, stacklevel=4)
 
 
-def check_not_there(mixed_precision: object) -> None:
-    """What torch has and this has not.
-
-    Raises:
-        InvalidArgumentError: it was given.
-    """
-    if mixed_precision is not None:
-        _refuse("mixed_precision", "use torch.autocast, and a hook that casts (syncline.hooks) to send fewer bytes")
-
-
 def delayed_names(
     delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None,
     param_to_hook_all_reduce: torch.nn.Parameter | None,
@@ -147,7 +137,3 @@ def _bytes(argument: str, cap_mb: float) -> int:
     if not 0 < cap_mb < math.inf:
         raise InvalidArgumentError(f"expected a finite {argument} above 0 MiB, found {cap_mb}")
     return int(cap_mb * _MIB)
-
-
-def _refuse(what: str, replacement: str) -> NoReturn:
-    raise InvalidArgumentError(f"{what}: not there yet; {replacement}")

@@ -43,6 +43,8 @@ class TorchNames:
         def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
             """What `_update_process_group` does."""
 
+        def _check_no_wire_dtype(self) -> None: ...
+
         def logging_data(self) -> dict[str, int | str]:
             """What `_get_ddp_logging_data` tells."""
 
@@ -82,6 +84,7 @@ class TorchNames:
         """Nothing to set: the model's outputs are handed on as they are."""
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        self._check_no_wire_dtype()
         self._reducer.set_hook(builtin_hook(comm_hook_type))
 
     def _register_buffer_comm_hook(

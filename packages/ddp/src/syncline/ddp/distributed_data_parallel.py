@@ -18,12 +18,14 @@ from .buffers import Buffers
 from .compatibility import TorchNames, ignored_names
 from .fused_optimizer import FusedOptimizer
 from .join import Join, Joinable
+from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
 from .module_state import ModuleState
 from .process_groups import default_group, resolve_group
 from .uneven_inputs import UnevenInputs
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.nn.parallel.distributed import _MixedPrecision
 
 
 class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
@@ -56,7 +58,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         delay_all_reduce_named_params: names and parameters that may get any number of gradients, or none, in a backward; they
             are reduced last, when that of `param_to_hook_all_reduce` has arrived.
         param_to_hook_all_reduce: one parameter of the module.
-        mixed_precision: refused; use `torch.autocast`.
+        mixed_precision: compute, reduce, or keep buffers, in a lower precision; a `MixedPrecision`, ours or torch's.
         device_mesh: a one-dimensional mesh, instead of `process_group`.
         skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce buckets of which no rank uses anything.
         bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket, instead of `bucket_cap_mb`.
@@ -90,7 +92,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         static_graph: bool = False,
         delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
         param_to_hook_all_reduce: torch.nn.Parameter | None = None,
-        mixed_precision: object | None = None,
+        mixed_precision: MixedPrecision | _MixedPrecision | None = None,
         device_mesh: object | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
@@ -99,9 +101,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     ) -> None:
         super().__init__()
         arguments.check_vestiges(dim, check_reduction)
-        arguments.check_not_there(mixed_precision)
         arguments.check_unused(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
         sync_buffers_at_first, forward_sync_buffers = arguments.buffer_synchronization(broadcast_buffers, forward_sync_buffers)
+        self.mixed_precision = as_mixed_precision(mixed_precision)
         self._bucket_caps_bytes = arguments.bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         self.parameters_to_ignore = ignored_names(module)
         self._state = ModuleState(module, self.parameters_to_ignore)
@@ -130,6 +132,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._verify_options(sync_buffers_at_first)
             self._state.verify(self.process_group, buffers=sync_buffers_at_first)
             self._state.broadcast(self.process_group, 0, buffers=sync_buffers_at_first)
+        self._low_precision = lower_precision(self.mixed_precision, module, self._state)
         self._reducer = self._make_reducer()
 
     @property
@@ -167,7 +170,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]
         try:
-            outputs = self.module(*inputs, **kwargs)
+            outputs = self._run_module(inputs, kwargs)
         except BaseException:
             if has_backward:
                 self._reducer.withdraw()
@@ -268,8 +271,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         Raises:
             InvalidArgumentError: the hook cannot be called.
-            MisuseError: a backward is under way, or has failed.
+            MisuseError: a backward is under way, or has failed; or mixed precision says already how gradients are reduced.
         """
+        self._check_no_wire_dtype()
         if not callable(hook):
             raise InvalidArgumentError(f"expected a function hook(state, bucket), found {type(hook).__name__}")
         self._reducer.set_hook(hook, state)
@@ -311,6 +315,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             delayed_until=self._delayed_until,
         )
         reducer.on_delivery(self.fused_optimizer.step)
+        if self._wire_dtype is not None:
+            reducer.set_hook(average_in, self._wire_dtype)
         return reducer
 
     def _verify_options(self, sync_buffers_at_first: bool) -> None:
@@ -324,11 +330,28 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "static_graph": self.static_graph,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "mixed_precision": None if self.mixed_precision is None else str(self.mixed_precision),
             "delay_all_reduce_named_params": self._delayed,
             "param_to_hook_all_reduce": self._delayed_until,
             "sparse=True (in embeddings)": [name for name, parameter in self._state.parameters() if id(parameter) in sparse],
         }
         verify_same_options(options, group=self.process_group)
+
+    # ---- mixed precision ----
+
+    @property
+    def _wire_dtype(self) -> torch.dtype | None:
+        return None if self.mixed_precision is None else self.mixed_precision.wire_dtype
+
+    def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
+
+    def _check_no_wire_dtype(self) -> None:
+        if self._wire_dtype is not None:
+            raise MisuseError(
+                f"mixed_precision averages gradients in {self._wire_dtype}, which a communication hook would replace: use only "
+                "one of them, such as torch.autocast with a hook that casts"
+            )
 
     # ---- copies ----
 

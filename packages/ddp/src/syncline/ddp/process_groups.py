@@ -56,3 +56,8 @@ def default_group() -> ProcessGroup:
         assert world is not None
         return TorchGroup(world)
     return init_process_group()
+
+
+def has_default_group() -> bool:
+    """Whether there is a default group, ours or torch's."""
+    return is_initialized() or (dist.is_available() and dist.is_initialized())

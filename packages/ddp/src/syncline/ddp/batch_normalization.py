@@ -1,0 +1,72 @@
+"""The differentiable part of batch normalisation over several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from syncline.collectives import ProcessGroup
+
+from .batch_statistics import BatchStatistics, channel_shape, reduced_dims, working_dtype
+
+
+class BatchNormalization(torch.autograd.Function):
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias, where mean and variance depend on the x of all ranks.
+
+    Let a channel have n values over all ranks, g be the gradient of y, and x' = (x - mean) / sqrt(variance + eps). Then the
+    gradient of x is
+
+        weight / sqrt(variance + eps) * (g - sum(g) / n - x' * sum(g * x') / n)
+
+    in which the sums are over all ranks: one all_reduce of 16 bytes for each channel. The gradients of weight and bias are
+    those of this rank's part of the batch, as of any parameter; averaging them is the reducer's business.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        statistics: BatchStatistics,
+        eps: float,
+        group: ProcessGroup,
+    ) -> torch.Tensor:
+        """Normalise this rank's part of the batch; keeps dtype and memory format."""
+        dtype = working_dtype(inputs)
+        mean, variance = statistics.mean.to(dtype), statistics.variance.to(dtype)
+        ctx.save_for_backward(inputs, weight, mean, (variance + eps).rsqrt())
+        ctx.count, ctx.group = statistics.count, group
+        weight, bias = _beside(inputs, weight), _beside(inputs, bias)
+        return torch.nn.functional.batch_norm(inputs, mean, variance, weight, bias, training=False, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """A collective if the inputs need a gradient."""
+        inputs, weight, mean, scale = ctx.saved_tensors
+        dims, shape = reduced_dims(inputs), channel_shape(inputs)
+        gradient = gradients[0].to(mean.dtype)
+        normalized = (inputs.to(mean.dtype) - mean.view(shape)).mul_(scale.view(shape))
+        sums = torch.stack([gradient.sum(dims), (gradient * normalized).sum(dims)])
+        needs_inputs, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_weight = sums[1].to(weight.dtype) if needs_weight else None
+        of_bias = sums[0].to(inputs.dtype if weight is None else weight.dtype) if needs_bias else None
+        of_inputs = None
+        if needs_inputs:
+            everywhere = sums.to(torch.float64, copy=True)
+            ctx.group.all_reduce(everywhere)
+            of_1, of_normalized = (everywhere / ctx.count).to(mean.dtype)
+            factor = scale if weight is None else scale * weight.to(mean.dtype)
+            centred = gradient - of_1.view(shape) - normalized.mul_(of_normalized.view(shape))
+            of_inputs = centred.mul_(factor.view(shape)).to(inputs.dtype)
+        return of_inputs, of_weight, of_bias, None, None, None
+
+
+def _beside(inputs: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """A parameter as it is computed with beside statistics in the working dtype: one of halves, like the inputs, in float32."""
+    if parameter is None or parameter.dtype is not inputs.dtype:
+        return parameter
+    return parameter.to(working_dtype(inputs))

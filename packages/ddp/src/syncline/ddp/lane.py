@@ -1,0 +1,53 @@
+"""A lane: a second group of the same ranks, for collectives that have no fixed place among those of the first."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from syncline.collectives import ProcessGroup, TorchGroup
+
+# One lane for each group, however many layers ask; it goes when the group goes. By the torch group where there is one, because
+# `TorchGroup` is made anew whenever one is handed in.
+_lanes: weakref.WeakKeyDictionary[object, ProcessGroup] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def lane_beside(group: ProcessGroup) -> ProcessGroup:
+    """A group of the same ranks with an order of its own. The first call for a group is a collective of that group.
+
+    Note [A lane of its own]
+    ~~~~~~~~~~~~~~~~~~~~~~~~
+    A layer that communicates in backward does so when autograd comes to it. When the reducer starts a bucket also depends on
+    which parameters this rank has not used, so between the two there is no order that is the same on every rank. In one group
+    that would be a mismatch; in two groups it does not matter. Besides, the layer need not wait for the buckets in flight.
+    """
+    key = group.torch_group if isinstance(group, TorchGroup) else group
+    with _lock:
+        lane = _lanes.get(key)
+    if lane is None:
+        lane = _make_lane(group)
+        with _lock:
+            _lanes[key] = lane
+    return lane
+
+
+def _make_lane(group: ProcessGroup) -> ProcessGroup:
+    if isinstance(group, TorchGroup):
+        return _make_torch_lane(group)
+    lane = group.split(0)
+    assert lane is not None  # every rank gave a color
+    return lane
+
+
+def _make_torch_lane(group: TorchGroup) -> ProcessGroup:
+    made = dist.new_group(
+        dist.get_process_group_ranks(group.torch_group),
+        timeout=timedelta(seconds=group.timeout_s),
+        backend=str(dist.get_backend_config(group.torch_group)),
+        use_local_synchronization=True,  # only the group's ranks call this
+    )
+    return TorchGroup(made, name=f"{group.name}/lane", timeout_s=group.timeout_s)

@@ -1,0 +1,87 @@
+"""Mixed precision: which dtypes the module computes in, the gradients travel in, and the buffers have."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from syncline.collectives import InvalidArgumentError, ReduceOp
+from syncline.reducer import GradBucket
+
+from .low_precision import LowPrecision
+from .module_state import ModuleState
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """What `DistributedDataParallel(mixed_precision=...)` does in a lower precision. Parameters stay in their own dtype.
+
+    Args:
+        param_dtype: the module computes with casts of its parameters and inputs in this dtype. Gradients arrive in the
+            parameters' own dtype, and add up in it.
+        reduce_dtype: gradients are averaged in this dtype; None: in `param_dtype`, or, without one, in their own.
+        buffer_dtype: buffers are converted to this dtype, for good.
+
+    Only floating point tensors are concerned, and no parameter or buffer that is ignored.
+
+    Raises:
+        InvalidArgumentError: no dtype was given, or one that is not of floating point.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if astuple(self) == (None, None, None):
+            raise InvalidArgumentError("expected a dtype in mixed_precision, found none: it would do nothing; leave it out")
+        for field in fields(self):
+            dtype = getattr(self, field.name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise InvalidArgumentError(f"expected {field.name} to be a floating point dtype, found {dtype}")
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """What gradients are averaged in; None: their own dtype."""
+        return self.reduce_dtype or self.param_dtype
+
+
+def as_mixed_precision(given: object) -> MixedPrecision | None:
+    """The argument of the constructor: ours, torch's, or None.
+
+    Raises:
+        InvalidArgumentError: it is something else.
+    """
+    if isinstance(given, _MixedPrecision):
+        return MixedPrecision(given.param_dtype, given.reduce_dtype, given.buffer_dtype)
+    if given is None or isinstance(given, MixedPrecision):
+        return given
+    raise InvalidArgumentError(f"expected mixed_precision to be a MixedPrecision, found {type(given).__name__}")
+
+
+def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook: average in another dtype. Extra memory: the bucket in that dtype."""
+    buffer = bucket.buffer()
+    work = bucket.process_group().all_reduce(buffer.to(dtype), ReduceOp.AVG, async_op=True)
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+
+
+def lower_precision(config: MixedPrecision | None, module: torch.nn.Module, state: ModuleState) -> LowPrecision | None:
+    """Convert the buffers; returns how the module runs, if that is in another dtype.
+
+    Raises:
+        InvalidArgumentError: a gradient is sparse, and would be averaged in another dtype.
+    """
+    if config is None:
+        return None
+    if config.wire_dtype is not None and state.sparse_parameters():
+        raise InvalidArgumentError(f"mixed_precision averages in {config.wire_dtype} dense gradients only: use sparse=False")
+    if config.buffer_dtype is not None:
+        for _, buffer in state.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.to(config.buffer_dtype)
+    if config.param_dtype is None:
+        return None
+    return LowPrecision(module, [parameter for _, parameter in state.parameters()], config.param_dtype)

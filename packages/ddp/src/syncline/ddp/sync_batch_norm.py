@@ -1,0 +1,204 @@
+"""SyncBatchNorm: batch normalisation over the batches of all ranks, on any device and backend."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+
+from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
+
+from .batch_normalization import BatchNormalization
+from .batch_statistics import BatchStatistics, gather_statistics, statistics_of
+from .lane import lane_beside
+from .process_groups import has_default_group, resolve_group
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# The layers whose forward is plain batch normalisation, which conversion replaces.
+_PLAIN_FORWARDS = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation with the mean and variance of the batches of all ranks: as on one process with the whole batch.
+
+    In training every rank's forward is a collective, and its backward another. The ranks' batches may be of different sizes, or
+    empty. In evaluation, and in a group of one, it is plain batch normalisation. Differentiating its gradient once more is
+    refused.
+
+    It communicates in a group of its own, which the first forward makes; see Note [A lane of its own].
+
+    Args:
+        num_features: channels, the second dimension of the inputs.
+        eps: added to the variance.
+        momentum: weight of the newest batch in the running estimates; None: they are the average over all batches.
+        affine: whether there is a weight (and a bias).
+        track_running_stats: whether there are running estimates, for evaluation.
+        process_group: the ranks, a group of ours or of torch.distributed. None takes the default group, ours or torch's, at
+            each forward; as long as there is none, this is plain batch normalisation.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers.
+        bias: whether there is a bias, if `affine`.
+
+    Shape: (batch, channels, ...) with at least two dimensions; the output has the same shape, dtype and memory format. Halves
+    are computed in float32.
+
+    Cost, with c channels: an all-gather of 8 * (2c + 1) bytes from each rank in forward, an all_reduce of 16c bytes in
+    backward; in the first forward the ranks also compare their layers.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: ProcessGroup | dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+        self.process_group = process_group
+        self._is_compared = False
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
+    ) -> torch.nn.Module:
+        """Replace every batch normalisation in a module, torch's SyncBatchNorm included, by this one. No collective.
+
+        Args:
+            module: changed in place. The new layers take over parameters, buffers, hooks and other attributes.
+            process_group: of the new layers; see the class. None keeps that of a layer that has one.
+
+        Returns:
+            The module; or, if it is itself a batch normalisation, the layer that replaces it.
+
+        Raises:
+            MisuseError: a layer is not initialised yet (lazy), is parametrised, or has a forward of its own, which would be
+                lost.
+        """
+        replaced: dict[torch.nn.Module, torch.nn.Module] = {}
+        for name, layer in module.named_modules():
+            if isinstance(layer, _BatchNorm):
+                replaced[layer] = cls._in_place_of(layer, name, process_group)
+        for parent in list(module.modules()):
+            for name, child in parent._modules.items():
+                if child in replaced:
+                    parent._modules[name] = replaced[child]
+        return replaced.get(module, module)
+
+    @classmethod
+    def _in_place_of(cls, layer: _BatchNorm, name: str, process_group: Any) -> SyncBatchNorm:
+        complaint = _not_convertible(layer)
+        if complaint is not None:
+            raise MisuseError(f"cannot convert layer '{name}' ({type(layer).__name__}): {complaint}")
+        converted = cls.__new__(cls)
+        converted.__dict__.update(layer.__dict__)
+        converted.process_group = getattr(layer, "process_group", None) if process_group is None else process_group
+        converted._is_compared = False
+        return converted
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise a batch. In training a collective, also on a rank whose batch is empty.
+
+        Raises:
+            InvalidArgumentError: the shape does not fit, or the channels have less than two values over all ranks.
+            DisagreementError: on all ranks, if their layers have different numbers of channels or their inputs different
+                dtypes; found in the first forward.
+        """
+        group = self._group() if self.training else None
+        if group is None or group.size == 1:
+            return super().forward(input)
+        return self._normalize_together(input, lane_beside(group))
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise InvalidArgumentError(
+                f"expected inputs of shape (batch, {self.num_features}, ...), found {tuple(input.shape)}: the layer has "
+                f"{self.num_features} channels"
+            )
+
+    def _group(self) -> ProcessGroup | None:
+        if self.process_group is None and not has_default_group():
+            return None
+        return resolve_group(self.process_group)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # a compiler cannot look into a collective
+    def _normalize_together(self, inputs: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        self._check_input_dim(inputs)
+        if not self._is_compared:
+            self._compare_layers(inputs, group)
+        statistics = gather_statistics(statistics_of(inputs.detach()), group)
+        if statistics.count < 2:
+            raise InvalidArgumentError(
+                f"expected more than 1 value per channel over all ranks when training, found {statistics.count} in an input of "
+                f"shape {tuple(inputs.shape)} on {group.place()}"
+            )
+        if self.track_running_stats:
+            self._track(statistics)
+        return BatchNormalization.apply(inputs, self.weight, self.bias, statistics, self.eps, group)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _compare_layers(self, inputs: torch.Tensor, group: ProcessGroup) -> None:
+        versions = exchange_objects(f"{self.num_features} channels of {inputs.dtype}", group=group)
+        for rank, version in enumerate(versions):
+            if version != versions[0]:
+                raise DisagreementError(
+                    f"the ranks normalise different batches ({group.place()}): {versions[0]} on rank 0, {version} on rank "
+                    f"{rank}. Build the same model on every rank, and let all of them run the same layers"
+                )
+        self._is_compared = True
+
+    def _track(self, statistics: BatchStatistics) -> None:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        weight = 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        for running, newest in ((self.running_mean, statistics.mean), (self.running_var, statistics.unbiased_variance)):
+            assert running is not None
+            running.lerp_(newest.to(running.dtype), weight)
+
+    # ---- copies ----
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """A copy talks to the same ranks: a group is not copied."""
+        memo[id(self.process_group)] = self.process_group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All, if the group is the default one, which another process has too."""
+        if self.process_group is not None:
+            raise MisuseError(
+                "a SyncBatchNorm with a process_group cannot be pickled: only the default group is found again. Save its "
+                "state_dict, or leave process_group out"
+            )
+        return self.__dict__
+
+
+def convert_sync_batchnorm(
+    module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
+) -> torch.nn.Module:
+    """See `SyncBatchNorm.convert_sync_batchnorm`."""
+    return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+
+
+def _not_convertible(layer: _BatchNorm) -> str | None:
+    """Why a layer's conversion would lose something, or None."""
+    if any(is_lazy(tensor) for tensor in layer.parameters()):
+        return "it is not initialised yet; run one forward of the module first"
+    if is_parametrized(layer):
+        return "it is parametrised; remove the parametrisation, or register it after the conversion"
+    if type(layer).forward not in _PLAIN_FORWARDS and not isinstance(layer, SyncBatchNorm):
+        return "it has a forward of its own, which would be lost; build it on SyncBatchNorm instead"
+    return None

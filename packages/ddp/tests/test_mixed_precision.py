@@ -1,0 +1,351 @@
+"""Mixed precision: against native DDP where that works on the CPU, else against a low-precision copy on each rank."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
+
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, destroy_process_group, init_process_group
+from syncline.collectives.testing import run_ranks
+from syncline.collectives.testing.processes import run_processes
+from syncline.ddp import DistributedDataParallel, MixedPrecision
+from syncline.reducer import GradBucket
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+JOB = Path(__file__).with_name("mixed_precision_job.py")
+# Halves have 8 bits, and a sum of three is rounded here after, natively before the division.
+EPSILON = 2.0**-7
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_equals_native_ddp(world_size: int, tmp_path: Path) -> None:
+    run_processes(JOB, world_size, tmp_path, timeout_s=100)
+    for rank in range(world_size):
+        found = json.loads((tmp_path / f"compared-{rank}.json").read_text())
+        assert set(found) >= {"all in bfloat16", "parameters only", "reduced in full", "ignoring"}
+        for case, compared in found.items():
+            assert compared["steps"] == 4
+            assert compared["gradients"] >= 16
+            is_exact = world_size == 2 or case == "reduced in full"
+            assert compared["difference"] <= (0.0 if is_exact else 2 * EPSILON), case
+
+
+# ---- against a low-precision copy on each rank ----
+
+
+class Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor, call: int) -> torch.Tensor:
+        return self.head(torch.tanh(self.first(inputs)))  # type: ignore[no-any-return]
+
+
+class Tied(Plain):
+    """The embedding's weight is the head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(3, 8)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, inputs: torch.Tensor, call: int) -> torch.Tensor:
+        return self.head(torch.tanh(self.first(inputs) + self.embedding(torch.arange(len(inputs)) % 3)))  # type: ignore[no-any-return]
+
+
+class Experts(Plain):
+    """One of three experts for each call; one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor, call: int) -> torch.Tensor:
+        return self.head(self.experts[call % 3](torch.tanh(self.first(inputs))))  # type: ignore[no-any-return]
+
+
+class Recurrent(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.LSTM(4, 8, num_layers=2, batch_first=True)  # type: ignore[assignment]
+
+    def forward(self, inputs: torch.Tensor, call: int) -> torch.Tensor:
+        return self.head(self.first(inputs.view(2, -1, 4))[0].flatten(0, 1))  # type: ignore[no-any-return]
+
+
+class Checkpointed(Plain):
+    """Backward runs a function of the module's own, which uses parameters without a submodule's forward."""
+
+    use_reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def _block(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert self.scale.dtype is inputs.dtype
+        return torch.tanh(torch.nn.functional.linear(inputs, self.first.weight, self.first.bias)) * self.scale
+
+    def forward(self, inputs: torch.Tensor, call: int) -> torch.Tensor:
+        return self.head(checkpoint(self._block, inputs, use_reentrant=self.use_reentrant))  # type: ignore[no-any-return]
+
+
+class CheckpointedReentrantly(Checkpointed):
+    use_reentrant = True
+
+
+class Case(NamedTuple):
+    model: Callable[[], torch.nn.Module]
+    options: Mapping[str, Any] = MappingProxyType({})
+    micro_batches: int = 1
+
+
+CASES = {
+    "plain": Case(Plain),
+    "as view": Case(Plain, {"gradient_as_bucket_view": True}),
+    "accumulated": Case(Plain, micro_batches=3),
+    "tied": Case(Tied),
+    "experts": Case(Experts, {"find_unused_parameters": True}),
+    "experts, accumulated": Case(Experts, {"find_unused_parameters": True, "gradient_as_bucket_view": True}, 2),
+    "recurrent": Case(Recurrent),
+    "checkpointed": Case(Checkpointed),
+    "checkpointed reentrantly": Case(CheckpointedReentrantly, {"static_graph": True}),
+}
+STEPS = 3
+Gradients = dict[str, "torch.Tensor | None"]
+
+
+def inputs_of(rank: int, step: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + 10 * step + micro)
+    return torch.randn(6, 4, generator=generator).requires_grad_()
+
+
+def gradients(model: torch.nn.Module) -> Gradients:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def expected_gradients(model: torch.nn.Module, case: Case, step: int, world_size: int, wire: torch.dtype) -> Gradients:
+    """Each rank's: computed in bfloat16, added up in float32, rounded to what travels; their mean, rounded again."""
+    by_rank = []
+    for rank in range(world_size):
+        total: Gradients = {name: None for name, _ in model.named_parameters()}
+        for micro in range(case.micro_batches):
+            low = copy.deepcopy(model).bfloat16()
+            low(inputs_of(rank, step, micro).bfloat16(), call=rank + step + micro).float().square().mean().backward()
+            for name, gradient in gradients(low).items():
+                if gradient is not None:
+                    before = total[name]
+                    total[name] = gradient.float() if before is None else before + gradient.float()
+        by_rank.append(total)
+    means: Gradients = {}
+    for name in by_rank[0]:
+        found = [total[name] for total in by_rank]
+        terms = [torch.zeros(()) if term is None else term.to(wire).float() for term in found]
+        mean = sum(terms[1:], terms[0]) / world_size
+        means[name] = None if all(term is None for term in found) else mean.to(wire).float()
+    return means
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("wire", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_low_precision_copies(name: str, world_size: int, wire: torch.dtype) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.model()
+    models = [copy.deepcopy(model) for _ in range(world_size)]
+    config = MixedPrecision(param_dtype=BF16, reduce_dtype=None if wire is BF16 else wire)
+
+    def body(group: ProcessGroup) -> list[Gradients]:
+        ddp = DistributedDataParallel(
+            models[group.rank], process_group=group, mixed_precision=config, bucket_cap_mb=1e-4, **case.options
+        )
+        found = []
+        for step in range(STEPS):
+            ddp.zero_grad()
+            for micro in range(case.micro_batches):
+                with nullcontext() if micro == case.micro_batches - 1 else ddp.no_sync():
+                    outputs = ddp(inputs_of(group.rank, step, micro), call=group.rank + step + micro)
+                    assert outputs.dtype is BF16
+                    outputs.float().square().mean().backward()
+            found.append(gradients(ddp.module))
+        return found
+
+    by_rank = run_ranks(world_size, body)
+    for step in range(STEPS):
+        expected = expected_gradients(model, case, step, world_size, wire)
+        assert any(gradient is None for gradient in expected.values()) == ("experts" in name)
+        for rank in by_rank:
+            # What travels is rounded once before and once after; a sum in another order may cross one rounding.
+            torch.testing.assert_close(rank[step], expected, rtol=EPSILON if wire is BF16 else 1e-6, atol=1e-6)
+            assert all(torch.equal(a, b) for a, b in zip(*map(present, (rank[step], by_rank[0][step])), strict=True))
+
+
+def present(found: Gradients) -> list[torch.Tensor]:
+    return [gradient for gradient in found.values() if gradient is not None]
+
+
+# ---- outside the module's own computations, parameters are parameters ----
+
+
+def with_ddp(body: Callable[[DistributedDataParallel], None], module: torch.nn.Module, **options: Any) -> None:
+    def run(group: ProcessGroup) -> None:
+        body(DistributedDataParallel(module, process_group=group, **{"mixed_precision": MixedPrecision(BF16), **options}))
+
+    run_ranks(1, run)
+
+
+@pytest.mark.ranks
+def test_parameters_are_themselves_between_forward_and_backward() -> None:
+    def body(ddp: DistributedDataParallel) -> None:
+        before = dict(ddp.named_parameters())
+        outputs = ddp(inputs_of(0, 0, 0), call=0)
+        assert all(dict(ddp.named_parameters())[name] is parameter for name, parameter in before.items())
+        ddp.zero_grad()
+        outputs.sum().backward()
+        assert all(dict(ddp.named_parameters())[name] is parameter for name, parameter in before.items())
+        assert {p.grad.dtype for p in ddp.parameters() if p.grad is not None} == {FP32}
+        copy.deepcopy(ddp.module)
+
+    with_ddp(body, Recurrent())
+
+
+@pytest.mark.ranks
+def test_evaluation_computes_in_low_precision_too() -> None:
+    module = Plain()
+
+    def body(ddp: DistributedDataParallel) -> None:
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                outputs = ddp(inputs_of(0, 0, 0), call=0)
+            assert torch.equal(outputs, copy.deepcopy(module).bfloat16()(inputs_of(0, 0, 0).bfloat16(), call=0))
+            assert {p.dtype for p in ddp.parameters()} == {FP32}
+
+    with_ddp(body, module)
+
+
+class Failing(Plain):
+    """Fails in forward at call 1, and in the backward of call 2."""
+
+    def forward(self, inputs: torch.Tensor, call: int) -> torch.Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        if call == 1:
+            raise RuntimeError("forward fails")
+        if call == 2:
+            hidden.register_hook(fail)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def fail(_: torch.Tensor) -> None:
+    raise RuntimeError("backward fails")
+
+
+@pytest.mark.ranks
+def test_failures_leave_the_parameters_in_place() -> None:
+    def body(ddp: DistributedDataParallel) -> None:
+        before = list(ddp.parameters())
+        with pytest.raises(RuntimeError, match="forward fails"):
+            ddp(inputs_of(0, 0, 0), call=1)
+        assert all(a is b for a, b in zip(ddp.parameters(), before, strict=True))
+        with ddp.no_sync(), pytest.raises(RuntimeError, match="backward fails"):
+            ddp(inputs_of(0, 0, 0), call=2).sum().backward()
+        assert all(a is b for a, b in zip(ddp.parameters(), before, strict=True))
+        ddp.zero_grad()
+        ddp(inputs_of(0, 0, 0), call=0).sum().backward()
+        assert all(p.grad is not None for p in ddp.parameters())
+
+    with_ddp(body, Failing())
+
+
+class Buffered(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+        self.register_buffer("scale", torch.tensor([1.0, 1 / 3, 0.2]))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        assert isinstance(self.calls, torch.Tensor)
+        self.calls += 1
+        return {"nested": [self.layer(inputs) * self.scale, self.calls]}
+
+
+@pytest.mark.ranks
+def test_buffers_are_converted_for_good_unless_ignored_or_counts() -> None:
+    def body(ddp: DistributedDataParallel) -> None:
+        found = {name: buffer.dtype for name, buffer in ddp.module.named_buffers()}
+        assert found == {"scale": FP16, "calls": torch.int64}
+        outputs, calls = ddp(inputs_of(0, 0, 0))["nested"]
+        assert (outputs.dtype, int(calls)) == (FP32, 1)  # parameters stay in full: only buffers were asked for
+
+    with_ddp(body, Buffered(), mixed_precision=_MixedPrecision(buffer_dtype=FP16))
+
+    ignoring = Buffered()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["scale"])
+    with_ddp(lambda ddp: None, ignoring, mixed_precision=MixedPrecision(buffer_dtype=FP16))
+    assert ignoring.scale.dtype is FP32
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "complaint"),
+    [
+        ({}, "expected a dtype in mixed_precision, found none"),
+        ({"param_dtype": torch.int8}, "expected param_dtype to be a floating point dtype, found torch.int8"),
+        ({"reduce_dtype": "float16"}, "expected reduce_dtype to be a floating point dtype, found float16"),
+    ],
+)
+def test_dtypes_that_cannot_be_meant_are_refused(dtypes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=complaint):
+        MixedPrecision(**dtypes)
+
+
+@pytest.mark.ranks
+def test_a_hook_beside_a_dtype_to_reduce_in_is_refused() -> None:
+    def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        raise AssertionError("never called")
+
+    def refused(ddp: DistributedDataParallel) -> None:
+        with pytest.raises(MisuseError, match=r"averages gradients in torch\.bfloat16.*use only one"):
+            ddp.register_comm_hook(None, hook)
+        with pytest.raises(MisuseError, match="use only one"):
+            ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
+
+    with_ddp(refused, Plain())
+    with_ddp(lambda ddp: ddp.register_comm_hook(None, hook), Buffered(), mixed_precision=MixedPrecision(buffer_dtype=FP16))
+
+
+@pytest.mark.ranks
+def test_sparse_gradients_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"averages in torch\.bfloat16 dense gradients only: use sparse=False"):
+        with_ddp(lambda ddp: None, torch.nn.Embedding(3, 2, sparse=True))
+
+
+def test_a_copy_computes_with_its_own_parameters() -> None:
+    init_process_group("in_process", world_size=1)
+    try:
+        ddp = DistributedDataParallel(Recurrent(), mixed_precision=MixedPrecision(BF16))
+        copied = copy.deepcopy(ddp)
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter.zero_()
+        copied(inputs_of(0, 0, 0), call=0).float().square().mean().backward()
+        assert all(p.grad is None for p in ddp.parameters())
+        assert all(p.grad is not None and bool(p.grad.any()) for p in copied.parameters())
+    finally:
+        destroy_process_group()
