@@ -99,6 +99,22 @@ class HostGroup(ProcessGroup):
             work.fail(failure)
         self._progress.stop()
 
+    # ---- memory ----
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """On the CPU, memory of the transport's; it has a place in the total order."""
+        if torch.device(device).type != "cpu":
+            return super().allocate(numel, dtype, device)
+        call = Collective("allocate", None, f"numel={numel}, dtype={dtype}")
+        made: list[torch.Tensor] = []
+
+        def body(deadline: Deadline) -> None:
+            with torch.inference_mode(False):  # what is made in that mode could not hold gradients
+                made.append(self._transport.allocate(numel, dtype, call, deadline))
+
+        self._issue(call, [], body, async_op=False)
+        return made[0]
+
     # ---- one tensor on each rank ----
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:

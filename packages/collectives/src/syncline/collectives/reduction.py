@@ -8,21 +8,26 @@ import torch
 
 from .reduce_op import HALVES, PremulSum, ReduceOp, Reduction
 
-_COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    ReduceOp.SUM: torch.Tensor.add_,
-    ReduceOp.AVG: torch.Tensor.add_,
-    ReduceOp.PRODUCT: torch.Tensor.mul_,
-    ReduceOp.MIN: lambda total, term: torch.minimum(total, term, out=total),
-    ReduceOp.MAX: lambda total, term: torch.maximum(total, term, out=total),
-    ReduceOp.BAND: torch.Tensor.bitwise_and_,
-    ReduceOp.BOR: torch.Tensor.bitwise_or_,
-    ReduceOp.BXOR: torch.Tensor.bitwise_xor_,
+_COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
 }
 
 
 def core_op(op: Reduction) -> ReduceOp:
     """What is done between the ranks: SUM for AVG and PREMUL_SUM, which scale before or after it."""
     return ReduceOp.SUM if isinstance(op, PremulSum) or op is ReduceOp.AVG else op
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what a dtype is combined: halves in float32, all others in themselves."""
+    return torch.float32 if dtype in HALVES else dtype
 
 
 def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -37,15 +42,43 @@ def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.
     Returns:
         A new tensor with the shape and dtype of the terms.
     """
-    dtype = terms[0].dtype
-    wide = torch.float32 if dtype in HALVES else dtype
-    combine = _COMBINE[core_op(op)]
-    total = _scaled(op, terms[0].to(wide, copy=True))
-    for term in terms[1:]:
-        combine(total, _scaled(op, term.to(wide, copy=isinstance(op, PremulSum))))
+    total = torch.empty_like(terms[0])
+    reduce_into(total, op, terms)
+    return total
+
+
+def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor]) -> None:
+    """As `reduce_in_rank_order`, into a tensor, which may be one of the terms."""
+    total = combine(op, terms, out)
     if op is ReduceOp.AVG:
         total.div_(len(terms))
-    return total.to(dtype)
+    if total is not out:
+        out.copy_(total)
+
+
+def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """Combine in rank order, in the accumulation dtype, without the division of AVG.
+
+    Args:
+        op: as for `reduce_in_rank_order`.
+        terms: as for `reduce_in_rank_order`.
+        out: may be written, last of all, if it has the accumulation dtype; may be one of the terms.
+
+    Returns:
+        `out`, or a new tensor.
+    """
+    function, dtype = _COMBINE[core_op(op)], accumulation_dtype(out.dtype)
+    if isinstance(op, PremulSum) or dtype is not terms[0].dtype:
+        total = _scaled(op, terms[0].to(dtype, copy=True))
+        for term in terms[1:]:
+            function(total, _scaled(op, term.to(dtype, copy=isinstance(op, PremulSum))), out=total)
+        return total
+    if len(terms) == 1:
+        return out if out is terms[0] else out.copy_(terms[0])
+    total = terms[0] if len(terms) == 2 else function(terms[0], terms[1])
+    for term in terms[2:-1]:
+        function(total, term, out=total)
+    return function(total, terms[-1], out=out)
 
 
 def _scaled(op: Reduction, term: torch.Tensor) -> torch.Tensor:

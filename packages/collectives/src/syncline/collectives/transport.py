@@ -48,6 +48,10 @@ class Transport(ABC):
     def describe(self) -> str:
         """The library underneath and its version, in a few words."""
 
+    def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:  # noqa: ARG002
+        """Memory from which the transport communicates fastest, flat; what it holds is undefined. By default plain memory."""
+        return torch.empty(numel, dtype=dtype)
+
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """Combine in place; all ranks end with the same bits."""

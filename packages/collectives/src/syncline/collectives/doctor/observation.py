@@ -134,7 +134,7 @@ def _mpi() -> MPIFacts | None:
         return None
     from mpi4py import MPI
 
-    from ..backends.mpi.transport import library_name
+    from ..backends.mpi.library import library_name
 
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return None

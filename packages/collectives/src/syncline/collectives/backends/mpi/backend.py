@@ -46,7 +46,7 @@ class MPIBackend(Backend):
         from mpi4py import MPI
 
         from .leaving import abort_on_uncaught
-        from .transport import MPITransport
+        from .node_transport import NodeTransport
 
         if not MPI.Is_initialized():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -56,7 +56,7 @@ class MPIBackend(Backend):
         _check_sizes(request, world.Get_rank(), world.Get_size())
         _agree_to_say_goodbye()
         return HostGroup(
-            MPITransport(world.Dup(), reproducible=request.reproducible),
+            NodeTransport(world.Dup(), reproducible=request.reproducible),
             world.Get_rank(),
             world.Get_size(),
             name=request.group_name,
@@ -101,7 +101,7 @@ def _was_launched() -> bool:
 def _check_threads() -> None:
     from mpi4py import MPI
 
-    from .transport import library_name
+    from .library import library_name
 
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise BackendUnavailableError(
@@ -121,7 +121,7 @@ def _check_init_method(request: ConnectRequest) -> None:
 
 
 def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
-    from .transport import library_name
+    from .library import library_name
 
     launch = request.launch
     if launch is not None and launch.world_size not in (None, size):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,12 +11,13 @@ from mpi4py import MPI
 
 from ...collective import Collective
 from ...deadline import Deadline
-from ...errors import DisagreementError, TransportError
 from ...reduce_op import PremulSum, ReduceOp, Reduction
 from ...reduction import reduce_in_rank_order
 from ...transport import Request, Transport
 from .datatypes import memory, mpi_reduction
 from .inquest import Inquest
+from .library import library_name, mapped, mpi_errors
+from .meeting import Meeting
 from .waiting import wait
 
 # MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes.
@@ -44,19 +43,20 @@ class MPITransport(Transport):
         communicator: used by this transport alone.
         reproducible: reduce in rank order, so that the same inputs give the same bits in every run, whatever algorithms the MPI
             library chooses.
+        inquest: asks the ranks after a time-out; by default those of this communicator.
     """
 
     backend_name = "mpi"
 
-    def __init__(self, communicator: MPI.Intracomm, *, reproducible: bool = False) -> None:
+    def __init__(self, communicator: MPI.Intracomm, *, reproducible: bool = False, inquest: Inquest | None = None) -> None:
         self._communicator = communicator
         self._size = communicator.Get_size()
         self._rank = communicator.Get_rank()
         self._reproducible = reproducible
-        self._abandoned: list[object] = []
         self._private = communicator.Dup()
-        self._inquest = Inquest(self._private)
-        self._digests = array("q", (0, 0))
+        self._inquest = inquest or Inquest(self._private)
+        self._meeting = Meeting(self._private, self._inquest)
+        self._met_for: Collective | None = None  # the call for which the ranks have met already
 
     def describe(self) -> str:
         """The MPI library's name and version."""
@@ -173,11 +173,11 @@ class MPITransport(Transport):
             for peer, part in enumerate(torch.split(tensor, list(input_counts))):
                 requests += [self._private.Isend((memory(p), MPI.BYTE), peer, _PAIRWISE) for p in _pieces(part)]
         for request in requests:
-            self._run(call, lambda request=request: request, deadline)  # type: ignore[misc]
+            self._meeting.run(call, lambda request=request: request, deadline)  # type: ignore[misc]
 
     def barrier(self, call: Collective, deadline: Deadline) -> None:
         """MPI's barrier."""
-        self._run(call, self._communicator.Ibarrier, deadline)
+        self._meeting.run(call, self._communicator.Ibarrier, deadline)
 
     # ---- two ranks ----
 
@@ -196,10 +196,7 @@ class MPITransport(Transport):
 
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """A communicator of the members, in their order. MPI makes it without a deadline."""
-        with mpi_errors():
-            group = self._communicator.Get_group().Incl(list(members))
-            communicator = self._communicator.Create_group(group, tag=number % _TAGS)
-        return MPITransport(communicator, reproducible=self._reproducible)
+        return MPITransport(self._communicator_of(members, number), reproducible=self._reproducible)
 
     def close(self) -> None:
         """Free the communicator; all ranks do."""
@@ -208,6 +205,11 @@ class MPITransport(Transport):
 
     def abort(self) -> None:
         """MPI has no way to wake the other ranks short of ending the job, which is not ours to decide: do nothing."""
+
+    def _communicator_of(self, members: Sequence[int], number: int) -> MPI.Intracomm:
+        with mpi_errors():
+            group = self._communicator.Get_group().Incl(list(members))
+            return self._communicator.Create_group(group, tag=number % _TAGS)
 
     # ---- reducing here ----
 
@@ -272,39 +274,16 @@ class MPITransport(Transport):
         """
         if nbytes < MEETING_BYTES:
             start = getattr(self._communicator, f"I{name.lower()}")
-            self._run(call, lambda: start(*arguments), deadline)
+            self._meeting.run(call, lambda: start(*arguments), deadline)
             return
-        self._meet(call, deadline)
+        if self._met_for is call:  # one meeting is good for one collective
+            self._met_for = None
+        else:
+            self._meeting.meet(call, deadline)
         try:
             getattr(self._communicator, name)(*arguments)
         except MPI.Exception as error:
-            raise _mapped(error) from error
-
-    def _meet(self, call: Collective, deadline: Deadline) -> None:
-        """Return when all ranks have come here for the same call. The largest digest is also the smallest."""
-        digest = call.digest()
-        self._digests[0], self._digests[1] = digest, -digest
-        spec = (self._digests, MPI.INT64_T)
-        self._run(call, lambda: self._private.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX), deadline)
-        if self._digests[0] != -self._digests[1]:
-            signatures = self._private.allgather(call.signature())
-            calls = "; ".join(f"rank {rank}: {signature}" for rank, signature in enumerate(signatures))
-            raise DisagreementError(f"the ranks called different collectives ({calls}); make every rank issue the same ones")
-
-    def _run(self, call: Collective, start: Callable[[], MPI.Request], deadline: Deadline) -> None:
-        request = None
-        try:
-            request = start()
-            wait(request, deadline)
-        except MPI.Exception as error:
-            raise _mapped(error) from error
-        except BaseException as error:
-            # MPI may still write to the tensors, which `start` refers to: they must outlive the request.
-            self._abandoned.append((request, start))
-            if not isinstance(error, TimeoutError) or deadline.was_cancelled:
-                raise
-            with mpi_errors():
-                raise TimeoutError(self._inquest.hold(call.signature())) from None
+            raise mapped(error) from error
 
 
 class MPIRequest(Request):
@@ -343,22 +322,3 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _starts(counts: Sequence[int]) -> list[int]:
     return [0, *accumulate(counts[:-1])]
-
-
-@contextmanager
-def mpi_errors() -> Iterator[None]:
-    """Raise what MPI reports as a `TransportError`."""
-    try:
-        yield
-    except MPI.Exception as error:
-        raise _mapped(error) from error
-
-
-def _mapped(error: MPI.Exception) -> TransportError:
-    return TransportError(f"{library_name()} reported: {error.Get_error_string()}")
-
-
-def library_name() -> str:
-    """The MPI library in a few words: "MPICH 5.0.2", "Open MPI 5.0.11"."""
-    name, version = MPI.get_vendor()
-    return f"{name} {'.'.join(map(str, version))}"

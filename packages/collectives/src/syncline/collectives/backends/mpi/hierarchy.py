@@ -1,0 +1,50 @@
+"""Who shares a node with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpi4py import MPI
+
+SplitByNode = Callable[[MPI.Intracomm], MPI.Comm]
+
+
+def split_by_node(communicator: MPI.Intracomm) -> MPI.Comm:
+    """The ranks that can share memory with this one, in their order."""
+    return communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.Get_rank())
+
+
+class Hierarchy:
+    """The ranks of a group in two steps: inside each node, then across the nodes. Making one is a collective.
+
+    ::
+
+        node 0      node 1      node 2
+        rank 0 ---- rank 3 ---- rank 5     counterparts, owners of slice 0
+        rank 1 ---- rank 4 ---- rank 6     counterparts, owners of slice 1
+        rank 2                             owns nothing, for the smallest node has two ranks
+
+    Args:
+        communicator: of the whole group.
+        split: makes the communicator of this rank's node.
+
+    Attributes:
+        node: this rank's node.
+        nodes: how many there are.
+        shares_memory: whether any rank of the group is not alone on its node.
+        owners: how many ranks of each node, its first, own a slice of what crosses.
+        counterparts: those who own the same slice as this rank, one on each node; None if it owns none, or nothing crosses.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm, split: SplitByNode = split_by_node) -> None:
+        self.node = MPI.Intracomm(split(communicator))
+        sizes = communicator.allgather(self.node.Get_size() if self.node.Get_rank() == 0 else 0)
+        self.nodes = sum(size > 0 for size in sizes)
+        self.shares_memory = max(sizes) > 1
+        self.owners = min(size for size in sizes if size > 0)
+        self.counterparts = self._across(communicator) if self.nodes > 1 and self.shares_memory else None
+
+    def _across(self, communicator: MPI.Intracomm) -> MPI.Intracomm | None:
+        rank = self.node.Get_rank()
+        made = communicator.Split(rank if rank < self.owners else MPI.UNDEFINED, communicator.Get_rank())
+        return None if made == MPI.COMM_NULL else MPI.Intracomm(made)

@@ -1,0 +1,203 @@
+"""The collectives that gain from memory which the ranks of a node share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from mpi4py import MPI
+
+from ...collective import Collective
+from ...crossovers import Crossovers
+from ...deadline import Deadline
+from ...reduce_op import Reduction
+from ...transport import Transport
+from .across import all_reduce_across
+from .hierarchy import Hierarchy, SplitByNode, split_by_node
+from .in_window import InWindow
+from .library import mpi_errors
+from .meeting import NOWHERE
+from .segment import Segment
+from .sharing import SharingError, share
+from .staging import STAGING_BYTES, Halves, Staged
+from .transport import MEETING_BYTES, MPITransport
+from .way import Way
+from .windows import Windows
+
+logger = logging.getLogger("syncline.collectives")
+
+
+class NodeTransport(MPITransport):
+    """`MPITransport`, but large tensors of ranks on one node travel through memory that these share.
+
+    Which way a collective takes is the same on every rank: sizes are, and whether all tensors lie at the same place of a window
+    is agreed in the meeting that precedes large collectives anyway (see Note [Meeting first]).
+
+    ============================ ============ ==============================================================
+    where the tensors lie        ranks on     `all_reduce`, `broadcast`, `all_gather`, `reduce_scatter`
+    ============================ ============ ==============================================================
+    in a window                  one node     there
+    in a window                  several      `all_reduce` there and between counterparts, the others by MPI
+    elsewhere, and are large     one node     staged
+    elsewhere                    any          by MPI
+    ============================ ============ ==============================================================
+
+    Args:
+        communicator: as for `MPITransport`.
+        reproducible: as for `MPITransport`. All goes by MPI then where there are several nodes: the order of what is done in a
+            node and between nodes depends on who is where.
+        crossovers: the same on all ranks.
+        split: says who shares memory with whom.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        *,
+        reproducible: bool = False,
+        crossovers: Crossovers | None = None,
+        split: SplitByNode = split_by_node,
+    ) -> None:
+        super().__init__(communicator, reproducible=reproducible)
+        self._crossovers = crossovers or Crossovers()
+        self._split = split
+        self._hierarchy = Hierarchy(self._private, split)
+        across = self._hierarchy.counterparts
+        self._between = None if across is None else MPITransport(across, inquest=self._inquest)
+        self._windows = Windows()
+        self._halves: Halves | None = None
+        self._may_stage = self._hierarchy.nodes == 1
+        self._has_warned = False
+
+    # ---- memory ----
+
+    def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
+        """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""
+        nbytes = numel * dtype.itemsize
+        if self._hierarchy.shares_memory and nbytes >= self._crossovers.window_bytes:
+            self._meeting.meet(call, deadline)
+            segment = self._share(nbytes)
+            if segment is not None:
+                self._windows.add(segment)
+                return segment.view(segment.mine, 0, numel, dtype).zero_()  # written, so that no first use pays for it
+        return super().allocate(numel, dtype, call, deadline)
+
+    # ---- collectives ----
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """In the window, staged, or by MPI; on several nodes also in the window and then between them."""
+        way = self._way(tensor, call, deadline, also_across=not self._reproducible)
+        if way is None:
+            super().all_reduce(tensor, op, call, deadline)
+        elif isinstance(way, InWindow) and self._hierarchy.nodes > 1:
+            self._all_reduce_across(way, tensor, op, call, deadline)
+        else:
+            way.all_reduce(tensor, op)
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        """In the window, staged, or by MPI."""
+        way = self._way(block, call, deadline)
+        if way is None:
+            super().reduce_scatter(tensor, block, op, call, deadline)
+        else:
+            way.reduce_scatter(tensor, block, op)
+
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+        """In the window, staged, or by MPI."""
+        way = self._way(block, call, deadline)
+        if way is None:
+            super().all_gather(block, tensor, call, deadline)
+        else:
+            way.all_gather(block, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
+        """In the window, staged, or by MPI."""
+        way = self._way(tensor, call, deadline)
+        if way is None:
+            super().broadcast(tensor, root, call, deadline)
+        else:
+            way.broadcast(tensor, root)
+
+    def _all_reduce_across(
+        self, window: InWindow, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        between = self._between
+        if between is not None:
+            all_reduce_across(
+                window,
+                tensor,
+                op,
+                self._hierarchy.node.Get_rank(),
+                self._hierarchy.owners,
+                self._size,
+                lambda total, core: between.all_reduce(total, core, call, deadline),
+            )
+        self._node_barrier(call, deadline)
+
+    # ---- which way ----
+
+    def _way(self, tensor: torch.Tensor, call: Collective, deadline: Deadline, *, also_across: bool = False) -> Way | None:
+        """The way that all ranks take, None for MPI's. `tensor` is the larger one of the call."""
+        is_large = tensor.nbytes >= min(self._crossovers.window_bytes, self._crossovers.staged_bytes)
+        if not is_large or not self._hierarchy.shares_memory or not (self._hierarchy.nodes == 1 or also_across):
+            return None
+        place = self._windows.find(tensor)
+        is_common = self._meeting.meet(call, deadline, NOWHERE if place is None else place.key)
+        if is_common and place is not None:
+            return InWindow(place, self._hierarchy.node.Get_size(), lambda: self._node_barrier(call, deadline))
+        halves = self._staging() if tensor.nbytes >= self._crossovers.staged_bytes else None
+        if halves is not None:
+            return Staged(halves, lambda: self._node_barrier(call, deadline))
+        self._met_for = call if tensor.nbytes >= MEETING_BYTES else None
+        return None
+
+    def _node_barrier(self, call: Collective, deadline: Deadline) -> None:
+        self._meeting.run(call, self._hierarchy.node.Ibarrier, deadline)
+
+    # ---- shared memory ----
+
+    def _staging(self) -> Halves | None:
+        """Made when it is first needed; the ranks have met."""
+        if self._halves is None and self._may_stage:
+            segment = self._share(STAGING_BYTES)
+            if segment is None:
+                self._may_stage = False
+            else:
+                self._halves = Halves(segment, self._size)
+        return self._halves
+
+    def _share(self, part_bytes: int) -> Segment | None:
+        try:
+            with mpi_errors():
+                return share(self._hierarchy, self._private, part_bytes)
+        except SharingError as error:
+            self._warn(error)
+            return None
+
+    def _warn(self, error: SharingError) -> None:
+        if self._rank == 0 and not self._has_warned:
+            logger.warning(
+                "the ranks of a node cannot share %s; they use MPI instead, which is slower. The results are the same", error
+            )
+        self._has_warned = True
+
+    # ---- life ----
+
+    def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
+        """As `MPITransport`, with windows of its own."""
+        return NodeTransport(
+            self._communicator_of(members, number),
+            reproducible=self._reproducible,
+            crossovers=self._crossovers,
+            split=self._split,
+        )
+
+    def close(self) -> None:
+        """Free all communicators; memory lasts as long as tensors lie in it."""
+        if self._between is not None:
+            self._between.close()
+        self._hierarchy.node.Free()
+        super().close()

@@ -1,0 +1,71 @@
+"""Which tensors lie in shared memory, and where."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from typing import NamedTuple
+
+import torch
+
+from .segment import Segment
+
+_OFFSET_BITS = 44
+
+
+class Place(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        segment: the shared memory.
+        offset_bytes: from the beginning of this rank's part.
+        key: says the same in one number, which is equal on all ranks if and only if the places are.
+    """
+
+    segment: Segment
+    offset_bytes: int
+    key: int
+
+
+class _Entry(NamedTuple):
+    start: int
+    number: int
+    segment: weakref.ref[Segment]
+
+
+class Windows:
+    """The segments that tensors were allocated in, in this process; numbered alike on all ranks.
+
+    It does not keep them alive: a segment goes when this rank's last tensor in it has gone. So what was allocated and is not
+    needed any more (a reducer's first buckets) costs nothing, without anybody having to say so.
+    """
+
+    def __init__(self) -> None:
+        self._entries: tuple[_Entry, ...] = ()  # by start; replaced as a whole, for a segment may go at any moment
+        self._allocated = 0
+
+    def add(self, segment: Segment) -> None:
+        """Remember a segment. All ranks do, in the same order."""
+        entry = _Entry(segment.address(), self._allocated, weakref.ref(segment, self._forget))
+        self._allocated += 1
+        alive = (known for known in self._entries if known.segment() is not None)
+        self._entries = tuple(sorted((*alive, entry), key=lambda known: known.start))
+
+    def find(self, tensor: torch.Tensor) -> Place | None:
+        """Where a contiguous tensor lies, if it lies in this rank's part of a segment from end to end."""
+        entries = self._entries
+        address = tensor.data_ptr()
+        index = bisect_right(entries, address, key=lambda known: known.start) - 1
+        segment = entries[index].segment() if index >= 0 else None
+        if segment is None:
+            return None
+        offset = address - entries[index].start
+        if offset + tensor.nbytes > segment.part_bytes:
+            return None
+        return Place(segment, offset, entries[index].number << _OFFSET_BITS | offset)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _forget(self, dead: weakref.ref[Segment]) -> None:
+        self._entries = tuple(entry for entry in self._entries if entry.segment is not dead)

@@ -1,0 +1,38 @@
+"""From which size on which way of a collective is taken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from .errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Crossovers:
+    """Sizes in bytes; a size that is never reached (such as 2**62) switches a way off.
+
+    Attributes:
+        window_bytes: from here on, memory that a group allocates lies in a window that the ranks of a node share, and
+            collectives on such memory run there.
+        staged_bytes: from here on, collectives on other memory go through a window of the group, if all ranks are on one node.
+    """
+
+    window_bytes: int = 32 << 10
+    staged_bytes: int = 256 << 10
+
+    def overridden(self, environ: Mapping[str, str] = os.environ) -> Crossovers:
+        """As set by the environment variables SYNCLINE_WINDOW_BYTES and SYNCLINE_STAGED_BYTES, where there are any.
+
+        Raises:
+            InvalidArgumentError: one is no positive integer.
+        """
+        given = {field.name: environ.get(f"SYNCLINE_{field.name.upper()}") for field in fields(self)}
+        return Crossovers(**{name: getattr(self, name) if not text else _bytes_in(name, text) for name, text in given.items()})
+
+
+def _bytes_in(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise InvalidArgumentError(f"SYNCLINE_{name.upper()}: expected a positive number of bytes, found {text!r}")
+    return int(text)
