@@ -46,12 +46,12 @@ def sweep(
     return {**by_cap, ALONE: dict.fromkeys(caps, found[ALONE])}
 
 
-def show(case: Case, found: ByCap, report: Report, part: str) -> None:
-    """A table and a picture of a sweep."""
+def show(case: Case, found: ByCap, report: Report, part: str, *, picture_name: str | None = None) -> None:
+    """A table and a picture of a sweep; the picture is called like the part, unless it has a name of its own."""
     labels = list(next(iter(found.values())))
     rows = [[label, *(found[name][label].in_ms() for name in found)] for label in labels]
     report.table(part, f"{case.name}, ms by bucket size in MiB: median [quartiles]", ["bucket", *found], rows)
-    picture.lines(report.picture(part), case.name, "bucket size [MiB]", found)
+    picture.lines(report.picture(picture_name or part), case.name, "bucket size [MiB]", found)
 
 
 def as_figures(found: ByCap) -> dict[str, dict[str, dict[str, float]]]:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from syncline.hooks.contract import Bucket, TensorFuture, communication_hook
+
 from .contenders import Wrap, with_hook
 
-Future = torch.futures.Future[torch.Tensor]
-Hook = Callable[[Any, Any], Future]
+Hook = Callable[[Any, Any], TensorFuture]
 
 
 class Deferral:
@@ -25,11 +26,11 @@ class Deferral:
     def __init__(self, hook: Hook, state: object = None) -> None:
         self._hook = hook
         self._state = state
-        self._waiting: list[tuple[Any, Future]] = []
+        self._waiting: list[tuple[Bucket, TensorFuture]] = []
 
-    def add(self, bucket: Any) -> Future:
+    def add(self, bucket: Bucket) -> TensorFuture:
         """Keep a bucket; with the last one, reduce all in their order."""
-        future: Future = torch.futures.Future()
+        future: TensorFuture = torch.futures.Future()
         self._waiting.append((bucket, future))
         if bucket.is_last():
             waiting, self._waiting = self._waiting, []
@@ -38,7 +39,8 @@ class Deferral:
         return future
 
 
-def deferred_hook(deferral: Deferral, bucket: Any) -> Future:
+@communication_hook
+def deferred_hook(deferral: Deferral, bucket: Bucket) -> TensorFuture:
     """Reduce nothing before the whole backward is computed."""
     return deferral.add(bucket)
 
@@ -48,7 +50,7 @@ def without_overlap(wrap: Wrap, hook: Hook) -> Wrap:
     return with_hook(wrap, lambda _: Deferral(hook), deferred_hook)
 
 
-def _keep_promise(promised: Future, done: Future) -> None:
+def _keep_promise(promised: TensorFuture, done: TensorFuture) -> None:
     try:
         promised.set_result(done.value())
     except Exception as error:  # noqa: BLE001 - whoever waits for the bucket shall get it

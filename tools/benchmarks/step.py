@@ -132,7 +132,8 @@ def _memory(options: argparse.Namespace, group: ProcessGroup, report: Report) ->
 
 def _peak(case: Case, wrap: Wrap, group: ProcessGroup) -> int:
     """Of the rank that takes most; the model itself counts, as it is made within."""
-    return max(exchange_objects(memory.peak_bytes(lambda: trainers(case, {"": wrap})[""]), group=group))
+    peaks: list[int] = exchange_objects(memory.peak_bytes(lambda: trainers(case, {"": wrap})[""]), group=group)
+    return max(peaks)
 
 
 PARTS: dict[str, Callable[[argparse.Namespace, ProcessGroup, Report], None]] = {
