@@ -18,6 +18,11 @@ class Phases(NamedTuple):
     backward_s: float
     optimizer_s: float
 
+    @classmethod
+    def undivided(cls, total_s: float) -> Phases:
+        """A step of which only the whole is known."""
+        return cls(0.0, total_s, 0.0)
+
     @property
     def total_s(self) -> float:
         """The whole step."""
