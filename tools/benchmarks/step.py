@@ -1,126 +1,147 @@
 """Training steps side by side: our DDP, torch's DDP over Gloo, and no synchronisation at all.
 
-    mpiexec -n 2 python tools/benchmarks/step.py [--steps 40] [--json PATH]
+    python3 tools/dev.py bench step [--parts cases] [--json PATH] [--plot FOLDER]
 
-All three train copies of one model in one process, taking turns, so that whatever the machine does meanwhile hits them alike.
-Every rank computes with one thread. Printed are medians of a step (forward, backward, optimizer) with their quartiles, and the
-communication left exposed: a step minus an unsynchronised step, ours divided by torch's.
+All train copies of one model in one process, taking turns. Every rank computes with one thread, and a step (forward, backward,
+optimizer) takes as long as on its slowest rank. The parts:
+
+cases    each model: median and quartiles of a step, ours over torch's, and the communication left exposed (a step minus an
+         unsynchronised step), ours over torch's, with the geometric mean over the models
+unused   the same with find_unused_parameters
+buckets  steps by bucket size, from one parameter a bucket to all in one
+memory   peak memory of a rank with gradient_as_bucket_view, ours and torch's
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
-import statistics
-import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
 
-import torch
-import torch.distributed as dist
+from syncline.collectives import ProcessGroup, exchange_objects
 
-from syncline.collectives import ProcessGroup, destroy_process_group, exchange_objects, init_process_group
-from syncline.ddp import DistributedDataParallel
+from . import bucket_sweep, memory, picture, session
+from .cases import Case, all_cases, mlp, transformer
+from .contenders import ALONE, NATIVE, OURS, Wrap, alone, native, ours, trainers
+from .report import Report
+from .summary import Summary, as_times, exposed_ratio, geometric_mean
+from .timing import interleaved
 
-WARM_UP = 5
-
-
-def mlp() -> torch.nn.Module:
-    """Six layers of 1024: 24 MiB of gradients."""
-    layers: list[torch.nn.Module] = []
-    for _ in range(6):
-        layers += [torch.nn.Linear(1024, 1024), torch.nn.ReLU()]
-    return torch.nn.Sequential(*layers)
+VIEWS = ", views"
 
 
-def convolutional() -> torch.nn.Module:
-    """A small residual-free CNN on 32 x 32 images, with batch normalisation."""
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 32, 3, padding=1),
-        torch.nn.BatchNorm2d(32),
-        torch.nn.ReLU(),
-        torch.nn.Conv2d(32, 64, 3, padding=1, stride=2),
-        torch.nn.BatchNorm2d(64),
-        torch.nn.ReLU(),
-        torch.nn.Flatten(),
-        torch.nn.Linear(64 * 16 * 16, 64),
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Every rank of the job calls it."""
+    options = session.parse(session.parser(__doc__, list(PARTS)), arguments)
+    with session.groups() as group:
+        report = Report("step", options, group)
+        for part in options.parts:
+            PARTS[part](options, group, report)
+    return 0
+
+
+def _cases(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    _compare("cases", {}, options, group, report)
+
+
+def _unused(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    _compare("unused", {"find_unused_parameters": True}, options, group, report)
+
+
+def _compare(part: str, arguments: dict[str, Any], options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    found: dict[str, dict[str, Summary]] = {}
+    for case in all_cases(session.scale(options)):
+        taken = interleaved(trainers(case, _wraps(group, **arguments)), group, options.steps)
+        found[case.name] = {name: Summary.of([step.total_s for step in steps]) for name, steps in taken.items()}
+        report.table(part, f"{case.name}, ms: median [quartiles]", *_table(found[case.name]))
+    means = {views or "plain": geometric_mean([_exposed(case, views) for case in found.values()]) for views in ("", VIEWS)}
+    report.line(
+        f"\n{part}: exposed communication, ours over torch's, geometric mean over {len(found)} cases: "
+        f"{as_times(means['plain'])}; with gradient_as_bucket_view {as_times(means[VIEWS])}"
     )
+    report.keep(
+        part,
+        {
+            "cases": [_figures(case, summaries) for case, summaries in found.items()],
+            "exposed_ratio_geometric_mean": means["plain"],
+            "exposed_ratio_geometric_mean_views": means[VIEWS],
+        },
+    )
+    picture.bars(report.picture(part), f"training steps, {group.size} ranks", found)
 
 
-def many_small() -> torch.nn.Module:
-    """500 parameters of 16 elements: what the reducer itself costs."""
-    return torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(500)))
-
-
-CASES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
-    "MLP 6 x 1024, batch 4": (mlp, (4, 1024)),
-    "MLP 6 x 1024, batch 16": (mlp, (16, 1024)),
-    "MLP 6 x 1024, batch 64": (mlp, (64, 1024)),
-    "CNN 32 x 32, batch 4": (convolutional, (4, 3, 32, 32)),
-    "500 tiny parameters": (many_small, (4, 4)),
-}
-
-
-def contenders(model: torch.nn.Module, group: ProcessGroup) -> dict[str, torch.nn.Module]:
-    """Copies of one model, each under another kind of synchronisation."""
+def _wraps(group: ProcessGroup, **arguments: Any) -> dict[str, Wrap]:
     return {
-        "ours": DistributedDataParallel(copy.deepcopy(model), process_group=group),
-        "ours, views": DistributedDataParallel(copy.deepcopy(model), process_group=group, gradient_as_bucket_view=True),
-        "torch": torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
-        "none": copy.deepcopy(model),
+        OURS: ours(group, **arguments),
+        OURS + VIEWS: ours(group, gradient_as_bucket_view=True, **arguments),
+        NATIVE: native(**arguments),
+        NATIVE + VIEWS: native(gradient_as_bucket_view=True, **arguments),
+        ALONE: alone,
     }
 
 
-def measure(model: torch.nn.Module, shape: tuple[int, ...], group: ProcessGroup, steps: int) -> dict[str, list[float]]:
-    """Milliseconds of each step of each contender; the slowest rank's."""
-    modules = contenders(model, group)
-    optimizers = {name: torch.optim.SGD(module.parameters(), lr=1e-3) for name, module in modules.items()}
-    data = torch.randn(shape)
-    taken_ms: dict[str, list[float]] = {name: [] for name in modules}
-    for step in range(WARM_UP + steps):
-        for name, module in modules.items():
-            group.barrier()
-            start = time.perf_counter()
-            module(data).square().mean().backward()
-            optimizers[name].step()
-            optimizers[name].zero_grad()
-            if step >= WARM_UP:
-                taken_ms[name].append(1e3 * (time.perf_counter() - start))
-    per_rank = exchange_objects(taken_ms, group=group)
-    return {name: [max(step) for step in zip(*(entry[name] for entry in per_rank), strict=True)] for name in modules}
+def _exposed(found: dict[str, Summary], views: str) -> float | None:
+    return exposed_ratio(found[OURS + views].median_s, found[NATIVE + views].median_s, found[ALONE].median_s)
 
 
-def row(case: str, taken_ms: dict[str, list[float]]) -> dict[str, object]:
-    """Medians and quartiles of one case, in milliseconds."""
-    medians = {name: statistics.median(values) for name, values in taken_ms.items()}
-    quartiles = {name: [round(q, 3) for q in statistics.quantiles(values, n=4)] for name, values in taken_ms.items()}
-    exposed = {name: medians[name] - medians["none"] for name in ("ours", "ours, views", "torch")}
-    return {"case": case, "quartiles_ms": quartiles, "step_vs_torch": medians["ours"] / medians["torch"], "exposed_ms": exposed}
-
-
-def main() -> None:
-    """Run every case and print the table on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    group = init_process_group()
-    folder = exchange_objects(tempfile.mkdtemp() if group.rank == 0 else None, group=group)[0]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=group.rank, world_size=group.size)
+def _table(found: dict[str, Summary]) -> tuple[list[str], list[list[str]]]:
     rows = []
-    for case, (make, shape) in CASES.items():
-        rows.append(row(case, measure(make(), shape, group, options.steps)))
-        if group.rank == 0:
-            print(f"{case}: {rows[-1]}", flush=True)
-    if group.rank == 0 and options.json:
-        options.json.write_text(json.dumps(rows, indent=2))
-    dist.destroy_process_group()
-    destroy_process_group()
+    for name, summary in found.items():
+        times = summary.median_s / found[NATIVE].median_s
+        exposed_ms = 1e3 * (summary.median_s - found[ALONE].median_s)
+        ratio = exposed_ratio(summary.median_s, found[NATIVE].median_s, found[ALONE].median_s)
+        rows.append([name, summary.in_ms(), f"{times:.2f}", f"{exposed_ms:.2f}", as_times(ratio)])
+    return ["contender", "step", "over torch", "exposed", "over torch"], rows
 
+
+def _figures(case: str, found: dict[str, Summary]) -> dict[str, Any]:
+    return {
+        "case": case,
+        "steps": {name: asdict(summary) for name, summary in found.items()},
+        "step_ratio": found[OURS].median_s / found[NATIVE].median_s,
+        "step_ratio_views": found[OURS + VIEWS].median_s / found[NATIVE + VIEWS].median_s,
+        "exposed_ratio": _exposed(found, ""),
+        "exposed_ratio_views": _exposed(found, VIEWS),
+    }
+
+
+def _buckets(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    case = transformer(2, session.scale(options))
+    found = bucket_sweep.sweep(case, {OURS: partial(ours, group), NATIVE: native}, group, options.steps)
+    bucket_sweep.show(case, found, report, "buckets")
+    report.keep("buckets", {"case": case.name, "steps": bucket_sweep.as_figures(found)})
+
+
+def _memory(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    if not memory.can_be_measured():
+        report.line("\nmemory: not measured, for it needs Linux with glibc")
+        return
+    figures = {}
+    scale = session.scale(options)
+    for case in (mlp(16, scale), transformer(2, scale)):
+        found = {name: _peak(case, wrap, group) for name, wrap in _wraps(group).items()}
+        least = max(found[NATIVE + VIEWS], 1)
+        rows = [[name, f"{peak / 2**20:.1f}", f"{peak / least:.2f}"] for name, peak in found.items()]
+        report.table("memory", f"{case.name}, peak of a rank", ["contender", "MiB", "over torch, views"], rows)
+        figures[case.name] = found
+    report.keep("memory", {"peak_bytes": figures})
+
+
+def _peak(case: Case, wrap: Wrap, group: ProcessGroup) -> int:
+    """Of the rank that takes most; the model itself counts, as it is made within."""
+    peaks: list[int] = exchange_objects(memory.peak_bytes(lambda: trainers(case, {"": wrap})[""]), group=group)
+    return max(peaks)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, ProcessGroup, Report], None]] = {
+    "cases": _cases,
+    "unused": _unused,
+    "buckets": _buckets,
+    "memory": _memory,
+}
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

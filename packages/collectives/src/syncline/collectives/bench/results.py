@@ -12,6 +12,14 @@ from .kinds import KINDS
 from .sizes import in_words
 
 
+def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The 25th percentile, the median and the 75th percentile of at least one sample."""
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    first, median, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return first, median, third
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One collective of one size on one backend.
@@ -36,10 +44,7 @@ class Measurement:
     @property
     def quartiles_s(self) -> tuple[float, float, float]:
         """The 25th percentile, the median and the 75th percentile, in seconds."""
-        if len(self.samples_s) == 1:
-            return self.samples_s * 3
-        first, median, third = statistics.quantiles(self.samples_s, n=4, method="inclusive")
-        return first, median, third
+        return quartiles(self.samples_s)
 
     @property
     def algorithm_bandwidth(self) -> float:
@@ -59,7 +64,7 @@ def in_text(measurements: Sequence[Measurement]) -> str:
     """A table for each collective and dtype; the last column is the median over that of the first backend."""
     tables = []
     for (collective, dtype), rows in groupby(measurements, key=lambda row: (row.collective, row.dtype)):
-        tables.append(f"{collective}, {dtype}\n{_aligned([_HEAD, *_rows(list(rows))])}")
+        tables.append(f"{collective}, {dtype}\n{aligned([_HEAD, *_rows(list(rows))])}")
     return "\n\n".join(tables)
 
 
@@ -90,7 +95,8 @@ def _row(row: Measurement, first: Measurement | None) -> tuple[str, ...]:
     )
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows of equally many cells as lines, each column as wide as its widest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

@@ -1,0 +1,1 @@
+"""Benchmarks of whole training steps; see README.md."""

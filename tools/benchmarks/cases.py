@@ -1,0 +1,138 @@
+"""The models that are trained, with their data.
+
+Every rank has data of its own; the models are the same everywhere, for they follow from the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+LENGTH = 32
+"""Tokens in a sequence."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a batch.
+
+    Attributes:
+        name: as in tables.
+        model: makes the model.
+        batch: makes one rank's batch.
+        loss: from what the model made of the batch, and the batch.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[], torch.Tensor]
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda output, _: output.square().mean()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the models are: what is measured, and what only shows that a benchmark runs."""
+
+    width: int = 1024
+    model_width: int = 256
+    vocabulary: int = 8000
+    channels: int = 32
+    many: int = 500
+
+
+FULL = Scale()
+QUICK = Scale(width=16, model_width=16, vocabulary=50, channels=4, many=20)
+
+
+def mlp(batch_size: int, scale: Scale = FULL) -> Case:
+    """Six square layers: 24 MiB of gradients."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(scale.width, scale.width), nn.ReLU())))
+
+    return Case(f"MLP 6 x {scale.width}, batch {batch_size}", model, lambda: torch.randn(batch_size, scale.width))
+
+
+class TokenModel(nn.Module):
+    """Token ids `[batch, length]` to scores `[batch, length, vocabulary]`: embedding, four encoder layers, a linear head."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.encoder = nn.TransformerEncoder(layer, num_layers=4, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.encoder(self.embedding(tokens)))
+        return scores
+
+
+def transformer(sequences: int, scale: Scale = FULL) -> Case:
+    """An encoder that tells every token again: 28 MiB of gradients, more than half of them of embedding and head."""
+    return Case(
+        f"transformer d {scale.model_width}, {sequences} x {LENGTH}",
+        lambda: TokenModel(scale.vocabulary, scale.model_width),
+        lambda: torch.randint(scale.vocabulary, (sequences, LENGTH)),
+        lambda scores, tokens: F.cross_entropy(scores.flatten(0, 1), tokens.flatten()),
+    )
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut, each with batch normalisation."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(
+            nn.Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(channels_out),
+            nn.ReLU(),
+            nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels_out),
+        )
+        self.shortcut = nn.Conv2d(channels_in, channels_out, 1, stride, bias=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.branch(images) + self.shortcut(images))
+
+
+def residual_cnn(batch_size: int, scale: Scale = FULL) -> Case:
+    """Six residual blocks in three resolutions on 32 x 32 images: 2.8 MiB of gradients."""
+
+    def model() -> nn.Module:
+        first, second, third = (factor * scale.channels for factor in (1, 2, 4))
+        ways = [
+            (3, first, 1),
+            (first, first, 1),
+            (first, second, 2),
+            (second, second, 1),
+            (second, third, 2),
+            (third, third, 1),
+        ]
+        blocks = [Residual(*way) for way in ways]
+        return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(third, 10))
+
+    return Case(f"residual CNN 32 x 32, batch {batch_size}", model, lambda: torch.randn(batch_size, 3, 32, 32))
+
+
+def many_tiny(scale: Scale = FULL) -> Case:
+    """500 parameters of 16 elements: what the reducer itself costs."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(scale.many)))
+
+    return Case(f"{scale.many} tiny parameters", model, lambda: torch.randn(4, 4))
+
+
+def all_cases(scale: Scale = FULL) -> list[Case]:
+    """Those of the step benchmark."""
+    return [
+        *(mlp(batch_size, scale) for batch_size in (4, 16, 64)),
+        *(transformer(sequences, scale) for sequences in (2, 8)),
+        *(residual_cnn(batch_size, scale) for batch_size in (4, 16)),
+        many_tiny(scale),
+    ]

@@ -1,0 +1,164 @@
+"""Two hosts on one machine: network namespaces joined by a wire of limited rate. Linux, root, iproute2.
+
+1. Each host is a network namespace; a pair of virtual Ethernet devices of the same name joins them, and a token bucket at each
+   end holds what is sent to the rate.
+2. What runs on a host also has its own host name, process ids, semaphores and /dev/shm, so that no shared memory leaks across.
+3. MPICH's mpiexec runs on the first host, and starts the others' ranks by calling an agent as it would call ssh.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from commands import ToolError
+from mpi_runtimes import MpiRuntime
+
+DEVICE = "wire0"
+_PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
+_BURST, _LATENCY = "512kb", "100ms"
+_PRIVATE = ("unshare", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+class EmulatedHosts:
+    """Within it the hosts are there; afterwards, also after an error or a signal, nothing of them is.
+
+    Args:
+        rate: of the wire in each direction, as `tc` understands it.
+
+    Raises:
+        ToolError: on entering, if this machine or this user cannot; says what is missing and what to do.
+    """
+
+    def __init__(self, rate: str = "1gbit") -> None:
+        self.names = tuple(f"syncline-{os.getpid()}-{letter}" for letter in "ab")
+        self._rate = rate
+        self._folder = Path()
+
+    def __enter__(self) -> EmulatedHosts:
+        check_possible(os.geteuid())
+        self._folder = Path(tempfile.mkdtemp(prefix="syncline-hosts-"))
+        self._handler = signal.signal(signal.SIGTERM, _end)
+        try:
+            self._write_files()
+            self._make_network()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._remove()
+
+    def run(self, runtime: MpiRuntime, per_host: int, words: Sequence[str | Path]) -> int:
+        """Run a program on `per_host` ranks of each host; its exit status."""
+        mpiexec = (runtime.mpiexec, "-launcher", "ssh", "-launcher-exec", self._agent)
+        ranks = ("-hosts", ",".join(self.names), "-ppn", per_host, "-n", per_host * len(self.names))
+        command: list[str | Path] = [self._agent, self.names[0], shlex.join(map(str, (*mpiexec, *ranks, *words)))]
+        return subprocess.run(command, env={**os.environ, **runtime.env, **_ENV}).returncode
+
+    @property
+    def _agent(self) -> Path:
+        return self._folder / "agent"
+
+    def _write_files(self) -> None:
+        addresses = [f"{_address(number)} {name}\n" for number, name in enumerate(self.names)]
+        (self._folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(addresses))
+        self._agent.write_text(agent_script(self._folder / "hosts"))
+        self._agent.chmod(0o755)
+
+    def _make_network(self) -> None:
+        first, second = self.names
+        for name in self.names:
+            _call("ip", "netns", "add", name)
+        _call("ip", "link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
+        for number, name in enumerate(self.names):
+            _call("ip", "-n", name, "address", "add", f"{_address(number)}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
+                _call("ip", "-n", name, "link", "set", device, "up")
+            limit = ("tbf", "rate", self._rate, "burst", _BURST, "latency", _LATENCY)
+            _call("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", *limit)
+
+    def _remove(self) -> None:
+        """Processes first, for they keep a namespace alive; a device goes with its namespace."""
+        for name in self.names:
+            for pid in _output("ip", "netns", "pids", name).split():
+                try:
+                    os.kill(int(pid), signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            _output("ip", "netns", "delete", name)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, self._handler)
+
+
+_ENV = {
+    "UCX_TLS": "tcp,self",  # between hosts of one machine UCX would else find shared memory
+    "UCX_NET_DEVICES": DEVICE,
+    "GLOO_SOCKET_IFNAME": DEVICE,
+}
+
+
+def check_possible(user: int) -> None:
+    """Whether this machine and this user can emulate hosts.
+
+    Raises:
+        ToolError: no.
+    """
+    if not sys.platform.startswith("linux"):
+        raise ToolError(f"emulated hosts need Linux's network namespaces; this is {sys.platform}")
+    for program, package in _PROGRAMS.items():
+        if shutil.which(program) is None:
+            raise ToolError(f"emulated hosts need the program {program}; on Debian and Ubuntu: apt install {package}")
+    if user != 0:
+        raise ToolError(f"emulated hosts need root, for they make network namespaces; this is user {user}. Run it with sudo")
+
+
+def agent_script(hosts_file: Path) -> str:
+    """What mpiexec calls as `ssh [options] HOST WORDS...`, and what runs the words as a shell would there."""
+    inside = "\n".join(
+        (
+            'hostname "$1"',
+            "mount -t tmpfs tmpfs /dev/shm",
+            f"mount --bind {shlex.quote(str(hosts_file))} /etc/hosts",
+            'exec sh -c "$2"',
+        )
+    )
+    return "\n".join(
+        (
+            "#!/bin/sh",
+            'while [ "${1#-}" != "$1" ]; do shift; done',
+            "host=$1; shift",
+            f'exec ip netns exec "$host" {shlex.join(_PRIVATE)} sh -ec {shlex.quote(inside)} sh "$host" "$*"',
+            "",
+        )
+    )
+
+
+def _address(number: int) -> str:
+    return f"10.213.0.{number + 1}"
+
+
+def _call(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ToolError(
+            f"`{shlex.join(words)}` was refused: {done.stderr.strip()}; emulated hosts need the capabilities CAP_NET_ADMIN and "
+            "CAP_SYS_ADMIN, which a container may lack (docker: --privileged)"
+        )
+
+
+def _output(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True).stdout
+
+
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)

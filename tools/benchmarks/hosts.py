@@ -1,0 +1,68 @@
+"""Two emulated hosts with one and two ranks each, joined by 1 Gbit/s: what compression, buckets and overlap are worth there.
+
+    sudo python3 tools/dev.py bench hosts [--per-host 1 2] [--parts hooks] [--json PATH] [--plot FOLDER]
+
+Needs Linux, root and iproute2, and starts MPICH's mpiexec itself. The ranks share one machine: what they compute competes for
+its cores, what they send goes over an emulated wire whose bytes the kernel counts. The parts, for each number of ranks:
+
+collective  one all-reduce of 25 MiB: ours, MPI's own (raw-mpi), torch's Gloo; and the bytes on the wire against the minimum,
+            2 (H - 1) / H of the size for each of H hosts
+hooks       steps of an MLP: MPI's own all-reduce, ours, each compression hook, torch's DDP; and their bytes on the wire
+buckets     steps by bucket size, from one reduction a parameter to one in all
+overlap     steps with buckets reduced during backward, after it, and not at all
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import mpi_runtimes
+from commands import ToolError
+
+from . import hosts_job, session
+from .emulated_hosts import EmulatedHosts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Started once, by root, without mpiexec."""
+    parser = session.parser(__doc__, list(hosts_job.PARTS))
+    parser.add_argument("--per-host", nargs="+", type=session.at_least_one, default=[1, 2], metavar="N", help="default: 1 2")
+    parser.add_argument("--rate", default="1gbit", help="of the wire, as tc has it (default: 1gbit)")
+    options = session.parse(parser, arguments)
+    try:
+        return _run(options)
+    except ToolError as error:
+        print(f"bench hosts: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    runtime = mpi_runtimes.find("mpich")
+    figures, statuses = {}, []
+    with EmulatedHosts(options.rate) as hosts, tempfile.TemporaryDirectory() as folder:
+        for per_host in options.per_host:
+            print(f"=== {len(hosts.names)} hosts, {per_host} rank(s) each, {options.rate} ===", flush=True)
+            kept = Path(folder) / f"{per_host}.json"
+            words = (sys.executable, "-m", "benchmarks.hosts_job", *_passed_on(options, kept, per_host))
+            statuses.append(hosts.run(runtime, per_host, words))
+            if kept.exists():
+                figures[f"{per_host} per host"] = json.loads(kept.read_text())
+            print(flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"rate": options.rate, **figures}, indent=1) + "\n")
+    return max(statuses)
+
+
+def _passed_on(options: argparse.Namespace, kept: Path, per_host: int) -> list[str]:
+    words = ["--parts", *options.parts, "--steps", str(options.steps), "--json", str(kept)]
+    words += ["--quick"] if options.quick else []
+    return words if options.plot is None else [*words, "--plot", str(options.plot.resolve() / f"{per_host}-per-host")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""The evaluation of the DDP paper in small: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", VLDB 2020.
+
+    python3 tools/dev.py bench paper [--parts breakdown] [--json PATH] [--plot FOLDER]
+
+breakdown    (its figure 6) forward, backward, communication with and without overlap, optimizer; ours and torch's
+buckets      (figures 7 and 8) steps by bucket size
+no_sync      (figures 10 and 11) the mean iteration when gradients are synchronised every 1, 2, 4, 8 iterations, and the loss
+             on handwritten digits meanwhile, at the paper's batch sizes and learning rates
+round_robin  (figure 12) steps with buckets reduced by one group, and by several in turn
+
+Models are those of the step benchmark. Each part is a table, a picture, and an entry of the JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+
+from syncline.collectives import ProcessGroup, RoundRobinGroup
+from syncline.hooks import allreduce_hook
+
+from . import bucket_sweep, picture, session
+from .cases import Case, mlp, residual_cnn, transformer
+from .contenders import ALONE, NATIVE, OURS, Wrap, alone, native, ours, trainers
+from .deferral import without_overlap
+from .latency_breakdown import Breakdown, breakdown
+from .report import Report
+from .skipped_sync import EVERY, WINDOW, WindowOfSteps, losses, smoothed
+from .summary import Summary
+from .timing import Step, interleaved
+
+AFTER = ", after backward"
+GROUPS = (1, 2, 3)
+ROUND_ROBIN_CAP_MB = 5.0
+"""Small enough that there are buckets to take turns with."""
+BATCHES = ((8, 0.02), (256, 0.06))
+"""Images of a rank and learning rate, as in the paper."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Every rank of the job calls it."""
+    parser = session.parser(__doc__, list(PARTS))
+    options = session.parse(parser, arguments)
+    if "no_sync" in options.parts and find_spec("sklearn") is None:
+        parser.error("--parts no_sync needs scikit-learn: pip install 'syncline-ddp[examples]', or name the other parts")
+    with session.groups() as group:
+        report = Report("paper", options, group)
+        for part in options.parts:
+            PARTS[part](options, group, report)
+    return 0
+
+
+def _breakdown(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    wraps: dict[str, Wrap] = {
+        OURS: ours(group),
+        OURS + AFTER: without_overlap(ours(group), allreduce_hook),
+        NATIVE: native(),
+        NATIVE + AFTER: without_overlap(native(), allreduce_hook),
+        ALONE: alone,
+    }
+    shown, figures = {}, {}
+    scale = session.scale(options)
+    for case in (mlp(16, scale), transformer(2, scale), residual_cnn(4, scale)):
+        taken = interleaved(trainers(case, wraps), group, options.steps)
+        found = {
+            name: breakdown(taken[name], taken[name.removesuffix(AFTER) + AFTER], taken[ALONE])
+            for name in wraps
+            if name != ALONE
+        }
+        _show_breakdown(case, found, report)
+        shown.update({f"{case.name}: {name}": parts.shown() for name, parts in found.items()})
+        figures[case.name] = {name: {**asdict(parts), "hidden_s": parts.hidden_s} for name, parts in found.items()}
+    report.keep("breakdown", figures)
+    picture.stacked(report.picture("breakdown"), f"where a step goes, {group.size} ranks", "median [ms]", shown)
+
+
+def _show_breakdown(case: Case, found: dict[str, Breakdown], report: Report) -> None:
+    head = ["contender", "forward", "backward", "exposed", "optimizer", "all communication", "hidden"]
+    rows = [
+        [name, *(f"{part:.2f}" for part in (*parts.shown().values(), 1e3 * parts.communication_s, 1e3 * parts.hidden_s))]
+        for name, parts in found.items()
+    ]
+    report.table("breakdown", f"{case.name}, medians in ms", head, rows)
+
+
+def _buckets(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    scale = session.scale(options)
+    figures = {}
+    for number, case in enumerate((mlp(16, scale), transformer(2, scale))):
+        found = bucket_sweep.sweep(case, {OURS: partial(ours, group), NATIVE: native}, group, options.steps)
+        bucket_sweep.show(case, found, report, "buckets", picture_name=f"buckets-{number}")
+        figures[case.name] = bucket_sweep.as_figures(found)
+    report.keep("buckets", figures)
+
+
+def _no_sync(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    report.keep("no_sync", {"time": _amortised(options, group, report), "loss": _convergence(options, group, report)})
+
+
+def _amortised(options: argparse.Namespace, group: ProcessGroup, report: Report) -> dict[str, dict[str, dict[str, float]]]:
+    case = mlp(16, session.scale(options))
+    model, batch = case.model(), case.batch()
+    wraps = {OURS: ours(group), NATIVE: native()}
+    steps: dict[str, Step] = {
+        f"{name}/{every}": WindowOfSteps(wrap, case, copy.deepcopy(model), batch, every).step
+        for every in EVERY
+        for name, wrap in wraps.items()
+    }
+    taken = interleaved(steps, group, max(1, options.steps // WINDOW), warm_up=1)
+    found = {
+        name: {str(every): Summary.of([step.total_s for step in taken[f"{name}/{every}"]]) for every in EVERY} for name in wraps
+    }
+    rows = [[str(every), *(found[name][str(every)].in_ms() for name in wraps)] for every in EVERY]
+    report.table("no_sync", f"{case.name}, ms of the mean iteration: median [quartiles]", ["synchronised every", *wraps], rows)
+    picture.lines(report.picture("no_sync-time"), case.name, "iterations from one synchronisation to the next", found)
+    return bucket_sweep.as_figures(found)
+
+
+def _convergence(options: argparse.Namespace, group: ProcessGroup, report: Report) -> dict[str, dict[str, list[float]]]:
+    figures = {}
+    for batch_size, learning_rate in BATCHES:
+        name = f"digits, batch {batch_size}, learning rate {learning_rate}"
+        wrap = ours(group)
+        iterations = 10 * options.steps
+        found = {str(every): losses(wrap, group, iterations, every, batch_size, learning_rate) for every in EVERY}
+        rows = [[every, f"{smoothed(values)[-1]:.4f}"] for every, values in found.items()]
+        report.table("no_sync", f"{name}: loss after {iterations} iterations", ["synchronised every", "loss"], rows)
+        curves = {f"every {every}": smoothed(values) for every, values in found.items()}
+        picture.curves(report.picture(f"no_sync-loss-{batch_size}"), name, ("iteration", "loss, smoothed"), curves)
+        figures[name] = found
+    return figures
+
+
+def _round_robin(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    groups = [_some_groups(group, count) for count in GROUPS]
+    wraps: dict[str, Wrap] = {
+        f"{count} group(s)": ours(RoundRobinGroup(some), bucket_cap_mb_list=[ROUND_ROBIN_CAP_MB])
+        for count, some in zip(GROUPS, groups, strict=True)
+    }
+    scale = session.scale(options)
+    figures: dict[str, dict[str, Summary]] = {}
+    for case in (mlp(16, scale), transformer(2, scale)):
+        taken = interleaved(trainers(case, {**wraps, ALONE: alone}), group, options.steps)
+        figures[case.name] = found = {name: Summary.of([step.total_s for step in steps]) for name, steps in taken.items()}
+        rows = [[name, summary.in_ms()] for name, summary in found.items()]
+        report.table("round_robin", f"{case.name}, ms: median [quartiles]", ["in turn", "step"], rows)
+    report.keep(
+        "round_robin", {case: {name: asdict(summary) for name, summary in found.items()} for case, found in figures.items()}
+    )
+    picture.bars(report.picture("round_robin"), f"buckets by several groups in turn, {group.size} ranks", figures)
+    for some in groups:
+        for made in some:
+            made.close()
+
+
+def _some_groups(group: ProcessGroup, count: int) -> list[ProcessGroup]:
+    """New groups of the same ranks. A collective."""
+    made = [group.split(0, timeout_s=group.timeout_s) for _ in range(count)]
+    return [part for part in made if part is not None]
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, ProcessGroup, Report], None]] = {
+    "breakdown": _breakdown,
+    "buckets": _buckets,
+    "no_sync": _no_sync,
+    "round_robin": _round_robin,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What every benchmark of this folder has in common: options, groups, and where figures go."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import ProcessGroup, destroy_process_group, exchange_objects, init_process_group
+from syncline.collectives.bench.plot import require_matplotlib
+from syncline.collectives.errors import MisuseError
+
+from .cases import FULL, QUICK, Scale
+
+
+def parser(description: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
+    """The options of every benchmark; `parts` are what it can measure."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="what to measure (default: all)")
+    made.add_argument(
+        "--steps", type=at_least_one, default=40, metavar="N", help="measured steps of each contender (default: 40)"
+    )
+    made.add_argument("--json", type=Path, metavar="PATH", help="write all figures to this file")
+    made.add_argument("--plot", type=Path, metavar="FOLDER", help="draw a picture of each part into this folder")
+    made.add_argument("--quick", action="store_true", help="tiny models: shows that it runs; the figures mean nothing")
+    return made
+
+
+def at_least_one(text: str) -> int:
+    """A whole number of 1 or more, as argparse wants it."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
+    return int(text)
+
+
+def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, and complain about outputs that cannot be written before anything is measured."""
+    options = made.parse_args(arguments)
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        made.error(f"--json: there is no folder {options.json.resolve().parent}")
+    if options.plot is not None:
+        try:
+            require_matplotlib()
+            options.plot.mkdir(parents=True, exist_ok=True)
+        except (MisuseError, OSError) as error:
+            made.error(f"--plot: {error}")
+    return options
+
+
+def scale(options: argparse.Namespace) -> Scale:
+    """How large the models are."""
+    return QUICK if options.quick else FULL
+
+
+@contextmanager
+def groups() -> Iterator[ProcessGroup]:
+    """Our default group, and torch's over Gloo beside it. One thread for each rank, the same seed on all."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    group = init_process_group()
+    folder = exchange_objects(tempfile.mkdtemp(prefix="syncline-bench-") if group.rank == 0 else None, group=group)[0]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=group.rank, world_size=group.size)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group()
+        if group.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        destroy_process_group()
+        torch.set_num_threads(threads)

@@ -1,0 +1,55 @@
+"""Bytes on the wire between hosts: what a network interface counts, and what an all-reduce cannot do without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from syncline.collectives import ProcessGroup, exchange_objects
+from syncline.collectives.placement import placement_of
+
+_COUNTERS = Path("/proc/self/net/dev")  # of the network namespace of whoever reads
+_SENT = 8  # receiving has eight columns, then come the bytes sent
+
+
+def minimum_bytes(nbytes: int, hosts: int) -> float:
+    """What each host must send so that all have the sum of `nbytes` from each, whatever the number of its ranks.
+
+    Each host sends its sums of the others' shares, (H-1)/H of the bytes, and its own finished share to the others, or what
+    amounts to the same. A pure function.
+    """
+    return 2 * (hosts - 1) / hosts * nbytes
+
+
+def sent_bytes(counters: str, device: str) -> int:
+    """What the device has sent, from the text of /proc/net/dev. A pure function.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    for line in counters.splitlines():
+        name, colon, figures = line.partition(":")
+        if colon and name.strip() == device:
+            return int(figures.split()[_SENT])
+    raise ValueError(f"no device {device!r} in {counters!r}")
+
+
+def measure_sent(action: Callable[[], object], repeats: int, device: str, group: ProcessGroup) -> float:
+    """How many bytes one run of `action` makes a host send, counted on the host that sends most. A collective.
+
+    Headers and acknowledgements count, and so do the two barriers around all repetitions.
+    """
+    group.barrier()
+    before = sent_bytes(_COUNTERS.read_text(), device)
+    group.barrier()
+    for _ in range(repeats):
+        action()
+    group.barrier()
+    sent = sent_bytes(_COUNTERS.read_text(), device) - before
+    by_rank: list[int] = exchange_objects(sent, group=group)
+    return max(by_rank) / repeats
+
+
+def host_count(group: ProcessGroup) -> int:
+    """How many hosts the ranks are on."""
+    return placement_of(group).nodes
