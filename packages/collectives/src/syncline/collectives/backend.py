@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from .launch import Launch
 from .process_group import ProcessGroup
 
@@ -20,6 +22,7 @@ class ConnectRequest:
         timeout_s: the group's time limit in seconds.
         group_name: how error messages call the group.
         reproducible: reductions give the same bits in every run. A backend that cannot must refuse to connect.
+        store: where the ranks may meet, if they share one already; nobody else uses its keys.
     """
 
     launch: Launch | None
@@ -29,6 +32,7 @@ class ConnectRequest:
     timeout_s: float
     group_name: str = "default"
     reproducible: bool = False
+    store: dist.Store | None = None
 
 
 class Backend(ABC):

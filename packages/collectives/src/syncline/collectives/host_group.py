@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from zlib import crc32
 
 import torch
 
@@ -245,21 +246,31 @@ class HostGroup(ProcessGroup):
             if color is None:
                 return
             members = members_of(color, block.view(self.size, 2).tolist())
-            name = f"{self.name}/{number}.{color}"
-            transport = self._transport.subset(members, name, number, deadline)
-            made.append(
-                HostGroup(
-                    transport,
-                    members.index(self.rank),
-                    len(members),
-                    name=name,
-                    timeout_s=timeout_s,
-                    ranks=[self.ranks[member] for member in members],
-                )
-            )
+            made.append(self._part(members, f"{self.name}/{number}.{color}", number, timeout_s, deadline))
 
         self._issue(call, [], body, async_op=False)
         return made[0] if made else None
+
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
+        made: list[HostGroup] = []
+        self._issue(
+            Collective("subset", None, f"members={members}"),
+            [],
+            lambda deadline: made.append(self._part(members, name, crc32(name.encode()), timeout_s, deadline)),
+            async_op=False,
+            is_numbered=False,
+        )
+        return made[0]
+
+    def _part(self, members: list[int], name: str, number: int, timeout_s: float, deadline: Deadline) -> HostGroup:
+        return HostGroup(
+            self._transport.subset(members, name, number, deadline),
+            members.index(self.rank),
+            len(members),
+            name=name,
+            timeout_s=timeout_s,
+            ranks=[self.ranks[member] for member in members],
+        )
 
     # ---- two ranks ----
 
@@ -288,9 +299,12 @@ class HostGroup(ProcessGroup):
 
     # ---- from a call to a running collective ----
 
-    def _issue(self, call: Collective, outputs: list[torch.Tensor], body: Body, async_op: bool) -> Work:
+    def _issue(
+        self, call: Collective, outputs: list[torch.Tensor], body: Body, async_op: bool, *, is_numbered: bool = True
+    ) -> Work:
+        """Run, or queue, one collective; those that not all ranks issue have no number."""
         self._check_open(call)
-        sequence = next(self._sequence)
+        sequence = next(self._sequence) if is_numbered else None
         if not async_op:
             outcome: list[BaseException | None] = []
             if self._progress.run_here(lambda: outcome.append(self._run(call, sequence, body))):
@@ -307,7 +321,7 @@ class HostGroup(ProcessGroup):
             work.wait()
         return work
 
-    def _run_into(self, work: PendingWork, call: Collective, sequence: int, body: Body) -> None:
+    def _run_into(self, work: PendingWork, call: Collective, sequence: int | None, body: Body) -> None:
         error = self._run(call, sequence, body)
         self._in_flight.discard(work)
         if error is None:
@@ -315,7 +329,7 @@ class HostGroup(ProcessGroup):
         else:
             work.fail(error)
 
-    def _run(self, call: Collective, sequence: int, body: Body) -> BaseException | None:
+    def _run(self, call: Collective, sequence: int | None, body: Body) -> BaseException | None:
         """Run one collective to its end and return, rather than raise, what went wrong."""
         if self._first_failure is not None:
             return self._failed_before(call, sequence)
@@ -354,7 +368,7 @@ class HostGroup(ProcessGroup):
     def _aborted(self) -> TransportError:
         return TransportError(f"the group was aborted on {self.place()}")
 
-    def _timed_out(self, call: Collective, sequence: int, error: TimeoutError) -> CollectiveTimeout:
+    def _timed_out(self, call: Collective, sequence: int | None, error: TimeoutError) -> CollectiveTimeout:
         timeout = CollectiveTimeout(
             f"{self._in_words(call, sequence)}, did not finish within {self.timeout_s:g} s: {error}. Look for a rank that "
             "died, left early, or issued other collectives; a longer time limit is the `timeout` of init_process_group"

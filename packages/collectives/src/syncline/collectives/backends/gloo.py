@@ -163,6 +163,8 @@ class GlooBackend(Backend):
 def _rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
     """A store that all ranks share, this process's rank, and the number of ranks."""
     rank, size = _place(request)
+    if request.store is not None:
+        return request.store, rank, size
     if request.init_method is not None:
         return _by_url(request.init_method, rank, size, request.timeout_s)
     if size == 1:
