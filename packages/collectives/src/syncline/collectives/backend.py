@@ -23,7 +23,7 @@ class ConnectRequest:
         launch: what the launcher says, or None if nothing launched this process.
         rank, world_size: what the caller said explicitly, or None.
         init_method: where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
-        store: what the ranks meet in instead of an `init_method`, ours or torch's, or None.
+        store: what the ranks meet in instead of an `init_method`, ours or torch's, or None; nobody else uses its keys.
         timeout_s: the group's time limit in seconds.
         group_name: how error messages call the group.
         reproducible: reductions give the same bits in every run. A backend that cannot must refuse to connect.

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from zlib import crc32
 
 import torch
 
@@ -112,7 +113,7 @@ class HostGroup(ProcessGroup):
             with torch.inference_mode(False):  # what is made in that mode could not hold gradients
                 made.append(self._transport.allocate(numel, dtype, call, deadline))
 
-        self._issue(call, [], body, async_op=False)
+        self._issue(call, [], (), body, async_op=False)
         return made[0]
 
     # ---- one tensor on each rank ----
@@ -261,21 +262,32 @@ class HostGroup(ProcessGroup):
             if color is None:
                 return
             members = members_of(color, block.view(self.size, 2).tolist())
-            name = f"{self.name}/{number}.{color}"
-            transport = self._transport.subset(members, name, number, deadline)
-            made.append(
-                HostGroup(
-                    transport,
-                    members.index(self.rank),
-                    len(members),
-                    name=name,
-                    timeout_s=timeout_s,
-                    ranks=[self.ranks[member] for member in members],
-                )
-            )
+            made.append(self._part(members, f"{self.name}/{number}.{color}", number, timeout_s, deadline))
 
         self._issue(call, [], (), body, async_op=False)
         return made[0] if made else None
+
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
+        made: list[HostGroup] = []
+        self._issue(
+            Collective("subset", None, f"members={members}"),
+            [],
+            (),
+            lambda deadline: made.append(self._part(members, name, crc32(name.encode()), timeout_s, deadline)),
+            async_op=False,
+            is_numbered=False,
+        )
+        return made[0]
+
+    def _part(self, members: list[int], name: str, number: int, timeout_s: float, deadline: Deadline) -> HostGroup:
+        return HostGroup(
+            self._transport.subset(members, name, number, deadline),
+            members.index(self.rank),
+            len(members),
+            name=name,
+            timeout_s=timeout_s,
+            ranks=[self.ranks[member] for member in members],
+        )
 
     # ---- two ranks ----
 
@@ -305,11 +317,21 @@ class HostGroup(ProcessGroup):
     # ---- from a call to a running collective ----
 
     def _issue(
-        self, call: Collective, outputs: list[torch.Tensor], inputs: Sequence[torch.Tensor], body: Body, async_op: bool
+        self,
+        call: Collective,
+        outputs: list[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        body: Body,
+        async_op: bool,
+        *,
+        is_numbered: bool = True,
     ) -> Work:
-        """Run a collective here or queue it; `outputs` and `inputs` together are all the tensors that the body touches."""
+        """Run a collective here or queue it; those that not all ranks issue have no number.
+
+        `outputs` and `inputs` together are all the tensors that the body touches.
+        """
         self._check_open(call)
-        sequence = next(self._sequence)
+        sequence = next(self._sequence) if is_numbered else None
 
         def run() -> None:
             self._run(call, sequence, body, (*outputs, *inputs))
@@ -335,7 +357,7 @@ class HostGroup(ProcessGroup):
             self._in_flight.discard(work)
             work.succeed()
 
-    def _run(self, call: Collective, sequence: int, body: Body, tensors: Sequence[torch.Tensor]) -> None:
+    def _run(self, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor]) -> None:
         """Run one collective to its end. What goes wrong is the group's first failure."""
         if self._first_failure is not None:
             raise self._failed_before(call, sequence)
@@ -378,7 +400,7 @@ class HostGroup(ProcessGroup):
     def _aborted(self) -> TransportError:
         return TransportError(f"the group was aborted on {self.place()}")
 
-    def _timed_out(self, call: Collective, sequence: int, error: TimeoutError) -> CollectiveTimeout:
+    def _timed_out(self, call: Collective, sequence: int | None, error: TimeoutError) -> CollectiveTimeout:
         timeout = CollectiveTimeout(
             f"{self._in_words(call, sequence)}, did not finish within {self.timeout_s:g} s: {error}. Look for a rank that "
             "died, left early, or issued other collectives; a longer time limit is the `timeout` of init_process_group"

@@ -330,6 +330,21 @@ class ProcessGroup(ABC):
             self._complain("split", f"expected a color of 0 or above, or None, found {color}")
         return self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
 
+    def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
+        """Make a group of some ranks of this one, without the others: only the members call it, all of them alike.
+
+        Args:
+            members: ranks of this group, this rank among them; the new group has them in the order given.
+            name: the new group's; at any time there is only one of that name.
+            timeout_s: the new group's time limit, this group's if None.
+
+        Raises:
+            InvalidArgumentError: a rank twice, outside the group, or not this one; or the backend needs all ranks (see `split`).
+        """
+        if len(set(members)) < len(members) or self.rank not in members or not all(0 <= rank < self.size for rank in members):
+            self._complain("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
+        return self._subset(list(members), name, self.timeout_s if timeout_s is None else timeout_s)
+
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -398,6 +413,12 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None: ...
+
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:  # noqa: ARG002 - for those who can
+        raise InvalidArgumentError(
+            f"subset on {self.place()}: backend '{self.backend_name}' makes groups with all ranks together only; call split "
+            "on every rank"
+        )
 
     # ---- checks ----
 

@@ -37,6 +37,12 @@ _REDUCED_AS = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32),
 _RING_FROM_RANKS = 4
 
 
+def as_process_group(torch_group: dist.ProcessGroup) -> ProcessGroup:
+    """A torch.distributed group as one of ours: the group itself that `torch_backend` has put under it, else a `TorchGroup`."""
+    ours = getattr(torch_group, "syncline_group", None)
+    return ours if isinstance(ours, ProcessGroup) else TorchGroup(torch_group)
+
+
 class TorchGroup(ProcessGroup):
     """Issues each collective at once, on the caller's thread, on a torch.distributed group.
 

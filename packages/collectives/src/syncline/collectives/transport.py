@@ -112,7 +112,7 @@ class Transport(ABC):
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """A transport between some of the ranks, in the order given. Only the members call it, all of them.
 
-        `name` and `number` are the same for all members; `number` counts the splits of this transport, from 0.
+        `name` and `number` (0 or above) are the same for all members. At any time there is only one subset of that name.
         """
 
     @abstractmethod

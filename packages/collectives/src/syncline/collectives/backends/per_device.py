@@ -67,6 +67,12 @@ class PerDeviceGroup(DelegatingGroup):
         made = {name: part for name, part in parts.items() if part is not None}
         return PerDeviceGroup(made) if made else None
 
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
+        parts = (
+            (device, group.subset(members, f"{name}/{device}", timeout_s=timeout_s)) for device, group in self.groups.items()
+        )
+        return PerDeviceGroup(dict(parts))
+
 
 class PerDeviceBackend(Backend):
     """Connects one backend for each device of a specification such as "cpu:mpi,cuda:nccl"."""

@@ -72,6 +72,8 @@ def _who() -> str:
 
 
 def _say(text: str) -> None:
+    """Write to the stream that the process began with: torch.distributed gives its excepthook another one, to print it later."""
     sys.stdout.flush()
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    stream = sys.__stderr__ or sys.stderr
+    stream.write(text + "\n")
+    stream.flush()

@@ -1,0 +1,14 @@
+"""Our process groups under stock torch.distributed. Importing this registers them; see `registration`.
+
+::
+
+    import syncline.collectives.torch_backend
+
+    torch.distributed.init_process_group("syncline-mpi", init_method="mpi://")
+"""
+
+from .adapter import TorchProcessGroup
+from .monitored_barrier import monitored_barrier
+from .registration import register
+
+__all__ = ["TorchProcessGroup", "monitored_barrier", "register"]

@@ -1,0 +1,79 @@
+"""What torch.distributed says in the options of a call, in our words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InvalidArgumentError
+from ..reduce_op import ReduceOp, Reduction, premul_sum
+
+_OURS: dict[Any, Reduction] = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.AVG,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.BAND: ReduceOp.BAND,
+    dist.ReduceOp.BOR: ReduceOp.BOR,
+    dist.ReduceOp.BXOR: ReduceOp.BXOR,
+}
+
+
+def reduction_of(options: Any) -> Reduction:
+    """The reduction that options (or a reduction of torch's in their place) name; SUM without any.
+
+    Raises:
+        InvalidArgumentError: we have no such reduction.
+    """
+    if options is None:
+        return ReduceOp.SUM
+    op = getattr(options, "reduceOp", options)
+    ours = _OURS.get(getattr(op, "op", op))  # the options' own class is equal to the constants, but not found by them
+    if ours is not None:
+        return ours
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return premul_sum(_factor(op))
+    raise InvalidArgumentError(f"expected a reduction of torch.distributed ({', '.join(map(str, _OURS))}, PREMUL_SUM), found {op!r}")
+
+
+def _factor(op: Any) -> float:
+    """What PREMUL_SUM multiplies with. It is in the state that torch pickles, in every version."""
+    factor = op.__getstate__()[1]
+    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+        raise InvalidArgumentError(f"expected a number as factor of PREMUL_SUM, found a tensor of shape {tuple(factor.shape)}")
+    return float(factor)
+
+
+def root_of(options: Any) -> int:
+    """The root that options (or a number in their place) name; 0 without any."""
+    if options is None:
+        return 0
+    return options if isinstance(options, int) else int(options.rootRank)
+
+
+def time_limit_s(timeout: timedelta | None) -> float | None:
+    """A time limit of torch's in seconds; None if it stands for the group's own (torch then says zero or less)."""
+    if timeout is None or timeout.days < 0 or not timeout:
+        return None
+    return timeout.total_seconds()
+
+
+def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """torch's groups take one tensor, or a list of those of several devices."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def only(tensors: Any, what: str) -> Any:
+    """The one entry of a list for several devices of one process, of which we serve one.
+
+    Raises:
+        InvalidArgumentError: there are more, or none.
+    """
+    if len(tensors) != 1:
+        raise InvalidArgumentError(f"expected one {what}, for one device in each process, found {len(tensors)}")
+    return tensors[0]
