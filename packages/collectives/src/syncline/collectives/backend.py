@@ -20,6 +20,8 @@ class ConnectRequest:
         timeout_s: the group's time limit in seconds.
         group_name: how error messages call the group.
         reproducible: reductions give the same bits in every run. A backend that cannot must refuse to connect.
+        host_group: a group of the same ranks on host memory, if one was connected just before: a backend for devices may meet
+            there, by `send` and `recv`, as long as it lives.
     """
 
     launch: Launch | None
@@ -29,6 +31,7 @@ class ConnectRequest:
     timeout_s: float
     group_name: str = "default"
     reproducible: bool = False
+    host_group: ProcessGroup | None = None
 
 
 class Backend(ABC):

@@ -154,13 +154,13 @@ class GlooBackend(Backend):
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
-        store, rank, size = _rendezvous(request)
+        store, rank, size = rendezvous(request)
         store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
         transport = connect(store, rank, size, request.group_name, request.timeout_s)
         return HostGroup(transport, rank, size, name=request.group_name, timeout_s=request.timeout_s)
 
 
-def _rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
+def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
     """A store that all ranks share, this process's rank, and the number of ranks."""
     rank, size = _place(request)
     if request.init_method is not None:
