@@ -57,12 +57,10 @@ class StandInLane(Lane):
         self._queue.put((body, after, done))
         return done
 
-    def future(self, tensors: list[torch.Tensor], done: Moment) -> TensorsFuture:
-        """Complete, as a CUDA future is for the CPU; callbacks find the tensors written, as those on a GPU's streams do."""
-        future: TensorsFuture = torch.futures.Future()
+    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment) -> None:
+        """Callbacks run here, as those of a CUDA future do, and find the tensors written, as on a GPU's streams."""
         done.order_current_stream()
         future.set_result(tensors)
-        return future
 
 
 def _serve(todo: queue.SimpleQueue[tuple[Callable[[], None], Moment, StandInMoment] | None]) -> None:
@@ -109,6 +107,10 @@ class StandInAccelerator(Accelerator):
         """A new thread."""
         self.lanes += 1
         return StandInLane(self.lanes)
+
+    def future(self, device: torch.device) -> TensorsFuture:  # noqa: ARG002 - there is one
+        """One for the CPU."""
+        return torch.futures.Future()
 
     def now(self, device: torch.device) -> StandInMoment:  # noqa: ARG002 - there is one
         """The calling thread has come here."""

@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -52,11 +51,12 @@ class _Clique:
     size: int
     barrier: threading.Barrier = field(init=False)
     calls: dict[int, Any] = field(default_factory=dict)
-    mail: defaultdict[tuple[int, int], queue.Queue[bytes]] = field(default_factory=lambda: defaultdict(queue.Queue))
+    mail: dict[tuple[int, int], queue.Queue[bytes]] = field(init=False)
     is_aborted: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.barrier = threading.Barrier(self.size)
+        self.mail = {pair: queue.Queue() for pair in itertools.permutations(range(self.size), 2)}
 
     def show(self, rank: int, said: Any) -> list[Any]:
         """What all ranks said, by rank. Whoever reads memory of others must `meet` before he leaves it."""
@@ -171,7 +171,14 @@ class StandInCommunicator:
         self._collective(_Call(("allReduce", count, datatype, op), source, target), lambda terms: _reduce(op, terms))
 
     def reduce(
-        self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int  # noqa: ARG002
+        self,
+        sendbuf: int,
+        recvbuf: int,
+        count: int,
+        datatype: int,
+        op: int,
+        root: int,
+        stream: int,  # noqa: ARG002
     ) -> None:
         """Only the root writes."""
         source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count, datatype)
@@ -179,7 +186,13 @@ class StandInCommunicator:
         self._collective(call, lambda terms: _reduce(op, terms) if self._rank == root else None)
 
     def reduceScatter(  # noqa: N802
-        self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int  # noqa: ARG002
+        self,
+        sendbuf: int,
+        recvbuf: int,
+        recvcount: int,
+        datatype: int,
+        op: int,
+        stream: int,  # noqa: ARG002
     ) -> None:
         """Part r to rank r."""
         mine = slice(self._rank * recvcount, (self._rank + 1) * recvcount)
@@ -201,7 +214,9 @@ class StandInCommunicator:
         """Over when it was received."""
         box = self._clique.mail[self._rank, peer]
         source = _memory(sendbuf, count, datatype)
-        self._nccl._call(_Operation(True, lambda: box.put(_bytes(source)), lambda: self._until(lambda: box.unfinished_tasks == 0), True))
+        self._nccl._call(
+            _Operation(True, lambda: box.put(_bytes(source)), lambda: self._until(lambda: box.unfinished_tasks == 0), True)
+        )
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:  # noqa: ARG002
         """Blocks until it is there."""
@@ -252,7 +267,9 @@ class StandInCommunicator:
         self._until(lambda: not box.empty())
         received = box.get()
         if len(received) != target.numel() * target.element_size():
-            raise NcclError(_MISUSED, f"rank {peer} sent {len(received)} bytes, expected {target.numel() * target.element_size()}")
+            raise NcclError(
+                _MISUSED, f"rank {peer} sent {len(received)} bytes, expected {target.numel() * target.element_size()}"
+            )
         ctypes.memmove(target.data_ptr(), received, len(received))
         box.task_done()
 

@@ -43,8 +43,8 @@ class Lane(ABC):
         """
 
     @abstractmethod
-    def future(self, tensors: list[torch.Tensor], done: Moment) -> TensorsFuture:
-        """A future whose waiters and callbacks run, on their streams, after `done`; complete at once for the CPU."""
+    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment) -> None:
+        """Complete a future for the CPU; its waiters and callbacks run, on their streams, after `done`."""
 
 
 class Accelerator(ABC):
@@ -71,6 +71,10 @@ class Accelerator(ABC):
     @abstractmethod
     def lane(self, device: torch.device) -> Lane:
         """A new stream of high priority, so that a collective need not queue behind computation."""
+
+    @abstractmethod
+    def future(self, device: torch.device) -> TensorsFuture:
+        """A future of tensors of that device."""
 
     @abstractmethod
     def now(self, device: torch.device) -> Moment:

@@ -1,8 +1,8 @@
 """Each collective as calls on a communicator, made while its stream is the current one.
 
-A function prepares (copies into plain order, where the caller's tensor is not), calls NCCL, and returns what remains to be done
-on the stream after that, or None. Between the two, the calls of several collectives may be put into one NCCL group. The few that
-exchange terms and reduce them themselves need several calls, one after the other, and are marked `in_steps`.
+A function prepares (copies into plain order, where the caller's tensor is not), calls NCCL, and returns what remains to be
+done on the stream after that, or None. Between the two, the calls of several collectives may be put into one NCCL group. The
+few that exchange terms and reduce them themselves need several calls, one after the other, and are marked `in_steps`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Body: TypeAlias = Callable[[Communicator], "Deliver | None"]
 
 
 def all_reduce(comm: Communicator, tensor: torch.Tensor, native: NativeReduction) -> Deliver | None:
-    """ncclAllReduce, in place."""
+    """NCCL's all-reduce, in place."""
     wire = in_plain_order(tensor)
     comm.all_reduce(as_reduced(_scaled(flat(wire), native)), native.op)
     return _copy_back(wire, tensor)
 
 
 def all_reduce_in_steps(comm: Communicator, tensor: torch.Tensor, op: Reduction) -> None:
-    """Each rank reduces a slice of all ranks' terms, in rank order, then all gather the slices: 2 n (p-1)/p bytes, as in a ring."""
+    """Each rank reduces a slice of all ranks' terms in rank order, then all gather the slices: 2 n (p-1)/p bytes, as a ring."""
     wire = flat(in_plain_order(tensor))
     length = -(-wire.numel() // comm.size)
     padded = wire.new_zeros(length * comm.size)
@@ -41,7 +41,7 @@ def all_reduce_in_steps(comm: Communicator, tensor: torch.Tensor, op: Reduction)
 
 
 def reduce(comm: Communicator, tensor: torch.Tensor, root: int, native: NativeReduction) -> Deliver | None:
-    """ncclReduce; only the root's tensor is written."""
+    """NCCL's reduce; only the root's tensor is written."""
     wire = in_plain_order(tensor)
     if native.factor is not None and comm.rank != root:
         wire = wire.clone()
@@ -58,7 +58,7 @@ def reduce_in_steps(comm: Communicator, tensor: torch.Tensor, root: int, op: Red
 
 
 def reduce_scatter(comm: Communicator, output: torch.Tensor, block: torch.Tensor, native: NativeReduction) -> Deliver | None:
-    """ncclReduceScatter; `block` holds the terms for every rank, flat."""
+    """NCCL's reduce-scatter; `block` holds the terms for every rank, flat."""
     wire = in_plain_order(output)
     source = block if native.factor is None else block * native.factor
     comm.reduce_scatter(as_reduced(flat(wire)), as_reduced(source), native.op)
@@ -71,14 +71,14 @@ def reduce_scatter_in_steps(comm: Communicator, output: torch.Tensor, block: tor
 
 
 def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Deliver | None:
-    """ncclBroadcast, in place."""
+    """NCCL's broadcast, in place."""
     wire = in_plain_order(tensor)
     comm.broadcast(flat(wire), root)
     return _copy_back(wire, tensor) if comm.rank != root else None
 
 
 def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Deliver:
-    """ncclAllGather into a block, which is then taken apart."""
+    """NCCL's all-gather into a block, which is then taken apart."""
     mine = flat(in_plain_order(tensor))
     block = mine.new_empty(comm.size * mine.numel())
     comm.all_gather(block, mine)
@@ -86,7 +86,7 @@ def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torc
 
 
 def all_gather_into_tensor(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor) -> Deliver | None:
-    """ncclAllGather, without a copy where both lie in plain order."""
+    """NCCL's all-gather, without a copy where both lie in plain order."""
     wire = in_plain_order(output)
     comm.all_gather(flat(wire), flat(in_plain_order(tensor)))
     return _copy_back(wire, output)

@@ -45,8 +45,8 @@ def _one_gpu_twice(claims: Sequence[Words]) -> str | None:
         other = taken.setdefault((mine["host"], mine["host_id"], mine["pci_id"]), mine)
         if other is not mine:
             return (
-                f"ranks {other['rank']} and {mine['rank']} have both chosen the GPU {mine['pci_id']} of {mine['hostname']}, but NCCL "
-                "needs one for each rank. Before the first collective, call "
+                f"ranks {other['rank']} and {mine['rank']} have both chosen the GPU {mine['pci_id']} of {mine['hostname']}, "
+                "but NCCL needs one for each rank. Before the first collective, call "
                 "torch.cuda.set_device(syncline.collectives.default_device()), or let the launcher show each rank its own by "
                 "CUDA_VISIBLE_DEVICES (srun --gpus-per-task=1; it is "
                 f"{other['visible']} on rank {other['rank']} and {mine['visible']} on rank {mine['rank']})"

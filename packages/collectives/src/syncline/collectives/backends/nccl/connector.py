@@ -67,7 +67,7 @@ class Connector:
         }
 
     def split(self, link: Link, members: Sequence[int] | None, color: int | None, deadline: Deadline) -> Link | None:
-        """Connect a part of the ranks out of a communicator of all, which all of them call; None where this rank is in no part."""
+        """Connect a part of the ranks out of a communicator of all, who all call; None where this rank is in no part."""
         lane = self.accelerator.lane(link.device)
         made = self._within(deadline, link.device, lambda: link.communicator.split(members, color, lane.handle))
         return None if made is None else Link(made, lane, link.device)
@@ -113,8 +113,8 @@ class Connector:
         attempt.start()
         if not attempt.done.wait(deadline.remaining_s()):
             raise CollectiveTimeout(
-                f"NCCL did not connect the {len(self.ranks)} ranks of group '{self.name}' within {deadline.timeout_s:g} s, although "
-                "all came; NCCL_DEBUG=INFO shows what it tries (NCCL_SOCKET_IFNAME chooses the network)"
+                f"NCCL did not connect the ranks of group '{self.name}' within {deadline.timeout_s:g} s, although all came; "
+                "NCCL_DEBUG=INFO shows what it tries (NCCL_SOCKET_IFNAME chooses the network)"
             )
         return attempt.result()
 

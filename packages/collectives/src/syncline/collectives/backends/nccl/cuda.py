@@ -20,11 +20,11 @@ class CudaMoment(Moment):
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def order_current_stream(self) -> None:
-        """cudaStreamWaitEvent."""
+        """By cudaStreamWaitEvent."""
         self._event.wait(torch.cuda.current_stream(self._device))
 
     def order(self, stream: torch.cuda.Stream) -> None:
@@ -32,8 +32,8 @@ class CudaMoment(Moment):
         self._event.wait(stream)
 
     def is_over(self) -> bool:
-        """cudaEventQuery."""
-        return self._event.query()
+        """By cudaEventQuery."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class CudaLane(Lane):
@@ -41,7 +41,7 @@ class CudaLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
+        self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self.handle = self._stream.cuda_stream
 
     def run(self, body: Callable[[], None], after: Moment) -> Moment:
@@ -52,19 +52,17 @@ class CudaLane(Lane):
             body()
         return CudaMoment(self._stream)
 
-    def future(self, tensors: list[torch.Tensor], done: Moment) -> TensorsFuture:
-        """torch records, on the current stream, the event that waiters and callbacks wait for.
+    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment) -> None:
+        """Let torch record, on the current stream, the event that waiters and callbacks wait for.
 
         The stream may hold later collectives by now, for which they would wait, too; so a stream of torch's pool stands in,
         which waits for `done` only.
         """
         assert isinstance(done, CudaMoment)
-        future: TensorsFuture = torch.futures.Future(devices=[self._device])
-        ordered = torch.cuda.Stream(self._device)
+        ordered = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         done.order(ordered)
         with torch.cuda.stream(ordered):
             future.set_result(tensors)
-        return future
 
 
 class CudaAccelerator(Accelerator):
@@ -77,7 +75,7 @@ class CudaAccelerator(Accelerator):
         return torch.device("cuda", torch.cuda.current_device())
 
     def use(self, device: torch.device) -> AbstractContextManager[object]:
-        """torch's context."""
+        """Enter torch's context."""
         return torch.cuda.device(device)
 
     def pci_id(self, device: torch.device) -> str:
@@ -90,6 +88,10 @@ class CudaAccelerator(Accelerator):
         """A new one."""
         return CudaLane(device)
 
+    def future(self, device: torch.device) -> TensorsFuture:
+        """One that knows of streams."""
+        return torch.futures.Future(devices=[device])
+
     def now(self, device: torch.device) -> CudaMoment:
         """An event on the current stream."""
         return CudaMoment(torch.cuda.current_stream(device))
@@ -99,7 +101,7 @@ class CudaAccelerator(Accelerator):
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def is_capturing(self) -> bool:
-        """cudaStreamIsCapturing."""
+        """By cudaStreamIsCapturing."""
         return torch.cuda.is_current_stream_capturing()
 
     def watch_from_here(self) -> None:

@@ -62,7 +62,7 @@ def native_reduction(op: Reduction, dtype: torch.dtype, *, reproducible: bool = 
     the order of the terms.
     """
     if dtype in BOOL:
-        return NativeReduction(NCCL_OPS[_OPS_ON_BOOL[op]]) if op in _OPS_ON_BOOL else None  # type: ignore[index]
+        return NativeReduction(NCCL_OPS[_OPS_ON_BOOL[op]]) if op in _OPS_ON_BOOL else None
     kind = ReduceOp.SUM if isinstance(op, PremulSum) else op
     if kind not in NCCL_OPS or (dtype not in NCCL_TYPES and dtype not in COMPLEX):
         return None
@@ -83,5 +83,5 @@ def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat tensor as NCCL can move it: itself if NCCL has its dtype, else its bytes (bool, float8, complex). Shares memory."""
+    """A flat tensor as NCCL can move it: itself, or its bytes (bool, float8, complex, ...). Shares memory."""
     return tensor if tensor.dtype in NCCL_TYPES else bytes_of(tensor)

@@ -39,7 +39,9 @@ class Engine:
         self._place = place
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # held while a collective is issued: an issue is one
-        self._watchdog = Watchdog(f"syncline-nccl-{connector.name}-rank{connector.rank}", place, self._accelerator.watch_from_here)
+        self._watchdog = Watchdog(
+            f"syncline-nccl-{connector.name}-rank{connector.rank}", place, self._accelerator.watch_from_here
+        )
         self._sequence = itertools.count()
         self._is_closed = False
         self._batch: Batch | None = None
@@ -66,7 +68,9 @@ class Engine:
             for communicator in self._communicators:
                 communicator.destroy()
         else:
-            self._watchdog.fail(TransportError(f"the group did not finish what was in flight when it was closed on {self._place()}"))
+            self._watchdog.fail(
+                TransportError(f"what was in flight did not finish when the group was closed on {self._place()}")
+            )
             self._watchdog.stop()
         return True
 
@@ -96,7 +100,8 @@ class Engine:
         Args:
             call: for messages.
             body: what is done; see `algorithms`.
-            outputs, reads: the tensors, all on one GPU.
+            outputs: what is written, or read and written; with `reads` all on one GPU.
+            reads: what is only read.
             async_op: do not wait.
             in_steps: it calls NCCL several times.
             blocks: its `wait` blocks the CPU.
@@ -105,7 +110,9 @@ class Engine:
         with self._lock:
             self._check_usable(call)
             if self._batch is not None and self._batch.is_here():
-                return self._add_to_batch(call, body, outputs, reads, device, is_one_call=async_op and not in_steps and not blocks)
+                return self._add_to_batch(
+                    call, body, outputs, reads, device, is_one_call=async_op and not in_steps and not blocks
+                )
             link = self._connected(call, device)
             work = self._new_work(call, outputs, reads, device, blocks=blocks)
             self._watch(work)
@@ -160,8 +167,8 @@ class Engine:
     ) -> NcclWork:
         if not is_one_call:
             raise MisuseError(
-                f"{call.signature()} on {self._place()} cannot be coalesced: it waits, or NCCL needs several steps for it; pass "
-                "async_op=True, or issue it outside"
+                f"{call.signature()} on {self._place()} cannot be coalesced: it waits, or NCCL needs several steps for it; "
+                "pass async_op=True, or issue it outside"
             )
         assert self._batch is not None
         assert self._batch_work is not None
@@ -206,8 +213,9 @@ class Engine:
             self._link = self._adopt(self._connector.of_all(device, Deadline(self._timeout_s)))
         if self._link.device != device:
             raise InvalidArgumentError(
-                f"{call.signature()} on {self._place()}: the group serves {self._link.device}, the GPU of its first collective, found "
-                f"tensors on {device}; make a group for each GPU (new_group), and choose this rank's GPU by torch.cuda.set_device"
+                f"{call.signature()} on {self._place()}: the group serves {self._link.device}, the GPU of its first "
+                f"collective, found tensors on {device}; make a group for each GPU (new_group), and choose this rank's GPU by "
+                "torch.cuda.set_device"
             )
         return self._link
 
@@ -219,8 +227,8 @@ class Engine:
     def _refuse_capture(self, call: Collective) -> None:
         if self._accelerator.is_capturing():
             raise MisuseError(
-                f"{call.signature()} on {self._place()}: NCCL cannot be connected while a CUDA graph is captured; issue the same "
-                "collective once before the capture (a warm-up step does)"
+                f"{call.signature()} on {self._place()}: NCCL cannot be connected while a CUDA graph is captured; issue the "
+                "same collective once before the capture (a warm-up step does)"
             )
 
     # ---- issuing ----
@@ -283,8 +291,9 @@ class Engine:
                 f"{call.name} on {self._place()}: the group is closed; create it again with init_process_group or new_group"
             )
         if failure is not None:
-            error = TransportError(f"{call.signature()} on {self._place()} was not started because the group had failed before: {failure}")
-            raise error from failure
+            raise TransportError(
+                f"{call.signature()} on {self._place()} was not started because the group had failed before: {failure}"
+            ) from failure
 
     def _failure_of(self, work: NcclWork, error: BaseException) -> BaseException:
         """What is wrong with the group: if it failed while the work was issued, that; else what was raised now."""

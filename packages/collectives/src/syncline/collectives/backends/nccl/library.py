@@ -49,8 +49,8 @@ def _mismatch(cupy: Any, nccl: Any, cuda_major: int) -> str | None:
     extra = _EXTRA.format(major=cuda_major)
     if found_major != cuda_major:
         return (
-            f"CuPy {cupy.__version__} is for CUDA {found_major}, but torch {torch.__version__} is for CUDA {cuda_major}; uninstall "
-            f"cupy-cuda{found_major}x, then `pip install '{extra}'`"
+            f"CuPy {cupy.__version__} is for CUDA {found_major}, but torch {torch.__version__} is for CUDA {cuda_major}; "
+            f"uninstall cupy-cuda{found_major}x, then `pip install '{extra}'`"
         )
     if not nccl.available or not hasattr(nccl, "NcclCommunicator"):
         return (

@@ -16,8 +16,8 @@ Task: TypeAlias = Callable[[Link], None]
 class Pair:
     """Connects with the peer at the first transfer, without blocking the caller, and issues transfers in order.
 
-    The caller must not be blocked: in a ring where all ranks send first, each would wait for the next one to connect. So what is
-    submitted before the connection is there waits for it on a thread, which ends when nothing waits any more; from then on
+    The caller must not be blocked: in a ring where all ranks send first, each would wait for the next one to connect. So what
+    is submitted before the connection is there waits for it on a thread, which ends when nothing waits any more; from then on
     transfers are issued by the caller.
 
     Args:

@@ -33,8 +33,8 @@ class NcclGroup(ProcessGroup):
 
     Note [Order over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~
-    1. Every collective of the group runs on the group's one stream, in the order in which it was issued; a lock makes each issue
-       one. It starts after all that the issuing thread's current stream held, so its tensors are ready.
+    1. Every collective of the group runs on the group's one stream, in the order in which it was issued; a lock makes each
+       issue one. It starts after all that the issuing thread's current stream held, so its tensors are ready.
     2. The call returns when the collective is on the stream. `wait` orders the current stream after it, and blocks the CPU
        only if it is given a timeout, and for a barrier.
     3. A future is complete at once for the CPU. A callback runs on the thread that attaches it, before that thread issues
@@ -49,9 +49,9 @@ class NcclGroup(ProcessGroup):
     All of it but `barrier`, and `wait` with a timeout, can be captured in a CUDA graph, once the group is connected, which the
     collectives before the capture do.
 
-    What NCCL cannot reduce as the contract says is exchanged and reduced in rank order; see `datatypes`. float16 and bfloat16 are
-    reduced by NCCL, which rounds after each addition, and AVG by NCCL, which multiplies by 1/size first; `reproducible` gives the
-    contract's exact results instead, at twice the bytes of `reduce` and a copy of the tensor.
+    What NCCL cannot reduce as the contract says is exchanged and reduced in rank order; see `datatypes`. Two differences are
+    left to NCCL, as torch does, because they are what makes it fast: float16 and bfloat16 are rounded at each addition, and AVG
+    multiplies by 1/size first. With `reproducible` both are as the contract says, at the price of copies of the tensor.
 
     Args:
         connector: how it is connected.
@@ -93,7 +93,9 @@ class NcclGroup(ProcessGroup):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str | None = None) -> torch.Tensor:
         """Memory of torch's allocator, by default on the current GPU. CuPy (14) offers no way to register it with NCCL."""
-        return torch.empty(numel, dtype=dtype, device=self._connector.accelerator.current_device() if device is None else device)
+        return torch.empty(
+            numel, dtype=dtype, device=self._connector.accelerator.current_device() if device is None else device
+        )
 
     # ---- the end ----
 
@@ -107,7 +109,7 @@ class NcclGroup(ProcessGroup):
         self._engine.abort()
 
     def coalescing(self) -> AbstractContextManager[None]:
-        """What this thread issues inside, with `async_op=True`, becomes one call of NCCL and one `Work`, which each call returns.
+        """What this thread issues inside, with `async_op=True`, becomes one call of NCCL and one `Work`, which all return.
 
         Raises:
             MisuseError: one of them waits, or takes several steps (see `datatypes`), or contexts are nested.
@@ -150,7 +152,8 @@ class NcclGroup(ProcessGroup):
         def body(comm: Communicator) -> algorithms.Deliver | None:
             block = _in_one_block(inputs)
             if native is None:
-                return algorithms.reduce_scatter_in_steps(comm, output, block, op)
+                algorithms.reduce_scatter_in_steps(comm, output, block, op)
+                return None
             return algorithms.reduce_scatter(comm, output, block, native)
 
         return self._engine.issue(call, body, [output], inputs, async_op=async_op, in_steps=native is None)
@@ -239,9 +242,7 @@ class NcclGroup(ProcessGroup):
             )
         return self._transfer(call, partial(algorithms.recv, tensor=tensor), tensor, (src, self.rank), async_op)
 
-    def _transfer(
-        self, call: Collective, body: Body, tensor: torch.Tensor, direction: tuple[int, int], async_op: bool
-    ) -> Work:
+    def _transfer(self, call: Collective, body: Body, tensor: torch.Tensor, direction: tuple[int, int], async_op: bool) -> Work:
         work = self._engine.transfer(call, body, tensor, direction)
         if not async_op:
             work.wait()

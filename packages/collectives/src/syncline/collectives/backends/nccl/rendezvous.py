@@ -68,12 +68,13 @@ class Rendezvous(ABC):
     def hear(self, topic: str, to: int, sender: int, deadline: Deadline) -> Words:
         """Wait for a rank's words."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give up what it holds."""
 
 
 class MeetInStore(Rendezvous):
-    """Words are values of a store, which the hearer deletes where the store can."""
+    """Words are values of a store."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -91,6 +92,9 @@ class MeetInStore(Rendezvous):
         except Exception as error:
             raise _did_not_come(topic, sender, deadline, error) from error
         return heard
+
+    def close(self) -> None:
+        """Nothing: the store goes with its last user."""
 
 
 class MeetInGroup(Rendezvous):
@@ -121,8 +125,8 @@ class MeetInGroup(Rendezvous):
         heard = json.loads(ctypes.string_at(message.data_ptr(), message.numel()))
         if heard["topic"] != topic:
             raise DisagreementError(
-                f"{self._group.place()}: expected rank {sender} to come to '{topic}', found it at '{heard['topic']}'; the ranks "
-                "must use and split their groups in the same order"
+                f"{self._group.place()}: expected rank {sender} to come to '{topic}', found it at '{heard['topic']}'; the "
+                "ranks must use and split their groups in the same order"
             )
         words: Words = heard["words"]
         return words
@@ -145,6 +149,6 @@ def _tag(topic: str) -> int:
 
 def _did_not_come(topic: str, sender: int, deadline: Deadline, error: Exception) -> TransportError:
     return TransportError(
-        f"rank {sender} did not come to '{topic}' within {deadline.timeout_s:g} s: {error}. NCCL connects at the first collective "
-        "on a GPU, which all ranks of the group must issue; look for a rank that died, or that has no GPU"
+        f"rank {sender} did not come to '{topic}' within {deadline.timeout_s:g} s: {error}. NCCL connects at the first "
+        "collective on a GPU, which all ranks of the group must issue; look for a rank that died, or that has no GPU"
     )

@@ -178,6 +178,6 @@ class Watchdog:
 
     def _timed_out(self, flight: Flight) -> CollectiveTimeout:
         return CollectiveTimeout(
-            f"{flight.describe()} did not finish within {flight.deadline.timeout_s:g} s. Look for a rank that died, left early, or "
-            "issued other collectives; a longer time limit is the `timeout` of init_process_group"
+            f"{flight.describe()} did not finish within {flight.deadline.timeout_s:g} s. Look for a rank that died, left "
+            "early, or issued other collectives; a longer time limit is the `timeout` of init_process_group"
         )

@@ -79,7 +79,7 @@ class NcclWork(Work):
     def is_issued_as(self, lane: Lane, moment: Moment, *, captured: bool) -> None:
         """All of it is on a stream, or captured from there into a CUDA graph, and will be done at a moment."""
         self._lane, self._moment, self._captured = lane, moment, captured
-        self._issued.set()
+        self._settle()
 
     def is_over(self) -> bool:
         """Whether the GPU is done with it. What was captured is: its event means nothing outside the graph."""
@@ -97,7 +97,15 @@ class NcclWork(Work):
         """Wake every waiter with an error."""
         self._error = error
         self._failed.set()
-        self._issued.set()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Whoever asked for the future, or for the issue, before this gets it now."""
+        with self._lock:
+            self._issued.set()
+            future = self._future
+        if future is not None and not future.done():
+            self._complete(future)
 
     # ---- Work ----
 
@@ -122,7 +130,7 @@ class NcclWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the GPU is done, or the collective failed; false while a CUDA graph is captured, when the GPU cannot be asked."""
+        """Whether the GPU is done, or the collective failed; false in a capture, when the GPU cannot be asked."""
         if self._error is not None:
             return True
         return not self._accelerator.is_capturing() and self.is_over()
@@ -140,22 +148,27 @@ class NcclWork(Work):
         return self._source
 
     def get_future(self) -> TensorsFuture:
-        """A CUDA future: complete at once for the CPU; its waiters and callbacks are ordered after the collective by streams.
+        """A CUDA future: complete for the CPU once the collective is issued, ordered after it for streams.
 
-        A callback runs on the thread that attaches it, at once. See Note [Order over NCCL] in `process_group`.
+        A callback runs at once, on the thread that attaches it; see Note [Order over NCCL] in `process_group`. Only that of a
+        transfer that waits for its peer to connect runs later, on the thread that connects.
         """
-        self._issued.wait(self.deadline.remaining_s())
         with self._lock:
-            if self._future is None:
-                self._future = self._make_future()
-            return self._future
+            if self._future is not None:
+                return self._future
+            future = self._future = self._accelerator.future(self._device)
+            is_issued = self._issued.is_set()
+        if is_issued:
+            self._complete(future)
+        return future
 
-    def _make_future(self) -> TensorsFuture:
-        if self._error is None and self._lane is not None and self._moment is not None:
-            return self._lane.future(self._tensors, self._moment)
-        failed: TensorsFuture = torch.futures.Future()
-        failed.set_exception(self._error or self._not_in_time(self.deadline))  # type: ignore[arg-type]  # torch says "result: T"
-        return failed
+    def _complete(self, future: TensorsFuture) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)  # type: ignore[arg-type]  # torch says "result: T"
+        else:
+            assert self._lane is not None
+            assert self._moment is not None
+            self._lane.complete(future, self._tensors, self._moment)
 
     # ---- blocking ----
 
@@ -175,6 +188,6 @@ class NcclWork(Work):
 
     def _not_in_time(self, deadline: Deadline) -> CollectiveTimeout:
         return CollectiveTimeout(
-            f"{self.describe()} did not finish within the {deadline.timeout_s:g} s given to wait(); it goes on, and its tensors "
-            "still belong to it. Wait again, or abort the group."
+            f"{self.describe()} did not finish within the {deadline.timeout_s:g} s given to wait(); it goes on, and its "
+            "tensors still belong to it. Wait again, or abort the group."
         )
