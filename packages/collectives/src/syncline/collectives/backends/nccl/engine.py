@@ -20,7 +20,7 @@ from .communicator import Communicator
 from .connector import Connector, Link
 from .pair import Pair
 from .watchdog import Watchdog
-from .work import NcclWork
+from .work import Description, NcclWork
 
 
 class Engine:
@@ -139,7 +139,7 @@ class Engine:
             with self._lock:
                 self._check_usable(call)
                 assert self._link is not None
-                work.hold([*batch.outputs, *batch.reads])
+                work.hold(batch.reads)
                 self._watch(work)
                 self._put(self._link, work, batch.run, self._accelerator.now(self._link.device))
 
@@ -243,11 +243,10 @@ class Engine:
         blocks: bool = False,
         source: int | None = None,
     ) -> NcclWork:
-        sequence = next(self._sequence)
         return NcclWork(
             outputs,
             reads,
-            lambda: f"{call.signature()}, number {sequence} on {self._place()}",
+            Description(call, next(self._sequence), self._place),
             self._accelerator,
             device,
             timeout_s=self._timeout_s,

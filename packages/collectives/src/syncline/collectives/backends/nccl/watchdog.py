@@ -15,8 +15,11 @@ _PERIOD_S = 0.1
 class Flight(Protocol):
     """What the watchdog needs of a work."""
 
-    describe: Callable[[], str]
     deadline: Deadline
+
+    @property
+    def describe(self) -> Callable[[], str]:
+        """Says in words what it is."""
 
     def is_over(self) -> bool:
         """Whether the GPU is done with it."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 
+from ...collective import Collective
 from ...deadline import Deadline, seconds
 from ...errors import CollectiveTimeout, MisuseError
 from ...work import TensorsFuture, Work
@@ -16,6 +17,28 @@ from .accelerator import Accelerator, Lane, Moment
 # How often a thread that was asked to block looks at the GPU: at once, then less and less often.
 _FIRST_LOOK_S = 20e-6
 _LONGEST_PAUSE_S = 2e-3
+
+
+class Description:
+    """Says in words what a work is: with shape and dtype, until the tensor must be let go."""
+
+    __slots__ = ("_call", "_name", "_place", "_sequence")
+
+    def __init__(self, call: Collective, sequence: int, place: Callable[[], str]) -> None:
+        self._name = call.name
+        self._call: Collective | None = call
+        self._sequence = sequence
+        self._place = place
+
+    def __call__(self) -> str:
+        """The words."""
+        call = self._call
+        signature = self._name if call is None else call.signature()
+        return f"{signature}, number {self._sequence} on {self._place()}"
+
+    def forget(self) -> None:
+        """Let go of the tensor."""
+        self._call = None
 
 
 class NcclWork(Work):
@@ -48,7 +71,7 @@ class NcclWork(Work):
         self,
         tensors: list[torch.Tensor],
         reads: Sequence[torch.Tensor],
-        describe: Callable[[], str],
+        describe: Description,
         accelerator: Accelerator,
         device: torch.device,
         *,
@@ -57,7 +80,7 @@ class NcclWork(Work):
         source: int | None = None,
     ) -> None:
         self._tensors = tensors
-        self._held: tuple[torch.Tensor, ...] = (*tensors, *reads)
+        self._held = tuple(reads)
         self.describe = describe
         self.deadline = Deadline(timeout_s)
         self._accelerator = accelerator
@@ -85,13 +108,14 @@ class NcclWork(Work):
         """Whether the GPU is done with it. What was captured is: its event means nothing outside the graph."""
         return self._captured or (self._moment is not None and self._moment.is_over())
 
-    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep these until it is over: a batch is filled after its work was made."""
-        self._held = tuple(tensors)
+    def hold(self, reads: Sequence[torch.Tensor]) -> None:
+        """Keep these, too: a batch is filled after its work was made."""
+        self._held = tuple(reads)
 
     def release(self) -> None:
-        """Let go of the caller's tensors."""
+        """Let go of the caller's tensors, but for the outputs, which are the result."""
         self._held = ()
+        self.describe.forget()
 
     def fail(self, error: BaseException) -> None:
         """Wake every waiter with an error."""
@@ -122,7 +146,7 @@ class NcclWork(Work):
         if capturing and blocks:
             raise MisuseError(f"{self.describe()}: a CUDA graph is being captured, so nothing can be waited for on the CPU")
         if capturing or not self._captured:
-            self._moment.order_current_stream()
+            self._order_current_stream(self._moment)
         if blocks:
             self._block(deadline)
         if self._accelerator.current_stream(self._device) == self._issued_from:
@@ -169,6 +193,13 @@ class NcclWork(Work):
             assert self._lane is not None
             assert self._moment is not None
             self._lane.complete(future, self._tensors, self._moment)
+
+    def _order_current_stream(self, moment: Moment) -> None:
+        try:
+            moment.order_current_stream()
+        except Exception:
+            self._raise_failure()  # it says more than a GPU that faulted, and repeats itself at every call
+            raise
 
     # ---- blocking ----
 
