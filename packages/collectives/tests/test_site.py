@@ -38,7 +38,24 @@ TORCHRUN = Launch("torchrun", False, 0, 2)
 )
 def test_choice(argument, variable, launch, mpi_lacks, rendezvous, name, reason) -> None:
     environ = {} if variable is None else {BACKEND_VARIABLE: variable}
-    choice = choose_backend(argument, environ, launch, lambda _: mpi_lacks, rendezvous_given=rendezvous)
+    lacks = {"mpi": mpi_lacks, "nccl": "no GPU"}
+    choice = choose_backend(argument, environ, launch, lacks.get, rendezvous_given=rendezvous)
+    assert choice.name == name
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("argument", "launch", "rendezvous", "name", "reason"),
+    [
+        (None, MPIEXEC, False, "cpu:mpi,cuda:nccl", "launched by Open MPI, and there are GPUs"),
+        (None, TORCHRUN, False, "cpu:gloo,cuda:nccl", "launched by torchrun, and there are GPUs"),
+        (None, None, True, "cpu:gloo,cuda:nccl", "a rendezvous was given"),
+        (None, None, False, "cpu:in_process,cuda:nccl", "it is alone, and there are GPUs"),
+        ("mpi", MPIEXEC, False, "mpi", "given as argument"),
+    ],
+)
+def test_gpus_are_served_beside_the_host(argument, launch, rendezvous, name, reason) -> None:
+    choice = choose_backend(argument, {}, launch, lambda _: None, rendezvous_given=rendezvous)
     assert choice.name == name
     assert reason in choice.reason
 
@@ -46,6 +63,8 @@ def test_choice(argument, variable, launch, mpi_lacks, rendezvous, name, reason)
 @pytest.mark.parametrize(("argument", "launch"), [("mpi", MPIEXEC), (None, TORCHRUN), (None, None)])
 def test_mpi_is_not_looked_for_without_need(argument: str | None, launch: Launch | None) -> None:
     def fail(name: str) -> str:
+        if name != "mpi":
+            return "no GPU"
         raise AssertionError(f"asked what {name} lacks")
 
     choose_backend(argument, {}, launch, fail)
@@ -69,7 +88,7 @@ def test_argument_then_variable_then_site(argument: str | None, variable: str | 
 
 
 def test_a_site_without_a_backend_leaves_the_choice_automatic() -> None:
-    assert choose_backend(None, {}, MPIEXEC, lambda _: None, site=Site(path="/site.toml")).name == "mpi"
+    assert choose_backend(None, {}, MPIEXEC, {"nccl": "no GPU"}.get, site=Site(path="/site.toml")).name == "mpi"
 
 
 @pytest.mark.parametrize("argument", [None, "mpi"])

@@ -27,6 +27,8 @@ class ConnectRequest:
         timeout_s: the group's time limit in seconds.
         group_name: how error messages call the group.
         reproducible: reductions give the same bits in every run. A backend that cannot must refuse to connect.
+        host_group: a group of the same ranks on host memory, if one was connected just before: a backend for devices may meet
+            there, by `send` and `recv`, as long as it lives.
     """
 
     launch: Launch | None
@@ -37,6 +39,7 @@ class ConnectRequest:
     group_name: str = "default"
     reproducible: bool = False
     store: Store | dist.Store | None = None
+    host_group: ProcessGroup | None = None
 
 
 class Backend(ABC):

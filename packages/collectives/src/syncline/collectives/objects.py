@@ -22,11 +22,12 @@ def all_gather_bytes(payload: bytes, *, group: ProcessGroup) -> list[bytes]:
 
     Two all-gathers: one of the lengths, one of the payloads padded to the longest.
     """
-    length = torch.tensor([len(payload)], dtype=torch.int64)
+    device = _device_of(group)
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(group.size)]
     group.all_gather(lengths, length)
     longest = max(int(entry) for entry in lengths)
-    padded = _to_tensor(payload.ljust(longest, b"\0"))
+    padded = _to_tensor(payload.ljust(longest, b"\0")).to(device)
     blocks = [torch.empty_like(padded) for _ in range(group.size)]
     group.all_gather(blocks, padded)
     return [_to_bytes(block)[: int(entry)] for block, entry in zip(blocks, lengths, strict=True)]
@@ -106,16 +107,23 @@ def scatter_object_list(
 
 def _broadcast_object(payload: Any, root: int, group: ProcessGroup) -> Any:
     data = pickle.dumps(payload) if group.rank == root else b""
-    length = torch.tensor([len(data)], dtype=torch.int64)
+    device = _device_of(group)
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     group.broadcast(length, root)
-    buffer = _to_tensor(data) if group.rank == root else torch.empty(int(length), dtype=torch.uint8)
+    buffer = _to_tensor(data).to(device) if group.rank == root else torch.empty(int(length), dtype=torch.uint8, device=device)
     group.broadcast(buffer, root)
     return pickle.loads(_to_bytes(buffer))
 
 
+def _device_of(group: ProcessGroup) -> torch.device:
+    """Where the bytes travel: on the CPU if the group serves it, else on the GPU that this process has chosen."""
+    return torch.device("cpu") if "cpu" in group.device_types else torch.device("cuda", torch.cuda.current_device())
+
+
 def _to_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+    on_cpu = tensor.cpu()
+    return ctypes.string_at(on_cpu.data_ptr(), on_cpu.numel())

@@ -44,6 +44,14 @@ def load_backend(name: str) -> Backend:
     return backend
 
 
+def what_is_missing(name: str) -> str | None:
+    """What keeps a backend from working here, in one sentence; None if nothing does. It may not even be installed."""
+    try:
+        return load_backend(name).missing()
+    except UnknownBackendError as error:
+        return str(error)
+
+
 def _only_entry_point(name: str) -> EntryPoint:
     found = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name=name)}
     if not found:

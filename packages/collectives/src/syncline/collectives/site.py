@@ -118,7 +118,7 @@ def choose_backend(
     """Choose by argument, else by environment variable, else by the site file, else automatically. A pure function.
 
     Automatically: MPI when an MPI launcher started this process and nothing that MPI needs is missing; else Gloo when there
-    is a launcher or a rendezvous; else a group of one.
+    is a launcher or a rendezvous; else a group of one. Where NCCL lacks nothing either, it serves the GPUs beside that.
 
     Args:
         argument: the `backend` argument of `init_process_group`.
@@ -140,7 +140,7 @@ def choose_backend(
         return BackendChoice(environ[BACKEND_VARIABLE], f"set by {BACKEND_VARIABLE}")
     if site is not None and site.backend is not None:
         return BackendChoice(site.backend, f"set by the site file {site.path}")
-    return _choose_automatically(launch, missing, rendezvous_given)
+    return _with_gpus(_choose_automatically(launch, missing, rendezvous_given), missing)
 
 
 def _by_mpi_url(argument: str | None) -> BackendChoice:
@@ -149,6 +149,12 @@ def _by_mpi_url(argument: str | None) -> BackendChoice:
             f"init_method 'mpi://' means backend 'mpi', but backend {argument!r} was given; leave one of the two out"
         )
     return BackendChoice("mpi", "init_method is mpi://")
+
+
+def _with_gpus(host: BackendChoice, missing: Callable[[str], str | None]) -> BackendChoice:
+    if missing("nccl") is not None:
+        return host
+    return BackendChoice(f"cpu:{host.name},cuda:nccl", f"{host.reason}, and there are GPUs")
 
 
 def _choose_automatically(launch: Launch | None, missing: Callable[[str], str | None], rendezvous_given: bool) -> BackendChoice:

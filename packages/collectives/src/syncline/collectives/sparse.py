@@ -33,7 +33,7 @@ def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: Reduction, async_o
             "pass tensor.to_dense()"
         )
     mine = tensor.detach().coalesce()
-    count = torch.tensor([mine._nnz()])
+    count = torch.tensor([mine._nnz()], device=tensor.device)
     counts = [torch.empty_like(count) for _ in range(group.size)]
 
     def gather_elements(done: Any) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from .deadline import seconds
 from .errors import InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from .launch import check_init_method, detect_launch
 from .process_group import ProcessGroup
-from .registry import load_backend
+from .registry import load_backend, what_is_missing
 from .site import BackendChoice, choose_backend, load_site
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def init_process_group(
 
     Args:
         backend: a name from `backend_names()`; None chooses: `SYNCLINE_BACKEND`, else the site file's, else MPI under an MPI
-            launcher, else Gloo under another launcher, else a group of one.
+            launcher, else Gloo under another launcher, else a group of one; and NCCL beside it where there are GPUs and CuPy.
         init_method: where the ranks of Gloo meet: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or "env://"; see
             `rendezvous.store_at`. "mpi://" is backend "mpi".
         timeout: seconds or a timedelta: how long one collective may take. By default the site file's, else 30 minutes.
@@ -82,7 +82,7 @@ def init_process_group(
             backend,
             os.environ,
             launch,
-            lambda name: load_backend(name).missing(),
+            what_is_missing,
             scheme=scheme,
             rendezvous_given=init_method is not None or store is not None or world_size != -1,
             site=site,

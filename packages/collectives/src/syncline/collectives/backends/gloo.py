@@ -160,10 +160,16 @@ class GlooBackend(Backend):
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
-        rank, size = _place(request)
-        store = dist.PrefixStore(f"syncline/{next(_generations)}", _shared_store(request, rank, size))
+        store, rank, size = rendezvous(request)
+        store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
         transport = connect(store, rank, size, request.group_name, request.timeout_s)
         return HostGroup(transport, rank, size, name=request.group_name, timeout_s=request.timeout_s)
+
+
+def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
+    """A store that all ranks share, this process's rank, and the number of ranks."""
+    rank, size = _place(request)
+    return _shared_store(request, rank, size), rank, size
 
 
 def _shared_store(request: ConnectRequest, rank: int, size: int) -> dist.Store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -86,8 +87,11 @@ class PerDeviceBackend(Backend):
         return next((lack for lack in lacks if lack is not None), None)
 
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
-        """Connect each in turn."""
-        return PerDeviceGroup({device: load_backend(name).connect(request) for device, name in self._names.items()})
+        """Connect each in turn, that of the CPU first: the others may meet over it."""
+        groups: dict[str, ProcessGroup] = {}
+        for device in sorted(self._names, key=lambda device: device != "cpu"):
+            groups[device] = load_backend(self._names[device]).connect(replace(request, host_group=groups.get("cpu")))
+        return PerDeviceGroup({device: groups[device] for device in self._names})
 
 
 def parse(specification: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from ..launch import detect_launch
 from ..objects import exchange_objects
 from ..placement import placement_of
 from ..process_group import ProcessGroup
-from ..registry import load_backend
+from ..registry import what_is_missing
 from ..site import BackendChoice, choose_backend, load_site
 from ..world import destroy_process_group, init_process_group
 from .cuda_awareness import try_cuda_awareness
@@ -46,15 +46,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _choice(argument: str | None) -> BackendChoice:
-    return choose_backend(argument, os.environ, detect_launch(os.environ), _missing, site=load_site(os.environ))
+    return choose_backend(argument, os.environ, detect_launch(os.environ), what_is_missing, site=load_site(os.environ))
 
 
 def _gather(group: ProcessGroup) -> tuple[list[Observation], str | None]:
     placement = placement_of(group)
     aware = None
-    if placement.local_rank == 0 and torch.cuda.is_available() and _missing("mpi") is None:
+    if placement.local_rank == 0 and torch.cuda.is_available() and what_is_missing("mpi") is None:
         aware = try_cuda_awareness()
-    ranks = exchange_objects(observe(os.environ, _missing("mpi"), aware), group=group)
+    ranks = exchange_objects(observe(os.environ, what_is_missing("mpi"), aware), group=group)
     return ranks, _wrong_sum(group)
 
 
@@ -70,11 +70,7 @@ def _wrong_sum(group: ProcessGroup) -> str | None:
 
 def _observe_alone() -> Observation:
     """What this process sees, when the ranks could not be connected."""
-    return observe(os.environ, _missing("mpi"))
-
-
-def _missing(backend: str) -> str | None:
-    return load_backend(backend).missing()
+    return observe(os.environ, what_is_missing("mpi"))
 
 
 def _speaks() -> bool:

@@ -1,0 +1,93 @@
+"""What the group needs of CUDA beside NCCL: streams, events, futures. Abstract, so that a test can run without a GPU."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from ...work import TensorsFuture
+
+
+class Moment(ABC):
+    """A point in a stream: a CUDA event."""
+
+    @abstractmethod
+    def order_current_stream(self) -> None:
+        """Let the current stream of the calling thread go on only after this moment. Does not block the CPU."""
+
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether the GPU has passed it. Not to be asked while the stream is being captured."""
+
+
+class Lane(ABC):
+    """A stream of its own, on which collectives run one after the other.
+
+    Attributes:
+        handle: what NCCL takes as the stream.
+    """
+
+    handle: int
+
+    @abstractmethod
+    def run(self, body: Callable[[], None], after: Moment) -> Moment:
+        """Put on the stream what `body` issues, to start after a moment of another stream.
+
+        `body` runs with the stream as the current one: torch operations and their memory belong to it, too.
+
+        Returns:
+            The moment when all of it is done.
+        """
+
+    @abstractmethod
+    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment) -> None:
+        """Complete a future for the CPU; its waiters and callbacks run, on their streams, after `done`."""
+
+
+class Accelerator(ABC):
+    """The GPUs of this process.
+
+    Attributes:
+        device_type: "cuda".
+    """
+
+    device_type: str
+
+    @abstractmethod
+    def current_device(self) -> torch.device:
+        """The one that the calling thread has chosen."""
+
+    @abstractmethod
+    def use(self, device: torch.device) -> AbstractContextManager[object]:
+        """A context in which a device is the calling thread's current one."""
+
+    @abstractmethod
+    def pci_id(self, device: torch.device) -> str:
+        """Its place on the bus, the same in every process of the node: "0000:17:00.0"."""
+
+    @abstractmethod
+    def lane(self, device: torch.device) -> Lane:
+        """A new stream of high priority, so that a collective need not queue behind computation."""
+
+    @abstractmethod
+    def future(self, device: torch.device) -> TensorsFuture:
+        """A future of tensors of that device."""
+
+    @abstractmethod
+    def now(self, device: torch.device) -> Moment:
+        """After all that the current stream holds."""
+
+    @abstractmethod
+    def current_stream(self, device: torch.device) -> int:
+        """The handle of the calling thread's current stream."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's current stream is being captured into a CUDA graph."""
+
+    @abstractmethod
+    def watch_from_here(self) -> None:
+        """Let the calling thread ask for events while another thread captures a CUDA graph."""

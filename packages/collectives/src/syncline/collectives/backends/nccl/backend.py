@@ -1,0 +1,60 @@
+"""Connecting the ranks of a job over NCCL."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch.distributed as dist
+
+from ...backend import Backend, ConnectRequest
+from ...errors import BackendUnavailableError
+from ...process_group import ProcessGroup
+from ...registry import load_backend
+from ..gloo import rendezvous as meet_in_store
+from . import library
+from .connector import Connector
+from .cuda import CudaAccelerator
+from .process_group import NcclGroup
+from .rendezvous import MeetInGroup, MeetInStore, Rendezvous
+
+# A store may outlive a group (torchrun's does), so every connection writes under a number of its own.
+_generations = itertools.count()
+
+
+class NcclBackend(Backend):
+    """Each rank has a GPU. Connecting costs nothing; NCCL itself connects at the first collective, when the GPU is chosen."""
+
+    def missing(self) -> str | None:
+        """A GPU, CuPy or NCCL."""
+        return library.problem()
+
+    def connect(self, request: ConnectRequest) -> NcclGroup:
+        """Make sure that there is a place to meet: a host group that exists already, else MPI, else a store."""
+        lack = self.missing()
+        if lack is not None:
+            raise BackendUnavailableError(f"backend 'nccl': {lack}")
+        rendezvous, rank, size = _rendezvous(request)
+        connector = Connector(library.load(), CudaAccelerator(), rendezvous, range(size), rank, request.group_name)
+        return NcclGroup(connector, timeout_s=request.timeout_s, reproducible=request.reproducible)
+
+
+def _rendezvous(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
+    """Where the ranks meet, this process's rank, and the number of ranks."""
+    if request.host_group is not None:
+        return _in_group(request.host_group, owned=False)
+    if _is_launched_by_mpi(request):
+        return _in_group(load_backend("mpi").connect(request), owned=True)
+    store, rank, size = meet_in_store(request)
+    return MeetInStore(dist.PrefixStore(f"syncline/nccl/{next(_generations)}", store)), rank, size
+
+
+def _in_group(group: ProcessGroup, *, owned: bool) -> tuple[Rendezvous, int, int]:
+    return MeetInGroup(group, owned=owned), group.rank, group.size
+
+
+def _is_launched_by_mpi(request: ConnectRequest) -> bool:
+    launched = request.launch is not None and request.launch.is_mpi
+    return launched and request.init_method is None and load_backend("mpi").missing() is None
+
+
+backend = NcclBackend()

@@ -1,0 +1,65 @@
+"""What each rank says when a group connects, and what speaks against connecting them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+from ...placement import host_identity
+from .rendezvous import Words
+
+#: Set to a text of its own on each rank, it lets several ranks share one GPU: NCCL takes them for ranks of different hosts,
+#: which talk over sockets. A testing aid; slow, and not for training.
+HOST_ID_VARIABLE = "NCCL_HOSTID"
+
+
+def claim(rank: int, pci_id: str, version: str) -> Words:
+    """What this process says.
+
+    Args:
+        rank: its rank in the default group.
+        pci_id: of the GPU that it has chosen.
+        version: of its NCCL.
+    """
+    identity = host_identity()
+    return {
+        "rank": rank,
+        "host": f"{identity.hostname} {identity.boot_id}",
+        "host_id": os.environ.get(HOST_ID_VARIABLE, ""),
+        "hostname": socket.gethostname(),
+        "pci_id": pci_id,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "unset"),
+        "version": version,
+    }
+
+
+def objection(claims: Sequence[Words]) -> str | None:
+    """Why these ranks cannot be connected, or None. A pure function."""
+    return _one_gpu_twice(claims) or _two_versions(claims)
+
+
+def _one_gpu_twice(claims: Sequence[Words]) -> str | None:
+    taken: dict[tuple[str, str, str], Words] = {}
+    for mine in claims:
+        other = taken.setdefault((mine["host"], mine["host_id"], mine["pci_id"]), mine)
+        if other is not mine:
+            return (
+                f"ranks {other['rank']} and {mine['rank']} have both chosen the GPU {mine['pci_id']} of {mine['hostname']}, "
+                "but NCCL needs one for each rank. Before the first collective, call "
+                "torch.cuda.set_device(syncline.collectives.default_device()), or let the launcher show each rank its own by "
+                "CUDA_VISIBLE_DEVICES (srun --gpus-per-task=1; it is "
+                f"{other['visible']} on rank {other['rank']} and {mine['visible']} on rank {mine['rank']})"
+            )
+    return None
+
+
+def _two_versions(claims: Sequence[Words]) -> str | None:
+    first = claims[0]
+    for mine in claims:
+        if mine["version"] != first["version"]:
+            return (
+                f"rank {first['rank']} on {first['hostname']} has NCCL {first['version']}, rank {mine['rank']} on "
+                f"{mine['hostname']} has NCCL {mine['version']}; install one version on all nodes"
+            )
+    return None

@@ -1,0 +1,98 @@
+"""Finding CuPy and, through it, NCCL; and in one sentence what is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_EXTRA = "syncline-collectives[nccl-cuda{major}]"
+
+
+def problem() -> str | None:
+    """What keeps NCCL from working in this process, with the remedy; None if nothing does.
+
+    The cheap questions come first, so that a machine without a GPU never imports CuPy.
+    """
+    cuda = torch.version.cuda
+    if cuda is None:
+        return "this torch is built without CUDA; install one of torch's CUDA wheels"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device; check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+    return cupy_problem(int(cuda.split(".")[0]))
+
+
+@functools.cache
+def cupy_problem(cuda_major: int) -> str | None:
+    """What keeps CuPy's NCCL from working beside a torch of this CUDA version."""
+    extra = _EXTRA.format(major=cuda_major)
+    if find_spec("cupy") is None:
+        return f"CuPy is not installed; `pip install '{extra}'` brings it and NCCL"
+    preload_nccl()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy warns of what is said better below
+            import cupy
+            from cupy.cuda import nccl
+    except ImportError as error:
+        return f"CuPy cannot be imported ({' '.join(str(error).split())}); reinstall it: `pip install '{extra}'`"
+    return _mismatch(cupy, nccl, cuda_major)
+
+
+def _mismatch(cupy: Any, nccl: Any, cuda_major: int) -> str | None:
+    found_major = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    extra = _EXTRA.format(major=cuda_major)
+    if found_major != cuda_major:
+        return (
+            f"CuPy {cupy.__version__} is for CUDA {found_major}, but torch {torch.__version__} is for CUDA {cuda_major}; "
+            f"uninstall cupy-cuda{found_major}x, then `pip install '{extra}'`"
+        )
+    if not nccl.available or not hasattr(nccl, "NcclCommunicator"):
+        return (
+            f"CuPy {cupy.__version__} finds no NCCL library (libnccl.so.2); load the site's module, or "
+            f"`pip install nvidia-nccl-cu{cuda_major}`"
+        )
+    if not hasattr(nccl, "NCCL_BFLOAT16"):
+        return f"CuPy {cupy.__version__} is too old, its NCCL has no bfloat16; `pip install --upgrade '{extra}'` (14 or newer)"
+    return None
+
+
+def preload_nccl() -> None:
+    """Load NCCL before CuPy looks for it: the one that is loaded already (torch's), else the site's, else the one from PyPI.
+
+    Nothing happens if there is none; importing CuPy's NCCL then says so.
+    """
+    for candidate in ("libnccl.so.2", *map(str, _from_pypi())):
+        try:
+            ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
+        except OSError:
+            continue
+        return
+
+
+def _from_pypi() -> list[Path]:
+    try:
+        found = find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return []
+    folders = found.submodule_search_locations if found is not None else None
+    return [Path(folder) / "lib" / "libnccl.so.2" for folder in folders or ()]
+
+
+def load() -> Any:
+    """The module `cupy.cuda.nccl`."""
+    preload_nccl()
+    from cupy.cuda import nccl
+
+    return nccl
+
+
+def version_in_words(nccl: Any) -> str:
+    """Such as "2.27.7"; NCCL counts 10000 for the first, 100 for the second, 1 for the third."""
+    number = int(nccl.get_version())
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -1,0 +1,66 @@
+"""Two ranks that send to one another."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from .connector import Link
+
+Direction: TypeAlias = tuple[int, int]
+Task: TypeAlias = Callable[[Link], None]
+
+
+class Pair:
+    """Connects with the peer at the first transfer, without blocking the caller, and issues transfers in order.
+
+    The caller must not be blocked: in a ring where all ranks send first, each would wait for the next one to connect. So what
+    is submitted before the connection is there waits for it on a thread, which ends when nothing waits any more; from then on
+    transfers are issued by the caller.
+
+    Args:
+        connect: gives the link for each direction; called on that thread.
+        fail: is told if it cannot.
+    """
+
+    def __init__(self, connect: Callable[[], Mapping[Direction, Link]], fail: Callable[[BaseException], None]) -> None:
+        self._connect = connect
+        self._fail = fail
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Direction, Task]] = deque()
+        self._links: Mapping[Direction, Link] | None = None
+        self._is_started = False
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether transfers are issued by the caller."""
+        return self._links is not None
+
+    def submit(self, direction: Direction, task: Task) -> None:
+        """Issue a transfer on the link of its direction: now, or when there is one."""
+        with self._lock:
+            if self._links is None:
+                self._waiting.append((direction, task))
+                if not self._is_started:
+                    self._is_started = True
+                    threading.Thread(target=self._run, name="syncline-nccl-pair", daemon=True).start()
+                return
+        task(self._links[direction])
+
+    def _run(self) -> None:
+        try:
+            links = self._connect()
+            while (entry := self._next(links)) is not None:
+                direction, task = entry
+                task(links[direction])
+        except BaseException as error:  # noqa: BLE001 - the group's waiters raise it
+            self._fail(error)
+
+    def _next(self, links: Mapping[Direction, Link]) -> tuple[Direction, Task] | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._links = links
+            return None

@@ -1,0 +1,154 @@
+"""Where ranks meet on the host before NCCL connects them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from ...deadline import Deadline
+from ...errors import DisagreementError, TransportError
+from ...process_group import ProcessGroup
+
+Words: TypeAlias = dict[str, Any]
+# The messages of an agreement; `monitored_barrier` has a tag above these.
+_FIRST_TAG, _TAGS = 32_000, 700
+
+
+class Rendezvous(ABC):
+    """Lets some ranks agree on something, once for each topic.
+
+    The first of the ranks hears the words of all and decides; all get its decision. Words are what JSON can hold.
+    """
+
+    def agree(
+        self,
+        topic: str,
+        ranks: Sequence[int],
+        rank: int,
+        words: Words,
+        decide: Callable[[list[Words]], Words],
+        deadline: Deadline,
+    ) -> Words:
+        """Meet. All of `ranks` call it, in any order with other topics.
+
+        Args:
+            topic: names the agreement; used once.
+            ranks: who meets, as ranks of the job.
+            rank: who this process is.
+            words: what it says.
+            decide: called on the first rank with the words of all, in the order of `ranks`.
+            deadline: for the whole.
+
+        Raises:
+            TransportError: a rank did not come in time.
+        """
+        leader, *others = ranks
+        if rank != leader:
+            self.tell(topic, leader, rank, words, deadline)
+            return self.hear(topic, rank, leader, deadline)
+        heard = [words, *(self.hear(topic, leader, other, deadline) for other in others)]
+        decision = decide(heard)
+        for other in others:
+            self.tell(topic, other, leader, decision, deadline)
+        return decision
+
+    @abstractmethod
+    def tell(self, topic: str, to: int, sender: int, words: Words, deadline: Deadline) -> None:
+        """Leave words for a rank."""
+
+    @abstractmethod
+    def hear(self, topic: str, to: int, sender: int, deadline: Deadline) -> Words:
+        """Wait for a rank's words."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up what it holds."""
+
+
+class MeetInStore(Rendezvous):
+    """Words are values of a store."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def tell(self, topic: str, to: int, sender: int, words: Words, deadline: Deadline) -> None:
+        """Set a key."""
+        self._store.set(f"{topic}/{sender}-{to}", json.dumps(words))
+
+    def hear(self, topic: str, to: int, sender: int, deadline: Deadline) -> Words:
+        """Wait for the key."""
+        key = f"{topic}/{sender}-{to}"
+        try:
+            self._store.wait([key], timedelta(seconds=max(deadline.remaining_s(), 1e-3)))
+            heard: Words = json.loads(self._store.get(key))
+        except Exception as error:
+            raise _did_not_come(topic, sender, deadline, error) from error
+        return heard
+
+    def close(self) -> None:
+        """Nothing: the store goes with its last user."""
+
+
+class MeetInGroup(Rendezvous):
+    """Words are messages of a host group, such as MPI's, of the same ranks.
+
+    Args:
+        group: only its `send` and `recv` are used, which have no place in the order of its collectives.
+        owned: whether to close it at the end.
+    """
+
+    def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
+        self._group = group
+        self._owned = owned
+
+    def tell(self, topic: str, to: int, sender: int, words: Words, deadline: Deadline) -> None:
+        """Send the length, then the text."""
+        text = json.dumps({"topic": topic, "words": words}).encode()
+        length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
+        for message in (length, torch.frombuffer(bytearray(text), dtype=torch.uint8)):
+            self._group.send(message, to, _tag(topic), async_op=True).wait(max(deadline.remaining_s(), 1e-3))
+
+    def hear(self, topic: str, to: int, sender: int, deadline: Deadline) -> Words:
+        """Receive both."""
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._receive(length, topic, sender, deadline)
+        message = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+        self._receive(message, topic, sender, deadline)
+        heard = json.loads(ctypes.string_at(message.data_ptr(), message.numel()))
+        if heard["topic"] != topic:
+            raise DisagreementError(
+                f"{self._group.place()}: expected rank {sender} to come to '{topic}', found it at '{heard['topic']}'; the "
+                "ranks must use and split their groups in the same order"
+            )
+        words: Words = heard["words"]
+        return words
+
+    def close(self) -> None:
+        """Close the group if it is ours."""
+        if self._owned:
+            self._group.close()
+
+    def _receive(self, into: torch.Tensor, topic: str, sender: int, deadline: Deadline) -> None:
+        try:
+            self._group.recv(into, sender, _tag(topic), async_op=True).wait(max(deadline.remaining_s(), 1e-3))
+        except TransportError as error:
+            raise _did_not_come(topic, sender, deadline, error) from error
+
+
+def _tag(topic: str) -> int:
+    return _FIRST_TAG + crc32(topic.encode()) % _TAGS
+
+
+def _did_not_come(topic: str, sender: int, deadline: Deadline, error: Exception) -> TransportError:
+    return TransportError(
+        f"rank {sender} did not come to '{topic}' within {deadline.timeout_s:g} s: {error}. NCCL connects at the first "
+        "collective on a GPU, which all ranks of the group must issue; look for a rank that died, or that has no GPU"
+    )

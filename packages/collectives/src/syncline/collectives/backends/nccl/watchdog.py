@@ -1,0 +1,186 @@
+"""The thread that looks after what is in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from ...deadline import Deadline
+from ...errors import CollectiveTimeout, SynclineError, TransportError
+
+_PERIOD_S = 0.1
+
+
+class Flight(Protocol):
+    """What the watchdog needs of a work."""
+
+    deadline: Deadline
+
+    @property
+    def describe(self) -> Callable[[], str]:
+        """Says in words what it is."""
+
+    def is_over(self) -> bool:
+        """Whether the GPU is done with it."""
+
+    def release(self) -> None:
+        """Let go of the caller's tensors."""
+
+    def fail(self, error: BaseException) -> None:
+        """Wake every waiter with an error."""
+
+
+class Link(Protocol):
+    """What it needs of a communicator."""
+
+    def check(self) -> None:
+        """Raise what went wrong since."""
+
+    def abort(self) -> None:
+        """End what is in flight."""
+
+
+class Watchdog:
+    """Releases what is over, and ends what will never be.
+
+    Note [Failure over NCCL]
+    ~~~~~~~~~~~~~~~~~~~~~~~~
+    A failure is the first of: a collective that is past its deadline, an error that NCCL reports of a communicator, an error
+    raised while a collective was issued, and `abort` by the user. What happens then has this order:
+
+    1. The failure is recorded: from now on every new collective of the group raises it.
+    2. Every work that is still in flight fails with it: threads that block in `wait` wake and raise, later `wait`s raise.
+       What was over before succeeded and stays so.
+    3. The communicators are aborted: their kernels leave the GPU. Streams that were ordered after them go on, with garbage.
+
+    So a thread that was blocked outside Syncline (`tensor.item()`, `torch.cuda.synchronize()`) and wakes because of 3 gets the
+    named error from whatever it asks of the group next: it cannot issue another collective, nor wait for the one that failed.
+
+    The thread is a daemon, runs only while something is in flight, and holds no lock of the group: a thread that is stuck
+    inside NCCL cannot keep it from aborting.
+    """
+
+    def __init__(self, name: str, place: Callable[[], str], prepare: Callable[[], None] = lambda: None) -> None:
+        self._name = name
+        self._place = place
+        self._prepare = prepare
+        self._condition = threading.Condition()
+        self._flights: list[Flight] = []
+        self._links: list[Link] = []
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the group, or None."""
+        return self._failure
+
+    def attach(self, link: Link) -> None:
+        """A communicator to look after."""
+        with self._condition:
+            self._links.append(link)
+
+    def watch(self, flight: Flight) -> None:
+        """A work to look after, from before it is issued."""
+        with self._condition:
+            self._flights.append(flight)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+
+    def forget(self, flight: Flight) -> None:
+        """A work that came to nothing, or that is part of a CUDA graph, about which nothing may be asked."""
+        with self._condition:
+            if flight in self._flights:
+                self._flights.remove(flight)
+
+    def fail(self, error: BaseException) -> None:
+        """End the group; see Note [Failure over NCCL]. Any thread may call it; the first failure counts."""
+        with self._condition:
+            if self._failure is not None:
+                return
+            self._gpu_problem()
+            self._failure = error
+            flights, self._flights = self._flights, []
+            links, self._links = self._links, []
+            self._condition.notify_all()
+        for flight in flights:
+            flight.fail(error)
+        for link in links:
+            try:
+                link.abort()
+            except Exception:  # noqa: BLE001 - nothing is left to save, and the failure is told already
+                pass
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is in flight; false if that took longer than `timeout_s` seconds, or the group failed."""
+        with self._condition:
+            self._gpu_problem()
+            self._condition.wait_for(lambda: not self._flights or self._failure is not None, timeout_s)
+            return not self._flights and self._failure is None
+
+    def stop(self) -> None:
+        """End the thread; nothing will be watched any more."""
+        with self._condition:
+            self._stopping = True
+            self._links = []
+            self._condition.notify_all()
+
+    def _loop(self) -> None:
+        self._prepare()
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._flights or self._stopping)
+                if self._stopping:
+                    return
+                found = self._problem()
+            if found is not None:
+                self.fail(found)
+            with self._condition:
+                self._condition.wait_for(lambda: self._stopping, _PERIOD_S)
+
+    def _reap(self) -> None:
+        over = [flight for flight in self._flights if flight.is_over()]
+        if not over:
+            return
+        for flight in over:
+            flight.release()
+            self._flights.remove(flight)
+        self._condition.notify_all()
+
+    def _gpu_problem(self) -> TransportError | None:
+        """Reap; a GPU that faults says so at every question."""
+        try:
+            self._reap()
+        except RuntimeError as error:
+            failure = TransportError(f"the GPU reported, while the group waited for it ({self._place()}): {error}")
+            failure.__cause__ = error
+            return failure
+        return None
+
+    def _problem(self) -> BaseException | None:
+        gpu_problem = self._gpu_problem()
+        if gpu_problem is not None:
+            return gpu_problem
+        for link in self._links:
+            try:
+                link.check()
+            except SynclineError as error:
+                return self._reported(error)
+        late = next((flight for flight in self._flights if flight.deadline.expired()), None)
+        return None if late is None else self._timed_out(late)
+
+    def _reported(self, error: SynclineError) -> TransportError:
+        waiting = f"; {self._flights[0].describe()} was in flight" if self._flights else ""
+        failure = TransportError(f"{error} ({self._place()}{waiting})")
+        failure.__cause__ = error
+        return failure
+
+    def _timed_out(self, flight: Flight) -> CollectiveTimeout:
+        return CollectiveTimeout(
+            f"{flight.describe()} did not finish within {flight.deadline.timeout_s:g} s. Look for a rank that died, left "
+            "early, or issued other collectives; a longer time limit is the `timeout` of init_process_group"
+        )

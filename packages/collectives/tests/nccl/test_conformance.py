@@ -1,0 +1,33 @@
+"""The public suite over the group's own logic: NCCL and the GPU are stood in for by threads."""
+
+from __future__ import annotations
+
+import pytest
+
+from syncline.collectives.testing import CHECKS
+from syncline.collectives.testing.conformance import refusals
+from syncline.collectives.testing.stand_in_group import run_on_stand_ins
+
+pytestmark = pytest.mark.ranks
+
+HAS_TAGS = ("point_to_point_tags", "point_to_point_any_source", "point_to_point_futures")
+ROUNDS_HALVES_ONCE = "all_reduce_halves_round_once"
+THE_SUITE = [name for name in CHECKS if name not in HAS_TAGS]
+each_size = pytest.mark.parametrize("size", [1, 2, 3])
+
+
+@each_size
+@pytest.mark.parametrize("name", THE_SUITE)
+def test_the_suite(size: int, name: str) -> None:
+    run_on_stand_ins(size, CHECKS[name], reproducible=name == ROUNDS_HALVES_ONCE)
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKS if name.startswith(("all_reduce", "reduce"))])
+def test_reproducible(name: str) -> None:
+    """Met over a host group, too."""
+    run_on_stand_ins(3, CHECKS[name], reproducible=True, over_host_group=True)
+
+
+@each_size
+def test_refuses_calls_after_close(size: int) -> None:
+    run_on_stand_ins(size, refusals.after_close)

@@ -1,0 +1,361 @@
+"""What is refused, and how a group ends: each error by its name, on every thread that waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import (
+    BackendUnavailableError,
+    CollectiveTimeout,
+    DisagreementError,
+    GroupClosedError,
+    InvalidArgumentError,
+    TransportError,
+)
+from syncline.collectives.backend import ConnectRequest
+from syncline.collectives.backends.nccl import library
+from syncline.collectives.backends.nccl.accelerator import Moment
+from syncline.collectives.backends.nccl.claims import objection
+from syncline.collectives.backends.nccl.connector import Connector
+from syncline.collectives.backends.nccl.process_group import NcclGroup
+from syncline.collectives.backends.nccl.rendezvous import MeetInStore
+from syncline.collectives.backends.nccl.watchdog import Watchdog
+from syncline.collectives.deadline import Deadline
+from syncline.collectives.registry import load_backend
+from syncline.collectives.testing.stand_in_accelerator import StandInAccelerator, StandInLane, StandInMoment
+from syncline.collectives.testing.stand_in_group import run_on_stand_ins
+from syncline.collectives.testing.stand_in_nccl import NcclError, StandInNccl
+
+# ---- what is missing ----
+
+
+class Fake:
+    """An object with these attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+def cupy_for(cuda_version: int) -> Fake:
+    return Fake(__version__="14.2.0", cuda=Fake(runtime=Fake(runtimeGetVersion=lambda: cuda_version)))
+
+
+GOOD_NCCL = Fake(available=True, NcclCommunicator=object, NCCL_BFLOAT16=9)
+
+
+@pytest.mark.parametrize(
+    ("cupy", "nccl", "words"),
+    [
+        (
+            cupy_for(12_090),
+            GOOD_NCCL,
+            ["is for CUDA 12, but torch", "is for CUDA 13", "pip install 'syncline-collectives[nccl-cuda13]'"],
+        ),
+        (cupy_for(13_020), Fake(available=False), ["finds no NCCL library", "pip install nvidia-nccl-cu13"]),
+        (cupy_for(13_000), Fake(available=True, NcclCommunicator=object), ["too old", "bfloat16", "--upgrade"]),
+    ],
+)
+def test_cupys_that_do_not_fit(cupy: Any, nccl: Any, words: list[str]) -> None:
+    sentence = library._mismatch(cupy, nccl, 13)
+    assert sentence is not None
+    assert all(word in sentence for word in words)
+    assert library._mismatch(cupy_for(13_020), GOOD_NCCL, 13) is None
+
+
+def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    library.cupy_problem.cache_clear()
+    assert library.cupy_problem(12) == (
+        "CuPy is not installed; `pip install 'syncline-collectives[nccl-cuda12]'` brings it and NCCL"
+    )
+    library.cupy_problem.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "available", "words"),
+    [(None, False, "this torch is built without CUDA"), ("13.0", False, "torch sees no CUDA device")],
+)
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch, cuda: str | None, available: bool, words: str) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    backend = load_backend("nccl")
+    assert words in str(backend.missing())
+    with pytest.raises(BackendUnavailableError, match=f"backend 'nccl': {words}"):
+        backend.connect(ConnectRequest(None, None, None, None, 5.0))
+
+
+# ---- what is refused ----
+
+
+def claims_of(*gpus: tuple[str, str, str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "rank": rank,
+            "host": host,
+            "hostname": host,
+            "host_id": host_id,
+            "pci_id": pci_id,
+            "visible": "0",
+            "version": "2.27.7",
+        }
+        for rank, (host, host_id, pci_id) in enumerate(gpus)
+    ]
+
+
+def test_two_ranks_on_one_gpu() -> None:
+    assert objection(claims_of(("a", "", "17"), ("a", "", "18"), ("b", "", "17"))) is None
+    assert objection(claims_of(("a", "x", "17"), ("a", "y", "17"))) is None  # the testing aid
+    found = objection(claims_of(("a", "", "16"), ("a", "", "0000:17:00.0"), ("a", "", "0000:17:00.0")))
+    assert found is not None
+    for words in ("ranks 1 and 2", "GPU 0000:17:00.0 of a", "CUDA_VISIBLE_DEVICES", "0 on rank 1", "torch.cuda.set_device"):
+        assert words in found
+
+
+def test_two_versions() -> None:
+    claims = claims_of(("a", "", "1"), ("b", "", "1"))
+    claims[1]["version"] = "2.21.5"
+    found = objection(claims)
+    assert found is not None
+    assert "rank 0 on a has NCCL 2.27.7, rank 1 on b has NCCL 2.21.5" in found
+
+
+@pytest.mark.ranks
+def test_every_rank_hears_of_two_on_one_gpu() -> None:
+    def body(group: NcclGroup) -> None:
+        with pytest.raises(DisagreementError, match=r"ranks 0 and 2 have both chosen the GPU 0000:17:00\.0"):
+            group.all_reduce(torch.ones(1))
+
+    run_on_stand_ins(3, body, pci_id=lambda rank: "0000:18:00.0" if rank == 1 else "0000:17:00.0")
+
+
+class TwoGpus(StandInAccelerator):
+    device_type = "meta"
+
+
+def test_tensors_on_two_gpus() -> None:
+    group = NcclGroup(Connector(StandInNccl(), TwoGpus(), MeetInStore(dist.HashStore()), [0], 0, "g"), timeout_s=5)
+    first, second = torch.empty(2, device="meta"), torch.empty(2, device="meta")
+    with pytest.raises(InvalidArgumentError, match="moves tensors on meta, found a tensor on cpu"):
+        group.all_reduce(torch.ones(2))
+    engine = group._engine
+    pair = [Fake(device=torch.device("cuda", index)) for index in range(2)]
+    call = Fake(signature=lambda: "all_gather(float32[2])", name="all_gather")
+    with pytest.raises(InvalidArgumentError, match="expected all tensors on one GPU, found cuda:0 and cuda:1"):
+        engine._device_of(call, pair)  # type: ignore[arg-type]
+    engine._link = Fake(device=torch.device("cuda", 0))  # type: ignore[assignment]
+    with pytest.raises(InvalidArgumentError, match="the group serves cuda:0, the GPU of its first .*found tensors on cuda:1"):
+        engine._connected(call, torch.device("cuda", 1))  # type: ignore[arg-type]
+    assert first.device == second.device
+
+
+# ---- how a group ends ----
+
+
+class Flight:
+    """A work that is over when told so."""
+
+    def __init__(self, log: list[str], name: str, timeout_s: float = 60.0) -> None:
+        self.log, self.name = log, name
+        self.deadline = Deadline(timeout_s)
+        self.over = False
+
+    def describe(self) -> str:
+        return self.name
+
+    def is_over(self) -> bool:
+        return self.over
+
+    def release(self) -> None:
+        self.log.append(f"{self.name} released")
+
+    def fail(self, error: BaseException) -> None:
+        self.log.append(f"{self.name} failed: {type(error).__name__}")
+
+
+class Link:
+    """A communicator."""
+
+    def __init__(self, log: list[str], error: Exception | None = None) -> None:
+        self.log, self.error = log, error
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def abort(self) -> None:
+        self.log.append("aborted")
+
+
+def test_the_order_of_a_failure() -> None:
+    """Recorded first, then told to the waiters, then aborted; what was over has succeeded."""
+    log: list[str] = []
+    watchdog = Watchdog("w", lambda: "rank 0")
+    watchdog.attach(Link(log))
+    over, first, second = Flight(log, "over"), Flight(log, "first"), Flight(log, "second")
+    first.fail = lambda error: log.append(f"first told, recorded: {watchdog.failure is error}")  # type: ignore[method-assign]
+    for flight in (over, first, second):
+        watchdog.watch(flight)
+    over.over = True
+    watchdog.fail(TransportError("the group was aborted"))
+    watchdog.fail(TransportError("a second failure does not count"))
+    assert log == ["over released", "first told, recorded: True", "second failed: TransportError", "aborted"]
+    assert "aborted" in str(watchdog.failure)
+    assert not watchdog.drain(0.1)
+    watchdog.stop()
+
+
+@pytest.mark.parametrize(
+    ("break_it", "kind", "words"),
+    [
+        (lambda flight, link: setattr(flight, "deadline", Deadline(1e-9)), CollectiveTimeout, "late did not finish within"),
+        (lambda flight, link: setattr(link, "error", TransportError("NCCL says no")), TransportError, "late was in flight"),
+        (lambda flight, link: setattr(flight, "is_over", _gpu_fault), TransportError, "illegal memory"),
+    ],
+    ids=["deadline", "error of NCCL", "fault of the GPU"],
+)
+def test_the_watchdog_finds(break_it: Callable[[Flight, Link], None], kind: type[Exception], words: str) -> None:
+    log: list[str] = []
+    ended = threading.Event()
+    watchdog = Watchdog("w", lambda: "rank 0")
+    link, flight = Link(log), Flight(log, "late")
+    link.abort = ended.set  # type: ignore[method-assign]
+    watchdog.attach(link)
+    watchdog.watch(flight)
+    break_it(flight, link)
+    assert ended.wait(10)
+    assert isinstance(watchdog.failure, kind)
+    assert words in str(watchdog.failure)
+    watchdog.stop()
+
+
+def _gpu_fault() -> bool:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_what_is_over_is_released_without_anybody_asking() -> None:
+    log: list[str] = []
+    watchdog = Watchdog("w", lambda: "rank 0")
+    flight = Flight(log, "a")
+    watchdog.watch(flight)
+    flight.over = True
+    assert watchdog.drain(10)
+    assert log == ["a released"]
+    watchdog.stop()
+
+
+@pytest.mark.ranks
+def test_a_peer_that_never_comes() -> None:
+    """The deadline names the collective; the error reaches every waiting thread, and every later call."""
+
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        if group.rank == 1:
+            return
+        work = group.all_reduce(torch.ones(3), async_op=True)
+        heard: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                work.wait(30)
+            except BaseException as error:  # noqa: BLE001 - looked at below
+                heard.append(error)
+
+        threads = [threading.Thread(target=wait) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(heard) == 3
+        failure = work.exception()
+        assert isinstance(failure, CollectiveTimeout)
+        assert "all_reduce(float32[3], op=SUM), number 1 on rank 0 of 2" in str(failure)
+        assert work.is_completed()
+        with pytest.raises(CollectiveTimeout, match="did not finish within 1 s"):
+            work.wait()
+        with pytest.raises(Exception, match="did not finish within 1 s"):
+            work.get_future().wait()
+        with pytest.raises(TransportError, match="was not started because the group had failed before: all_reduce"):
+            group.broadcast(torch.ones(1))
+
+    run_on_stand_ins(2, body, timeout_s=1)
+
+
+@pytest.mark.ranks
+def test_a_peer_that_dies() -> None:
+    """NCCL reports it of the communicator."""
+
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        if group.rank == 1:
+            return
+        work = group.all_reduce(torch.ones(3), async_op=True)
+        group._engine._communicators[0]._raw.break_down(NcclError(6, "remote process exited or there was a network error"))
+        with pytest.raises(TransportError, match=r"remote process exited.*A rank of the group died.*rank 0 of 2.*all_reduce"):
+            work.wait(20)
+
+    run_on_stand_ins(2, body)
+
+
+@pytest.mark.ranks
+def test_abort_wakes_who_waits() -> None:
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        if group.rank == 1:
+            return
+        work = group.all_reduce(torch.ones(3), async_op=True)
+        threading.Thread(target=group.abort).start()
+        with pytest.raises(TransportError, match="the group was aborted on rank 0 of 2"):
+            work.wait(20)
+        with pytest.raises(GroupClosedError):
+            group.barrier()
+
+    run_on_stand_ins(2, body)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_does_not_connect_is_named() -> None:
+    def body(group: NcclGroup) -> None:
+        if group.rank == 0:
+            with pytest.raises(TransportError, match="rank 1 did not come to 'ranks/all' within 0.5 s"):
+                group.all_reduce(torch.ones(1))
+
+    run_on_stand_ins(2, body, timeout_s=0.5)
+
+
+@pytest.mark.ranks
+def test_a_transfer_whose_peer_never_comes() -> None:
+    def body(group: NcclGroup) -> None:
+        if group.rank == 0:
+            work = group.recv(torch.ones(1), 1, async_op=True)
+            with pytest.raises(TransportError, match="rank 1 did not come to 'ranks/0 to 1'|recv"):
+                work.wait(20)
+
+    run_on_stand_ins(2, body, timeout_s=0.5)
+
+
+class FailingLane(StandInLane):
+    """What is issued fails, as where memory for a copy is lacking."""
+
+    def run(self, body: Callable[[], None], after: Moment) -> StandInMoment:
+        raise torch.OutOfMemoryError("out of memory")
+
+
+class FailingAccelerator(StandInAccelerator):
+    def lane(self, device: torch.device) -> StandInLane:
+        return FailingLane(1)
+
+
+def test_what_cannot_be_issued_ends_the_group() -> None:
+    """The other ranks have issued it, so nothing after it would match."""
+    group = NcclGroup(Connector(StandInNccl(), FailingAccelerator(), MeetInStore(dist.HashStore()), [0], 0, "g"), timeout_s=5)
+    with pytest.raises(torch.OutOfMemoryError):
+        group.all_reduce(torch.ones(1))
+    with pytest.raises(TransportError, match="had failed before: out of memory"):
+        group.all_reduce(torch.ones(1))
+    group.close()

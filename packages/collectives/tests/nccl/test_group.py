@@ -1,0 +1,181 @@
+"""Order, memory, transfers, coalescing and capture, on the stand-ins."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import InvalidArgumentError, MisuseError
+from syncline.collectives.backends.nccl.connector import Connector
+from syncline.collectives.backends.nccl.process_group import NcclGroup
+from syncline.collectives.backends.nccl.rendezvous import MeetInStore
+from syncline.collectives.testing.stand_in_accelerator import StandInAccelerator
+from syncline.collectives.testing.stand_in_group import run_on_stand_ins
+from syncline.collectives.testing.stand_in_nccl import StandInNccl
+
+pytestmark = pytest.mark.ranks
+
+
+def alone(accelerator: StandInAccelerator | None = None, timeout_s: float = 10.0) -> NcclGroup:
+    connector = Connector(StandInNccl(), accelerator or StandInAccelerator(), MeetInStore(dist.HashStore()), [0], 0, "alone")
+    return NcclGroup(connector, timeout_s=timeout_s)
+
+
+def test_all_may_ask_for_futures_of_transfers_first() -> None:
+    """In a ring of three: nobody is kept from the next call by a peer that has not connected."""
+
+    def body(group: NcclGroup) -> None:
+        left, right = (group.rank - 1) % 3, (group.rank + 1) % 3
+        tensor = torch.zeros(4)
+        future = group.recv(tensor, left, async_op=True).get_future().then(lambda done: done.value()[0].sum().item())
+        sending = group.send(torch.full((4,), float(group.rank)), right, async_op=True)
+        assert future.wait() == 4.0 * left
+        sending.wait()
+
+    run_on_stand_ins(3, body)
+
+
+def test_transfers_between_two_ranks_arrive_in_order() -> None:
+    def body(group: NcclGroup) -> None:
+        peer = 1 - group.rank
+        outgoing = [torch.tensor([100 * group.rank + n]) for n in range(5)]
+        incoming = [torch.zeros(1, dtype=torch.int64) for _ in range(5)]
+        works = [group.send(tensor, peer, async_op=True) for tensor in outgoing]
+        works += [group.recv(tensor, peer, async_op=True) for tensor in incoming]
+        for work in works:
+            work.wait()
+        assert [int(tensor) for tensor in incoming] == [100 * peer + n for n in range(5)]
+
+    run_on_stand_ins(2, body)
+
+
+def test_what_nccl_cannot_is_refused() -> None:
+    group = alone()
+    with pytest.raises(InvalidArgumentError, match="another rank"):
+        group.send(torch.ones(1), 0)
+    group = NcclGroup(
+        Connector(StandInNccl(), StandInAccelerator(), MeetInStore(dist.HashStore()), [0, 1], 0, "g"), timeout_s=1
+    )
+    with pytest.raises(InvalidArgumentError, match="NCCL has no tags, found tag 3"):
+        group.send(torch.ones(1), 1, tag=3)
+    with pytest.raises(InvalidArgumentError, match="NCCL must know who sends"):
+        group.recv(torch.ones(1))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_coalesced_collectives_give_the_same(size: int) -> None:
+    def body(group: NcclGroup) -> None:
+        index = torch.arange(12.0)
+        strided = torch.zeros(4, 6).t()[::2]
+        strided.copy_((group.rank + index).view(3, 4))
+        copied = index * (group.rank + 1)
+        rows = [torch.zeros(5) for _ in range(size)]
+        with group.coalescing():
+            work = group.all_reduce(strided, async_op=True)
+            group.broadcast(copied, size - 1, async_op=True)
+            group.all_gather(rows, torch.full((10,), float(group.rank))[::2], async_op=True)
+        work.wait()
+        assert torch.equal(strided, (size * index + size * (size - 1) / 2).view(3, 4))
+        assert torch.equal(copied, index * size)
+        assert [row.tolist() for row in rows] == [[float(rank)] * 5 for rank in range(size)]
+
+    run_on_stand_ins(size, body)
+
+
+def test_what_cannot_be_coalesced() -> None:
+    group = alone()
+    with pytest.raises(MisuseError, match="another coalescing context is open"), group.coalescing(), group.coalescing():
+        pass
+    calls = (
+        partial(group.all_reduce, torch.ones(2)),
+        partial(group.all_reduce, torch.ones(2, dtype=torch.int16), async_op=True),
+        partial(group.barrier, async_op=True),
+    )
+    for call in calls:
+        with pytest.raises(MisuseError, match="cannot be coalesced"), group.coalescing():
+            call()
+    group.all_reduce(torch.ones(2))
+    with group.coalescing():
+        pass
+    group.close()
+
+
+def test_memory_in_flight_is_held_until_the_stream_is_ordered() -> None:
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        source = torch.full((3,), float(group.rank))
+        block = torch.zeros(6)
+        gone = weakref.ref(source)
+        if group.rank == 0:
+            # Rank 1 has not come: the collective is in flight.
+            work = group.all_gather_into_tensor(block, source, async_op=True)
+            del source
+            gc.collect()
+            assert gone() is not None
+            group.send(torch.zeros(1), 1, async_op=True).wait()
+        else:
+            group.recv(torch.zeros(1), 0)
+            work = group.all_gather_into_tensor(block, source, async_op=True)
+            del source
+        work.wait()
+        gc.collect()
+        assert gone() is None or group.rank == 1
+        assert block.tolist() == [0.0] * 3 + [1.0] * 3
+
+    run_on_stand_ins(2, body)
+
+
+def test_capture() -> None:
+    accelerator = StandInAccelerator()
+    group = alone(accelerator)
+    accelerator.captures = True
+    with pytest.raises(MisuseError, match="cannot be connected while a CUDA graph is captured"):
+        group.all_reduce(torch.ones(2))
+    accelerator.captures = False
+    group.all_reduce(torch.ones(2))
+    accelerator.captures = True
+    tensor = torch.ones(2)
+    work = group.all_reduce(tensor, async_op=True)
+    assert not work.is_completed()
+    work.wait()
+    with pytest.raises(MisuseError, match="nothing can be waited for on the CPU"):
+        work.wait(5)
+    with pytest.raises(MisuseError, match="nothing can be waited for on the CPU"):
+        group.barrier()
+    accelerator.captures = False
+    assert work.is_completed()
+    assert work.wait()
+    group.close()
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_parts_of_a_group(connected: bool) -> None:
+    """By ncclCommSplit where there is a communicator, else by a unique id of their own."""
+
+    def body(group: NcclGroup) -> None:
+        if connected:
+            group.barrier()
+        part = group.split(None if group.rank == 1 else 0, -group.rank)
+        assert (part is None) == (group.rank == 1)
+        if part is not None:
+            assert part.ranks == (2, 0)
+            tensor = torch.tensor([float(part.rank)])
+            rows = [torch.zeros(1), torch.zeros(1)]
+            part.all_gather(rows, tensor)
+            assert [float(row) for row in rows] == [0.0, 1.0]
+            part.close()
+        group.barrier()
+
+    run_on_stand_ins(3, body)
+
+
+def test_allocate_and_words() -> None:
+    group = alone()
+    assert group.allocate(3, torch.float16).shape == (3,)
+    assert group.describe() == "nccl: NCCL 2.27.7 through CuPy"
+    assert group.backend_name == "nccl"
