@@ -2,10 +2,10 @@
 
     python tools/benchmarks/overhead.py [--parameters 500] [--steps 60] [--json PATH]
 
-One process, one rank, one thread; a hook that does nothing. All contenders train copies of one model of many tiny layers, taking
-turns step by step, so that whatever the machine does meanwhile hits them alike. A contender's cost is its step (forward, backward,
-zero_grad) minus the step of the bare module in the same round, divided by the number of parameters; printed are medians in
-microseconds with their quartiles, and the ratio of ours to torch's.
+One process, one rank, one thread; a hook that does nothing. All contenders train copies of one model of many tiny layers,
+taking turns step by step, so that whatever the machine does meanwhile hits them alike. A contender's cost is its step
+(forward, backward, zero_grad) minus the step of the bare module in the same round, divided by the number of parameters;
+printed are medians in microseconds with their quartiles, and the ratio of ours to torch's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, destroy_process_group, init_process_group
 from syncline.ddp import DistributedDataParallel
+from syncline.hooks import noop_hook
 
 WARM_UP = 5
 GRAPHS: dict[str, dict[str, bool]] = {
@@ -37,13 +38,6 @@ def many_small(count: int) -> torch.nn.Module:
     return torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(count)))
 
 
-def do_nothing(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 def contenders(model: torch.nn.Module, group: ProcessGroup, options: dict[str, bool]) -> dict[str, Any]:
     """Copies of one model, each under another kind of reducer."""
     found: dict[str, Any] = {
@@ -51,7 +45,7 @@ def contenders(model: torch.nn.Module, group: ProcessGroup, options: dict[str, b
         "ours": DistributedDataParallel(copy.deepcopy(model), process_group=group, **options),  # type: ignore[arg-type]
     }
     for wrapped in found.values():
-        wrapped.register_comm_hook(None, do_nothing)
+        wrapped.register_comm_hook(None, noop_hook)
     return {**found, "none": copy.deepcopy(model)}
 
 
