@@ -1,0 +1,216 @@
+"""Ten small models with the structures that data-parallel training meets. All take (rows, 12) of float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+FEATURES = 12
+CLASSES = 3
+_WORDS = 11
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, and how it is trained.
+
+    Attributes:
+        build: makes it; its parameters are overwritten.
+        options: for `DistributedDataParallel`.
+        momentum: of SGD, which has none for sparse gradients.
+        prediction: of the model's outputs and the step, the logits that the loss takes, (rows, 3).
+    """
+
+    build: Callable[[], torch.nn.Module]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    momentum: float = 0.9
+    prediction: Callable[[Any, int], torch.Tensor] = lambda outputs, _: outputs
+
+
+class Convolutional(torch.nn.Module):
+    """With batch normalisation, whose statistics are of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 4, 2, bias=False),
+            torch.nn.BatchNorm2d(4),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(4, 5, 2, bias=False),
+            torch.nn.BatchNorm2d(5, momentum=None),
+            torch.nn.Flatten(),
+            torch.nn.Linear(10, CLASSES),
+        )
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.layers(inputs.view(-1, 1, 3, 4))
+
+
+class ChannelsLast(torch.nn.Module):
+    """Parameters and activations lie channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(2, 4, 2), torch.nn.GroupNorm(2, 4), torch.nn.Tanh(), torch.nn.Conv2d(4, 6, (1, 2))
+        ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch lacks this overload
+        self.head = torch.nn.Linear(6, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        images = inputs.view(-1, 2, 2, 3).contiguous(memory_format=torch.channels_last)
+        return self.head(self.layers(images).flatten(1))
+
+
+class Transformer(torch.nn.Module):
+    """Self-attention and layer norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(4, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.head(self.encoder(inputs.view(-1, 3, 4)).mean(1))
+
+
+class Recurrent(torch.nn.Module):
+    """Two layers over a sequence of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = torch.nn.LSTM(4, 5, num_layers=2, batch_first=True)
+        self.head = torch.nn.Linear(5, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.head(self.lstm(inputs.view(-1, 3, 4))[0][:, -1])
+
+
+class Mixture(torch.nn.Module):
+    """Each row goes to one expert, so each rank uses others in each step; one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = torch.nn.Linear(FEATURES, 6)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(6))
+        self.head = torch.nn.Linear(6, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.trunk(inputs))
+        chosen = (inputs[:, 0].abs() * 7).long() % 5
+        mixed = torch.zeros_like(hidden)
+        for number in set(chosen.tolist()):
+            rows = chosen == number
+            mixed = mixed.index_put((rows,), self.experts[number](hidden[rows]))
+        return self.head(mixed)
+
+
+class Tied(torch.nn.Module):
+    """The embedding's weight is the head's, and one layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(CLASSES, 6)
+        self.layer = torch.nn.Linear(6, 6)
+        self.head = torch.nn.Linear(6, CLASSES, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        hidden = self.embedding((inputs.abs() * 7).long() % CLASSES).mean(1)
+        return self.head(torch.tanh(self.layer(torch.tanh(self.layer(hidden)))))
+
+
+class SparseEmbedding(torch.nn.Module):
+    """A rank's gradients have the rows of its words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(_WORDS, 6, sparse=True)
+        self.bag = torch.nn.EmbeddingBag(_WORDS, 6, mode="mean", sparse=True)
+        self.head = torch.nn.Linear(6, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        words = (inputs.abs() * 7).long() % _WORDS
+        return self.head(self.table(words[:, :3]).mean(1) + self.bag(words))
+
+
+class Checkpointed(torch.nn.Module):
+    """Re-entrantly and not; one block runs twice, and a parameter is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(FEATURES, 6)
+        self.block = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())
+        self.head, self.unused = torch.nn.Linear(6, CLASSES), torch.nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        hidden = checkpoint(self.first, inputs, use_reentrant=False)
+        for _ in range(2):
+            hidden = checkpoint(self.block, hidden, use_reentrant=True)
+        return self.head(hidden)
+
+
+@dataclass
+class Outputs:
+    """What `SeveralOutputs` returns."""
+
+    first: torch.Tensor
+    rest: dict[str, tuple[torch.Tensor, ...]]
+
+
+class SeveralOutputs(torch.nn.Module):
+    """Nested outputs; the loss takes another one in each step, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = torch.nn.Linear(FEATURES, 6)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(6, CLASSES) for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.trunk(inputs))
+        first, *rest = [head(hidden) for head in self.heads]
+        return Outputs(first, {"rest": tuple(rest)})
+
+
+def _one_of_several(outputs: Outputs, step: int) -> torch.Tensor:
+    return [outputs.first, *outputs.rest["rest"]][step % 3]
+
+
+class Nested(torch.nn.Module):
+    """Modules and parameters in lists and dictionaries of one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))}) for _ in range(3)
+        )
+        self.scales = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(4)) for _ in range(3))
+        self.shifts = torch.nn.ParameterDict({"head": torch.nn.Parameter(torch.zeros(CLASSES))})
+        self.head = torch.nn.Linear(12, CLASSES, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        outputs = []
+        for tower, scale, part in zip(self.towers, self.scales, inputs.view(-1, 3, 4).unbind(1), strict=True):
+            for layer in tower["layers"]:  # type: ignore[index]
+                part = torch.tanh(layer(part))
+            outputs.append(part * scale)
+        return [[self.head(torch.cat(outputs, 1)) + self.shifts["head"]]]
+
+
+_UNUSED = {"find_unused_parameters": True}
+MODELS: dict[str, Model] = {
+    "convolutional with batch norm": Model(Convolutional),
+    "channels-last": Model(ChannelsLast),
+    "transformer encoder": Model(Transformer),
+    "lstm": Model(Recurrent),
+    "mixture with unused experts": Model(Mixture, _UNUSED),
+    "tied embeddings": Model(Tied),
+    "sparse embedding": Model(SparseEmbedding, momentum=0.0),
+    "checkpointed blocks": Model(Checkpointed, {"static_graph": True}),
+    "several outputs": Model(SeveralOutputs, _UNUSED, prediction=_one_of_several),
+    "nested lists": Model(Nested, prediction=lambda outputs, _: outputs[0][0]),
+}
