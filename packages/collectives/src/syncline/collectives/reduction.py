@@ -19,6 +19,9 @@ _COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
     ReduceOp.BXOR: torch.Tensor.bitwise_xor_,
 }
 
+# Widened halves of this many elements stay in a core's cache: several times faster than all at once.
+_PIECE_NUMEL = 64 * 1024
+
 
 def core_op(op: Reduction) -> ReduceOp:
     """What is done between the ranks: SUM for AVG and PREMUL_SUM, which scale before or after it."""
@@ -37,6 +40,17 @@ def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.
     Returns:
         A new tensor with the shape and dtype of the terms.
     """
+    first = terms[0]
+    if first.dtype not in HALVES or not first.is_cpu or first.numel() <= _PIECE_NUMEL:
+        return _reduced(op, terms)
+    result = torch.empty_like(first, memory_format=torch.contiguous_format)
+    pieces = [torch.split(tensor.reshape(-1), _PIECE_NUMEL) for tensor in (result, *terms)]
+    for into, *parts in zip(*pieces, strict=True):
+        into.copy_(_reduced(op, parts))
+    return result
+
+
+def _reduced(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype = terms[0].dtype
     wide = torch.float32 if dtype in HALVES else dtype
     combine = _COMBINE[core_op(op)]
