@@ -17,7 +17,7 @@ from syncline.collectives.torch_group import TorchGroup
 
 pytestmark = pytest.mark.ranks
 
-NUMEL = 40_001  # of halves, so beyond the size from which the backend scatters; divides by neither 2 nor 3
+NUMEL = 200_003  # beyond the sizes from which the backend scatters and sums go piece by piece; no multiple of 2 or 3
 
 
 class Recording:
@@ -91,8 +91,8 @@ def test_the_backend_sends_two_bytes_for_each_in_a_scatter_and_a_gather(size: in
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("size", "how"), [(2, "all-gather"), (3, "all-gather"), (4, "ring")])
-def test_the_bare_adapter_gathers_where_that_is_less_than_a_ring_of_float32(size: int, how: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("size", "how"), [(2, "all-to-all"), (3, "all-to-all"), (4, "ring")])
+def test_the_bare_adapter_swaps_where_that_is_less_than_a_ring_of_float32(size: int, how: str, dtype: torch.dtype) -> None:
     ring = 2 * 4 * NUMEL * (size - 1) // size
     for tensor, sent in all_reduced(size, dtype, ReduceOp.AVG, lambda group, _: group):
         assert torch.equal(tensor, expected(size, dtype, ReduceOp.AVG))

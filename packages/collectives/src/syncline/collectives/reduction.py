@@ -19,6 +19,9 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.BXOR: torch.bitwise_xor,
 }
 
+# Widened halves of this many elements stay in a core's cache: several times faster than all at once.
+_PIECE_NUMEL = 64 * 1024
+
 
 def core_op(op: Reduction) -> ReduceOp:
     """What is done between the ranks: SUM for AVG and PREMUL_SUM, which scale before or after it."""
@@ -42,8 +45,13 @@ def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.
     Returns:
         A new tensor with the shape and dtype of the terms.
     """
-    total = torch.empty_like(terms[0])
-    reduce_into(total, op, terms)
+    total = torch.empty_like(terms[0], memory_format=torch.contiguous_format)
+    if total.dtype in HALVES and total.is_cpu:
+        pieces = [torch.split(tensor.reshape(-1), _PIECE_NUMEL) for tensor in (total, *terms)]
+        for into, *parts in zip(*pieces, strict=True):
+            reduce_into(into, op, parts)
+    else:
+        reduce_into(total, op, terms)
     return total
 
 

@@ -146,8 +146,13 @@ def _compressed(state: CompressionState, bucket: Bucket, seed: int) -> tuple[tor
     state.error_feedback.add_to(names, given)
     message = state.compressor.compress(_like(given, gradients), seed)
     sent = state.compressor.decompress(message, gradients, seed)
-    state.error_feedback.remember(names, [whole.sub_(part) for whole, part in zip(given, sent, strict=True)])
+    state.error_feedback.remember(names, [_finite(whole.sub_(part)) for whole, part in zip(given, sent, strict=True)])
     return message, list(gradients)
+
+
+def _finite(error: torch.Tensor) -> torch.Tensor:
+    """NaN and infinity become 0, in place: one bad step shall not spoil all later ones."""
+    return torch.nan_to_num_(error, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _like(tensors: Iterable[torch.Tensor], models: Iterable[torch.Tensor]) -> list[torch.Tensor]:

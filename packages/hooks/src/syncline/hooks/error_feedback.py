@@ -39,27 +39,36 @@ class ErrorFeedback:
             self._check_size(name, tensor)
             tensor.add_(self._errors[name].to(tensor.device).view(tensor.shape))
 
+    def take(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
+        """Hand over the remembered error of a parameter, to be overwritten; it is forgotten. None if there is none.
+
+        Args:
+            name: the parameter.
+            like: its gradient, of any shape with as many elements.
+
+        Returns:
+            The error in the shape of the gradient, on its device.
+
+        Raises:
+            MisuseError: an error has another number of elements, so it was loaded from another model's state.
+        """
+        if name not in self._errors:
+            return None
+        self._check_size(name, like)
+        return self._errors.pop(name).to(like.device).view(like.shape)
+
     def remember(
         self, names: Sequence[str], errors: Sequence[torch.Tensor], shapes: Sequence[torch.Size] | None = None
     ) -> None:
         """Keep what was left out: the tensors themselves, so do not write to them afterwards.
 
-        NaN and infinity are kept as 0: one bad step shall not spoil all later ones.
-
         Args:
             names: the parameters.
-            errors: what was given to the compressor, less what came out of it.
+            errors: what was given to the compressor, less what came out of it; finite.
             shapes: of the parameters; None if the errors have them already.
         """
         for number, (name, error) in enumerate(zip(names, errors, strict=True)):
-            shaped = error if shapes is None else error.view(shapes[number])
-            self._errors[name] = torch.nan_to_num_(shaped, nan=0.0, posinf=0.0, neginf=0.0)
-
-    def storage(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """The memory of one error, to be overwritten with the next one; None if there is none that fits."""
-        error = self._errors.get(name)
-        fits = error is not None and error.is_contiguous() and error.dtype == like.dtype and error.device == like.device
-        return error.view(like.shape) if fits and error is not None and error.numel() == like.numel() else None
+            self._errors[name] = error if shapes is None else error.view(shapes[number])
 
     def forget(self, names: Sequence[str]) -> None:
         """Drop the errors of some parameters."""

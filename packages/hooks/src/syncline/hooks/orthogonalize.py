@@ -45,11 +45,13 @@ def _by_gram_schmidt(matrices: torch.Tensor, epsilon: float) -> torch.Tensor:
         column, earlier = matrices[:, :, number : number + 1], done[:, :, :number]
         left = _project_out(column, earlier)
         length = _length(left)
-        original = _length(column)
+        original = _length(column) if number > 0 else length
         lost = (length <= tiny * original) & original.isfinite()
-        spare = _project_out(_spare_column(matrices, number), earlier)
-        left = torch.where(lost, spare, left)
-        done[:, :, number : number + 1] = left / (torch.where(lost, _length(spare), length) + epsilon)
+        # Asking a GPU would stall it; there a replacement is computed whether it is needed or not.
+        if not lost.is_cpu or bool(lost.any()):
+            spare = _project_out(_spare_column(matrices, number), earlier)
+            left, length = torch.where(lost, spare, left), torch.where(lost, _length(spare), length)
+        torch.div(left, length + epsilon if epsilon else length, out=done[:, :, number : number + 1])
     return done
 
 

@@ -11,6 +11,7 @@ from syncline.collectives import MisuseError, ProcessGroup, ReduceOp
 
 from .allreduce import allreduce_hook
 from .contract import Bucket, TensorFuture, communication_hook, group_of
+from .error_feedback import ErrorFeedback
 from .low_precision import math_dtype
 from .low_rank import MatrixPlan, plan_matrix
 from .orthogonalize import orthogonalize
@@ -78,44 +79,50 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
 class _Batch:
     """Gradients of one matrix shape, compressed together, each by itself.
 
-    `matrices` is [members, rows, columns]: a view of the only member if its memory allows it, else a copy.
+    `matrices` is [members, rows, columns]. With error feedback it is memory of its own, that of the latest error where there is
+    one, and becomes the next error. Otherwise it is a view of the only gradient if its memory allows it, or a copy.
     """
 
-    def __init__(self, names: Sequence[str], gradients: Sequence[torch.Tensor], plan: MatrixPlan) -> None:
+    def __init__(
+        self, names: Sequence[str], gradients: Sequence[torch.Tensor], plan: MatrixPlan, feedback: ErrorFeedback | None
+    ) -> None:
         self.names = list(names)
         self.plan = plan
         self._gradients = list(gradients)
         self.shapes = [gradient.shape for gradient in gradients]
-        dtype = math_dtype(gradients[0].dtype)
-        rows = [gradient.reshape(plan.rows, plan.columns).to(dtype) for gradient in gradients]
-        self.matrices = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
-        self._is_view = self.matrices.data_ptr() == gradients[0].data_ptr()
+        self._dtype = math_dtype(gradients[0].dtype)
+        matrices = [self._with_error(*member, feedback) for member in zip(names, gradients, strict=True)]
+        self.matrices = matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)
 
     @property
     def factor_shape(self) -> tuple[int, int, int]:
         return len(self.names), self.plan.columns, self.plan.rank
 
-    def error(self, state: PowerSGDState, p: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
-        """What the factors leave out, into the memory of the latest error where there is one."""
-        out = state.error_feedback.storage(self.names[0], self.matrices) if len(self.names) == 1 else None
-        left_out = torch.baddbmm(self.matrices, p, q.transpose(1, 2), alpha=-1, out=out)
-        return list(left_out.unbind(0))
+    def leave_out(self, p: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
+        """Subtract what the factors stand for from the matrices: what remains are the errors."""
+        return list(self.matrices.baddbmm_(p, q.transpose(1, 2), alpha=-1).unbind(0))
 
     def replace(self, p: torch.Tensor, q: torch.Tensor) -> None:
         """Write what the factors stand for to the gradients."""
-        torch.bmm(p, q.transpose(1, 2), out=self.matrices)
-        if not self._is_view:
-            for gradient, matrix in zip(self._gradients, self.matrices, strict=True):
-                gradient.copy_(matrix.view(gradient.shape))
+        first = self._gradients[0]
+        if len(self._gradients) == 1 and first.is_contiguous() and first.dtype == self._dtype:
+            torch.bmm(p, q.transpose(1, 2), out=first.view(1, self.plan.rows, self.plan.columns))
+            return
+        for gradient, matrix in zip(self._gradients, torch.bmm(p, q.transpose(1, 2)), strict=True):
+            gradient.copy_(matrix.view(gradient.shape))
+
+    def _with_error(self, name: str, gradient: torch.Tensor, feedback: ErrorFeedback | None) -> torch.Tensor:
+        matrix = gradient.reshape(self.plan.rows, self.plan.columns)
+        if feedback is None:
+            return matrix.to(self._dtype)
+        error = feedback.take(name, matrix)
+        return matrix.to(self._dtype, copy=True) if error is None else error.to(self._dtype).add_(matrix)
 
 
 def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Stages:
     buffer, statistics = bucket.buffer(), state.statistics
     with torch.no_grad(), statistics.stage("compress"):
         plain, batches = _divided(state, bucket)
-        if state.use_error_feedback:
-            for batch in batches:
-                state.error_feedback.add_to(batch.names, list(batch.matrices))
         qs = [orthogonalize(q, state.orthogonalization_epsilon) for q in _first_factors(state, batches, buffer.dtype)]
         ps = [torch.bmm(batch.matrices, q) for batch, q in zip(batches, qs, strict=True)]
         wire = _packed([*plain, *ps], buffer.dtype)
@@ -134,8 +141,8 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
         _unpack(wire, qs)
         is_sound = bool(torch.isfinite(wire.sum(dtype=math_dtype(buffer.dtype))))
         for batch, p, q in zip(batches, ps, qs, strict=True):
-            _remember(state, batch, p, q, is_sound=is_sound)
             batch.replace(p, q)
+            _remember(state, batch, p, q, is_sound=is_sound)
     return buffer
 
 
@@ -152,10 +159,11 @@ def _divided(state: PowerSGDState, bucket: Bucket) -> tuple[list[torch.Tensor], 
             by_shape.setdefault(plan, []).append((name, gradient))
         else:
             plain.append(gradient)
+    feedback = state.error_feedback if state.use_error_feedback else None
     batches = []
     for plan, members in by_shape.items():
         for batch in [members] if state.batch_tensors_with_same_shape else [[member] for member in members]:
-            batches.append(_Batch([name for name, _ in batch], [gradient for _, gradient in batch], plan))
+            batches.append(_Batch([name for name, _ in batch], [gradient for _, gradient in batch], plan, feedback))
     return plain, batches
 
 
@@ -182,9 +190,7 @@ def _stacked(state: PowerSGDState, batch: _Batch) -> torch.Tensor:
 
 def _remember(state: PowerSGDState, batch: _Batch, p: torch.Tensor, q: torch.Tensor, *, is_sound: bool) -> None:
     if state.use_error_feedback and is_sound:
-        state.error_feedback.remember(batch.names, batch.error(state, p, q), batch.shapes)
-    elif not is_sound:
-        state.error_feedback.forget(batch.names)
+        state.error_feedback.remember(batch.names, batch.leave_out(p, q), batch.shapes)
     for name, factor in zip(batch.names, q, strict=True):
         if state.warm_start and is_sound:
             state.factors[name] = factor
