@@ -11,6 +11,7 @@ import torch
 
 from .collective import Collective
 from .deadline import Deadline
+from .devices.layer import Body, DeviceLayer, StreamOrder
 from .errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
 from .layout import flat, in_plain_order, is_tracked, untracked
 from .process_group import ProcessGroup
@@ -18,9 +19,7 @@ from .progress import Progress
 from .reduce_op import Reduction
 from .transfer import TransferWork
 from .transport import Transport
-from .work import FinishedWork, PendingWork, Work
-
-Body = Callable[[Deadline], None]
+from .work import FinishedWork, PendingWork, TensorsFuture, Work
 
 _CPU = frozenset({"cpu"})
 
@@ -32,6 +31,11 @@ class HostGroup(ProcessGroup):
     more than a small collective), otherwise it is queued and waited for. `send` and `recv` have no place in that order: they
     start at once on the caller's thread. After a failed collective the transport's state is unknown, so every later one fails
     with a reference to the first failure.
+
+    Args:
+        transport: moves the tensors.
+        device: of whose tensors, beside the host's, the transport takes (see `ByDevice`). Note [Order on the device] in
+            `devices.layer` says how a collective fits among what the device does.
     """
 
     def __init__(
@@ -43,9 +47,12 @@ class HostGroup(ProcessGroup):
         name: str = "default",
         timeout_s: float,
         ranks: Sequence[int] | None = None,
+        device: DeviceLayer | None = None,
     ) -> None:
         super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
         self._transport = transport
+        self._device = device
+        self._device_types = _CPU if device is None else _CPU | {device.device_type}
         self._progress = Progress(f"syncline-{name}-rank{rank}")
         self._sequence = itertools.count()
         self._splits_made = itertools.count()
@@ -61,8 +68,8 @@ class HostGroup(ProcessGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """Only the CPU."""
-        return _CPU
+        """The CPU, and the device that the group was made with."""
+        return self._device_types
 
     def describe(self) -> str:
         """The transport's own description."""
@@ -205,7 +212,7 @@ class HostGroup(ProcessGroup):
 
         def body(deadline: Deadline) -> None:
             counts = [entry.numel() for entry in outputs]
-            received = torch.empty(sum(counts), dtype=inputs[0].dtype)
+            received = torch.empty(sum(counts), dtype=inputs[0].dtype, device=inputs[0].device)
             packed = torch.cat([_flat(entry) for entry in inputs])
             self._transport.all_to_all(received, packed, counts, [entry.numel() for entry in inputs], call, deadline)
             for output, part in zip(outputs, torch.split(received, counts), strict=True):
@@ -255,6 +262,7 @@ class HostGroup(ProcessGroup):
                     name=name,
                     timeout_s=timeout_s,
                     ranks=[self.ranks[member] for member in members],
+                    device=self._device,
                 )
             )
 
@@ -294,13 +302,18 @@ class HostGroup(ProcessGroup):
         """Run a collective here or queue it; `outputs` and `inputs` together are all the tensors that the body touches."""
         self._check_open(call)
         sequence = next(self._sequence)
+        order = None if self._device is None else self._ordered_on(self._device, (*outputs, *inputs))
+        if order is not None:
+            body = order.around(body)
 
         def run() -> None:
             self._run(call, sequence, body, (*outputs, *inputs))
 
         if not async_op and self._progress.run_here(run):
+            if order is not None:
+                order.join()
             return FinishedWork(outputs)
-        work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress)
+        work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress, order)
         self._in_flight.add(work)
         if not self._progress.enqueue(lambda: self._run_into(work, run)):
             self._in_flight.discard(work)
@@ -308,6 +321,10 @@ class HostGroup(ProcessGroup):
         if not async_op:
             work.wait()
         return work
+
+    def _ordered_on(self, device: DeviceLayer, tensors: Sequence[torch.Tensor]) -> StreamOrder | None:
+        owned = [tensor for tensor in tensors if device.owns(tensor)]
+        return device.order(owned) if owned else None
 
     def _run_into(self, work: PendingWork, run: Callable[[], None]) -> None:
         try:
@@ -380,7 +397,7 @@ class HostGroup(ProcessGroup):
     # ---- packing ----
 
     def _empty_block(self, part: torch.Tensor) -> torch.Tensor:
-        return torch.empty(self.size * part.numel(), dtype=part.dtype)
+        return torch.empty(self.size * part.numel(), dtype=part.dtype, device=part.device)
 
     def _unpack(self, block: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         for output, part in zip(outputs, block.view(self.size, block.numel() // self.size), strict=True):
@@ -390,17 +407,30 @@ class HostGroup(ProcessGroup):
 class GroupWork(PendingWork):
     """A pending work that may be waited for inside a callback of its own group."""
 
-    __slots__ = ("_progress",)
+    __slots__ = ("_order", "_progress")
 
-    def __init__(self, tensors: list[torch.Tensor], describe: Callable[[], str], progress: Progress) -> None:
+    def __init__(
+        self, tensors: list[torch.Tensor], describe: Callable[[], str], progress: Progress, order: StreamOrder | None
+    ) -> None:
         super().__init__(tensors, describe)
         self._progress = progress
+        self._order = order
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until finished; inside a callback, run the group's queue up to this collective."""
         if self._progress.is_running_here():
             self._progress.run_until(self.is_completed)
-        return super().wait(timeout)
+        super().wait(timeout)
+        if self._order is not None:
+            self._order.join()
+        return True
+
+    def _settle(self, future: TensorsFuture) -> None:
+        if self._order is None:
+            super()._settle(future)
+            return
+        with self._order.resumed():
+            super()._settle(future)
 
 
 def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:
