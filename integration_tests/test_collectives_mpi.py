@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from syncline.collectives import (
+    DisagreementError,
     InvalidArgumentError,
     LaunchError,
     MisuseError,
@@ -182,3 +183,14 @@ def test_cuda_tensors(mpi_group: ProcessGroup) -> None:
     gathered = torch.empty(mpi_group.size * 3, device="cuda")
     mpi_group.all_gather_into_tensor(gathered, torch.full((3,), float(mpi_group.rank), device="cuda"))
     assert gathered.view(-1, 3)[:, 0].tolist() == list(range(mpi_group.size))
+
+
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_small_calls_are_compared_where_asked_for(backend: str) -> None:
+    request = ConnectRequest(detect_launch(os.environ), None, None, None, timeout_s=30.0, check_calls=True)
+    group = load_backend(backend).connect(request)
+    if group.size > 1:
+        with pytest.raises(DisagreementError, match=r"rank 0: all_reduce\(float32\[2\], op=SUM\); rank 1: barrier\(\)"):
+            group.all_reduce(torch.ones(2)) if group.rank == 0 else group.barrier()
+        barrier()
+    group.abort()

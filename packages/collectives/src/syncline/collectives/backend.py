@@ -27,6 +27,7 @@ class ConnectRequest:
         timeout_s: the group's time limit in seconds.
         group_name: how error messages call the group.
         reproducible: reductions give the same bits in every run. A backend that cannot must refuse to connect.
+        check_calls: the ranks compare each collective before it starts. A backend that cannot must refuse to connect.
     """
 
     launch: Launch | None
@@ -37,6 +38,7 @@ class ConnectRequest:
     group_name: str = "default"
     reproducible: bool = False
     store: Store | dist.Store | None = None
+    check_calls: bool = False
 
 
 class Backend(ABC):

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 
-from .collective import Collective
+from .collective import Collective, different_calls
 from .deadline import Deadline
 from .devices.layer import Body, DeviceLayer, StreamOrder
 from .errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
@@ -22,6 +22,7 @@ from .transport import Transport
 from .work import FinishedWork, PendingWork, TensorsFuture, Work
 
 _CPU = frozenset({"cpu"})
+_WORDS_BYTES = 512
 
 
 class HostGroup(ProcessGroup):
@@ -36,6 +37,7 @@ class HostGroup(ProcessGroup):
         transport: moves the tensors.
         device: of whose tensors, beside the host's, the transport takes (see `ByDevice`). Note [Order on the device] in
             `devices.layer` says how a collective fits among what the device does.
+        check_calls: the ranks compare what they are about to do before each collective.
     """
 
     def __init__(
@@ -48,9 +50,11 @@ class HostGroup(ProcessGroup):
         timeout_s: float,
         ranks: Sequence[int] | None = None,
         device: DeviceLayer | None = None,
+        check_calls: bool = False,
     ) -> None:
         super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
         self._transport = transport
+        self._check_calls = check_calls
         self._device = device
         self._device_types = _CPU if device is None else _CPU | {device.device_type}
         self._progress = Progress(f"syncline-{name}-rank{rank}")
@@ -263,6 +267,7 @@ class HostGroup(ProcessGroup):
                     timeout_s=timeout_s,
                     ranks=[self.ranks[member] for member in members],
                     device=self._device,
+                    check_calls=self._check_calls,
                 )
             )
 
@@ -342,6 +347,8 @@ class HostGroup(ProcessGroup):
             raise self._failed_before(call, sequence)
         deadline = self._deadline = Deadline(self.timeout_s)
         try:
+            if self._check_calls:
+                self._compare(call, deadline)
             if is_tracked(tensors):
                 with untracked():
                     body(deadline)
@@ -358,6 +365,19 @@ class HostGroup(ProcessGroup):
             self._deadline = None
         if self._first_failure is not None:
             raise self._first_failure
+
+    def _compare(self, call: Collective, deadline: Deadline) -> None:
+        """Gather what all ranks are about to do: eight bytes of each, and the words only where these differ."""
+        mine = torch.tensor([call.digest()])
+        digests = self._empty_block(mine)
+        self._transport.all_gather(digests, mine, call, deadline)
+        if digests.eq(mine).all():
+            return
+        line = torch.frombuffer(bytearray(call.signature().encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES)), dtype=torch.uint8)
+        lines = self._empty_block(line)
+        self._transport.all_gather(lines, line, call, deadline)
+        said = [bytes(row.tolist()).decode(errors="replace").strip() for row in lines.view(self.size, _WORDS_BYTES)]
+        raise different_calls(said)
 
     # ---- complaints ----
 

@@ -154,7 +154,14 @@ class GlooBackend(Backend):
         rank, size = _place(request)
         store = dist.PrefixStore(f"syncline/{next(_generations)}", _shared_store(request, rank, size))
         transport = connect(store, rank, size, request.group_name, request.timeout_s)
-        return HostGroup(transport, rank, size, name=request.group_name, timeout_s=request.timeout_s)
+        return HostGroup(
+            transport,
+            rank,
+            size,
+            name=request.group_name,
+            timeout_s=request.timeout_s,
+            check_calls=request.check_calls,
+        )
 
 
 def _shared_store(request: ConnectRequest, rank: int, size: int) -> dist.Store:

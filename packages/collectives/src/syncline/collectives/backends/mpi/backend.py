@@ -71,6 +71,7 @@ class MPIBackend(Backend):
             name=request.group_name,
             timeout_s=request.timeout_s,
             device=device,
+            check_calls=request.check_calls,
         )
 
 
