@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from syncline.collectives import (
+    DisagreementError,
     InvalidArgumentError,
     LaunchError,
     MisuseError,
@@ -28,10 +30,12 @@ from syncline.collectives import (
     is_initialized,
 )
 from syncline.collectives.backend import ConnectRequest
+from syncline.collectives.devices.cuda_awareness import CudaAwareness
 from syncline.collectives.launch import detect_launch
 from syncline.collectives.registry import load_backend
 from syncline.collectives.testing import CHECKS, Check
 from syncline.collectives.testing.conformance.refusals import after_close
+from syncline.collectives.testing.played_device import PlayedDevice
 
 pytestmark = pytest.mark.mpi
 
@@ -145,3 +149,48 @@ def test_unknown_backend_lists_the_known() -> None:
 def test_wrong_device_is_named(mpi_group: ProcessGroup) -> None:
     with pytest.raises(InvalidArgumentError, match="moves tensors on cpu, found a tensor on meta"):
         mpi_group.all_reduce(torch.empty(3, device="meta"))
+
+
+@pytest.mark.parametrize("is_aware", [False, True])
+def test_tensors_of_a_device(monkeypatch: pytest.MonkeyPatch, is_aware: bool) -> None:
+    """Staged, or handed to MPI directly, as the test of its awareness says; by a device that the CPU plays."""
+    device = PlayedDevice()
+    backend_module = sys.modules["syncline.collectives.backends.mpi.backend"]
+    monkeypatch.setattr(backend_module, "cuda_layer", lambda: device)
+    monkeypatch.setattr(backend_module, "_cuda_awareness", lambda: CudaAwareness(is_aware, ""))
+    group = connect("mpi")
+    tensor = torch.arange(20_000.0) * (group.rank + 1)
+    group.all_reduce(tensor, async_op=True).wait()
+    assert torch.equal(tensor, torch.arange(20_000.0) * (group.size * (group.size + 1) // 2))
+    part = group.split(0)
+    assert part is not None
+    part.broadcast(tensor.fill_(group.rank), group.size - 1)
+    assert tensor.unique().tolist() == [group.size - 1]
+    assert ("in" in device.log) is not is_aware
+    assert device.log.count("issued") == device.log.count("left") == 2
+    assert group.describe().endswith("cuda directly" if is_aware else "cuda staged through the host")
+    part.close()
+    group.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_tensors(mpi_group: ProcessGroup) -> None:
+    """As many ranks as there are; they may share one device."""
+    tensor = torch.full((100_000,), mpi_group.rank + 1.0, device="cuda", dtype=torch.bfloat16)
+    mpi_group.all_reduce(tensor, async_op=True).wait()
+    assert tensor.eq(mpi_group.size * (mpi_group.size + 1) // 2).all()
+    gathered = torch.empty(mpi_group.size * 3, device="cuda")
+    mpi_group.all_gather_into_tensor(gathered, torch.full((3,), float(mpi_group.rank), device="cuda"))
+    assert gathered.view(-1, 3)[:, 0].tolist() == list(range(mpi_group.size))
+
+
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_small_calls_are_compared_where_asked_for(backend: str) -> None:
+    request = ConnectRequest(detect_launch(os.environ), None, None, None, timeout_s=30.0, check_calls=True)
+    group = load_backend(backend).connect(request)
+    if group.size > 1:
+        with pytest.raises(DisagreementError, match=r"rank 0: all_reduce\(float32\[2\], op=SUM\); rank 1: barrier\(\)"):
+            group.all_reduce(torch.ones(2)) if group.rank == 0 else group.barrier()
+        barrier()
+    group.abort()

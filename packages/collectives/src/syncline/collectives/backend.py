@@ -29,6 +29,7 @@ class ConnectRequest:
         reproducible: reductions give the same bits in every run. A backend that cannot must refuse to connect.
         host_group: a group of the same ranks on host memory, if one was connected just before: a backend for devices may meet
             there, by `send` and `recv`, as long as it lives.
+        check_calls: the ranks compare each collective before it starts. A backend that cannot must refuse to connect.
     """
 
     launch: Launch | None
@@ -40,6 +41,7 @@ class ConnectRequest:
     reproducible: bool = False
     store: Store | dist.Store | None = None
     host_group: ProcessGroup | None = None
+    check_calls: bool = False
 
 
 class Backend(ABC):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
 
 import torch
 
+from .errors import DisagreementError
 from .reduce_op import Reduction
 
 
@@ -53,6 +55,12 @@ def _digest(
     name: str, dtype: torch.dtype | None, op: Reduction | None, root: int | None, detail: str, shape: torch.Size | None
 ) -> int:
     return crc32(repr((name, dtype, op, root, detail, shape)).encode())
+
+
+def different_calls(signatures: Sequence[str]) -> DisagreementError:
+    """The error when ranks, in order, called collectives with these signatures."""
+    calls = "; ".join(f"rank {rank}: {signature}" for rank, signature in enumerate(signatures))
+    return DisagreementError(f"the ranks called different collectives ({calls}); make every rank issue the same ones")
 
 
 def in_words(tensor: torch.Tensor) -> str:

@@ -10,8 +10,9 @@ from zlib import crc32
 
 import torch
 
-from .collective import Collective
+from .collective import Collective, different_calls
 from .deadline import Deadline
+from .devices.layer import Body, DeviceLayer, StreamOrder
 from .errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
 from .layout import flat, in_plain_order, is_tracked, untracked
 from .process_group import ProcessGroup
@@ -19,11 +20,10 @@ from .progress import Progress
 from .reduce_op import Reduction
 from .transfer import TransferWork
 from .transport import Transport
-from .work import FinishedWork, PendingWork, Work
-
-Body = Callable[[Deadline], None]
+from .work import FinishedWork, PendingWork, TensorsFuture, Work
 
 _CPU = frozenset({"cpu"})
+_WORDS_BYTES = 512
 
 
 class HostGroup(ProcessGroup):
@@ -33,6 +33,12 @@ class HostGroup(ProcessGroup):
     more than a small collective), otherwise it is queued and waited for. `send` and `recv` have no place in that order: they
     start at once on the caller's thread. After a failed collective the transport's state is unknown, so every later one fails
     with a reference to the first failure.
+
+    Args:
+        transport: moves the tensors.
+        device: of whose tensors, beside the host's, the transport takes (see `ByDevice`). Note [Order on the device] in
+            `devices.layer` says how a collective fits among what the device does.
+        check_calls: the ranks compare what they are about to do before each collective.
     """
 
     def __init__(
@@ -44,9 +50,14 @@ class HostGroup(ProcessGroup):
         name: str = "default",
         timeout_s: float,
         ranks: Sequence[int] | None = None,
+        device: DeviceLayer | None = None,
+        check_calls: bool = False,
     ) -> None:
         super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
         self._transport = transport
+        self._check_calls = check_calls
+        self._device = device
+        self._device_types = _CPU if device is None else _CPU | {device.device_type}
         self._progress = Progress(f"syncline-{name}-rank{rank}")
         self._sequence = itertools.count()
         self._splits_made = itertools.count()
@@ -62,8 +73,8 @@ class HostGroup(ProcessGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """Only the CPU."""
-        return _CPU
+        """The CPU, and the device that the group was made with."""
+        return self._device_types
 
     def describe(self) -> str:
         """The transport's own description."""
@@ -106,7 +117,7 @@ class HostGroup(ProcessGroup):
         """On the CPU, memory of the transport's; it has a place in the total order."""
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
-        call = Collective("allocate", None, f"numel={numel}, dtype={dtype}")
+        call = Collective("allocate", detail=f"numel={numel}, dtype={dtype}")
         made: list[torch.Tensor] = []
 
         def body(deadline: Deadline) -> None:
@@ -222,7 +233,7 @@ class HostGroup(ProcessGroup):
 
         def body(deadline: Deadline) -> None:
             counts = [entry.numel() for entry in outputs]
-            received = torch.empty(sum(counts), dtype=inputs[0].dtype)
+            received = torch.empty(sum(counts), dtype=inputs[0].dtype, device=inputs[0].device)
             packed = torch.cat([_flat(entry) for entry in inputs])
             self._transport.all_to_all(received, packed, counts, [entry.numel() for entry in inputs], call, deadline)
             for output, part in zip(outputs, torch.split(received, counts), strict=True):
@@ -270,7 +281,7 @@ class HostGroup(ProcessGroup):
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
         made: list[HostGroup] = []
         self._issue(
-            Collective("subset", None, f"members={members}"),
+            Collective("subset", detail=f"members={members}"),
             [],
             (),
             lambda deadline: made.append(self._part(members, name, crc32(name.encode()), timeout_s, deadline)),
@@ -287,6 +298,8 @@ class HostGroup(ProcessGroup):
             name=name,
             timeout_s=timeout_s,
             ranks=[self.ranks[member] for member in members],
+            device=self._device,
+            check_calls=self._check_calls,
         )
 
     # ---- two ranks ----
@@ -332,13 +345,18 @@ class HostGroup(ProcessGroup):
         """
         self._check_open(call)
         sequence = next(self._sequence) if is_numbered else None
+        order = None if self._device is None else self._ordered_on(self._device, (*outputs, *inputs))
+        if order is not None:
+            body = order.around(body)
 
         def run() -> None:
             self._run(call, sequence, body, (*outputs, *inputs))
 
         if not async_op and self._progress.run_here(run):
+            if order is not None:
+                order.join()
             return FinishedWork(outputs)
-        work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress)
+        work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress, order)
         self._in_flight.add(work)
         if not self._progress.enqueue(lambda: self._run_into(work, run)):
             self._in_flight.discard(work)
@@ -346,6 +364,10 @@ class HostGroup(ProcessGroup):
         if not async_op:
             work.wait()
         return work
+
+    def _ordered_on(self, device: DeviceLayer, tensors: Sequence[torch.Tensor]) -> StreamOrder | None:
+        owned = [tensor for tensor in tensors if device.owns(tensor)]
+        return device.order(owned) if owned else None
 
     def _run_into(self, work: PendingWork, run: Callable[[], None]) -> None:
         try:
@@ -363,6 +385,8 @@ class HostGroup(ProcessGroup):
             raise self._failed_before(call, sequence)
         deadline = self._deadline = Deadline(self.timeout_s)
         try:
+            if self._check_calls and sequence is not None:
+                self._compare(call, deadline)
             if is_tracked(tensors):
                 with untracked():
                     body(deadline)
@@ -379,6 +403,19 @@ class HostGroup(ProcessGroup):
             self._deadline = None
         if self._first_failure is not None:
             raise self._first_failure
+
+    def _compare(self, call: Collective, deadline: Deadline) -> None:
+        """Gather what all ranks are about to do: eight bytes of each, and the words only where these differ."""
+        mine = torch.tensor([call.digest()])
+        digests = self._empty_block(mine)
+        self._transport.all_gather(digests, mine, call, deadline)
+        if digests.eq(mine).all():
+            return
+        line = torch.frombuffer(bytearray(call.signature().encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES)), dtype=torch.uint8)
+        lines = self._empty_block(line)
+        self._transport.all_gather(lines, line, call, deadline)
+        said = [bytes(row.tolist()).decode(errors="replace").strip() for row in lines.view(self.size, _WORDS_BYTES)]
+        raise different_calls(said)
 
     # ---- complaints ----
 
@@ -418,7 +455,7 @@ class HostGroup(ProcessGroup):
     # ---- packing ----
 
     def _empty_block(self, part: torch.Tensor) -> torch.Tensor:
-        return torch.empty(self.size * part.numel(), dtype=part.dtype)
+        return torch.empty(self.size * part.numel(), dtype=part.dtype, device=part.device)
 
     def _unpack(self, block: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         for output, part in zip(outputs, block.view(self.size, block.numel() // self.size), strict=True):
@@ -428,17 +465,30 @@ class HostGroup(ProcessGroup):
 class GroupWork(PendingWork):
     """A pending work that may be waited for inside a callback of its own group."""
 
-    __slots__ = ("_progress",)
+    __slots__ = ("_order", "_progress")
 
-    def __init__(self, tensors: list[torch.Tensor], describe: Callable[[], str], progress: Progress) -> None:
+    def __init__(
+        self, tensors: list[torch.Tensor], describe: Callable[[], str], progress: Progress, order: StreamOrder | None
+    ) -> None:
         super().__init__(tensors, describe)
         self._progress = progress
+        self._order = order
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until finished; inside a callback, run the group's queue up to this collective."""
         if self._progress.is_running_here():
             self._progress.run_until(self.is_completed)
-        return super().wait(timeout)
+        super().wait(timeout)
+        if self._order is not None:
+            self._order.join()
+        return True
+
+    def _settle(self, future: TensorsFuture) -> None:
+        if self._order is None:
+            super()._settle(future)
+            return
+        with self._order.resumed():
+            super()._settle(future)
 
 
 def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:

@@ -12,7 +12,7 @@ from .deadline import DEFAULT_TIMEOUT_S, Deadline, seconds
 from .errors import CollectiveTimeout
 from .layout import untracked
 from .transport import Request
-from .work import TensorsFuture, Work
+from .work import TensorsFuture, Work, new_future
 
 
 class TransferWork(Work):
@@ -69,7 +69,7 @@ class TransferWork(Work):
         """The future of this transfer; the first call starts a thread that waits for it."""
         with self._settling:
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._future = new_future(self._tensors)
                 if self._done:
                     self._settle()
                 else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     TensorsFuture: TypeAlias = torch.futures.Future[list[torch.Tensor]]
 else:
     TensorsFuture = torch.futures.Future
+
+
+def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
+    """A future for these tensors; torch wants to know their CUDA devices beforehand."""
+    devices: list[int | str | torch.device] = list({tensor.device for tensor in tensors if tensor.is_cuda})
+    return torch.futures.Future(devices=devices or None)
 
 
 class Work(ABC):
@@ -98,7 +104,7 @@ class FinishedWork(Work):
 
     def get_future(self) -> TensorsFuture:
         """A future that is already complete."""
-        future: TensorsFuture = torch.futures.Future()
+        future = new_future(self._tensors)
         future.set_result(self._tensors)
         return future
 
@@ -170,8 +176,7 @@ class PendingWork(Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            future: TensorsFuture = torch.futures.Future()
-            self._future = future
+            future = self._future = new_future(self._tensors)
             already_done = self._done.is_set()
         if already_done:
             self._settle(future)

@@ -38,6 +38,7 @@ def init_process_group(
     store: Store | dist.Store | None = None,
     *,
     reproducible: bool | None = None,
+    check_calls: bool = False,
 ) -> ProcessGroup:
     """Connect all ranks of the job and make their group the default. Every rank calls it once.
 
@@ -55,6 +56,8 @@ def init_process_group(
             It must hold nothing of an earlier run.
         reproducible: reductions give the same bits in every run, at the price that the backend states. By default the site
             file's, else False. (Every rank of one run has the same bits always.)
+        check_calls: before each collective the ranks compare what they are about to do (not for sends and receives), so that a
+            mistake in a script is a `DisagreementError` that names both calls. It costs a small all_gather; for debugging.
 
     Returns:
         The default group, which `get_default_group()` returns from now on.
@@ -95,6 +98,7 @@ def init_process_group(
             timeout_s,
             reproducible=site.reproducible if reproducible is None else reproducible,
             store=store,
+            check_calls=check_calls,
         )
         _default = _load(choice).connect(request)
     if _default.rank == 0:

@@ -163,7 +163,14 @@ class GlooBackend(Backend):
         store, rank, size = rendezvous(request)
         store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
         transport = connect(store, rank, size, request.group_name, request.timeout_s)
-        return HostGroup(transport, rank, size, name=request.group_name, timeout_s=request.timeout_s)
+        return HostGroup(
+            transport,
+            rank,
+            size,
+            name=request.group_name,
+            timeout_s=request.timeout_s,
+            check_calls=request.check_calls,
+        )
 
 
 def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:

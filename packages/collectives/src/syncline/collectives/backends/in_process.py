@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..backend import Backend, ConnectRequest
-from ..collective import Collective
+from ..collective import Collective, different_calls
 from ..deadline import Deadline
 from ..errors import DisagreementError, InvalidArgumentError, LaunchError, TransportError
 from ..host_group import HostGroup
@@ -233,8 +233,7 @@ class InProcessTransport(Transport):
         met = self._meeting_point.exchange(self._round, self._rank, (call.signature(), value), deadline)
         signatures = [signature for signature, _ in met]
         if len(set(signatures)) > 1:
-            calls = "; ".join(f"rank {rank}: {signature}" for rank, signature in enumerate(signatures))
-            raise DisagreementError(f"the ranks called different collectives ({calls}); make every rank issue the same ones")
+            raise different_calls(signatures)
         return [value for _, value in met]
 
 

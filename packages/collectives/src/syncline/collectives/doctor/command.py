@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from ..devices.cuda_awareness import try_cuda_awareness
 from ..errors import SynclineError
 from ..launch import detect_launch
 from ..objects import exchange_objects
@@ -15,7 +16,6 @@ from ..process_group import ProcessGroup
 from ..registry import what_is_missing
 from ..site import BackendChoice, choose_backend, load_site
 from ..world import destroy_process_group, init_process_group
-from .cuda_awareness import try_cuda_awareness
 from .diagnosis import diagnose
 from .finding import exit_status, in_text
 from .observation import Observation, observe
@@ -53,7 +53,7 @@ def _gather(group: ProcessGroup) -> tuple[list[Observation], str | None]:
     placement = placement_of(group)
     aware = None
     if placement.local_rank == 0 and torch.cuda.is_available() and what_is_missing("mpi") is None:
-        aware = try_cuda_awareness()
+        aware = try_cuda_awareness().in_words
     ranks = exchange_objects(observe(os.environ, what_is_missing("mpi"), aware), group=group)
     return ranks, _wrong_sum(group)
 

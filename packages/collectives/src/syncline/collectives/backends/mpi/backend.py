@@ -9,9 +9,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ...backend import Backend, ConnectRequest
+from ...devices import ByDevice, DeviceLayer
+from ...devices.cuda import cuda_layer
+from ...devices.cuda_awareness import CudaAwareness, try_cuda_awareness
 from ...errors import BackendUnavailableError, LaunchError
 from ...host_group import HostGroup
 from ...launch import detect_launch
+from ...transport import Transport
 
 if TYPE_CHECKING:
     from .leaving import Goodbye
@@ -47,6 +51,7 @@ class MPIBackend(Backend):
 
         from .leaving import abort_on_uncaught
         from .node_transport import NodeTransport
+        from .transport import MPITransport
 
         if not MPI.Is_initialized():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -55,13 +60,33 @@ class MPIBackend(Backend):
         _check_threads()
         _check_sizes(request, world.Get_rank(), world.Get_size())
         _agree_to_say_goodbye()
+        device = cuda_layer()
+        transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible)
+        direct = MPITransport(world.Dup(), reproducible=request.reproducible) if _all_are_cuda_aware(device) else None
+        if device is not None:
+            transport = ByDevice(transport, world.Get_rank(), device, direct)
         return HostGroup(
-            NodeTransport(world.Dup(), reproducible=request.reproducible),
+            transport,
             world.Get_rank(),
             world.Get_size(),
             name=request.group_name,
             timeout_s=request.timeout_s,
+            device=device,
+            check_calls=request.check_calls,
         )
+
+
+def _all_are_cuda_aware(device: DeviceLayer | None) -> bool:
+    """Whether every rank has CUDA devices whose memory MPI can be given. A collective of all ranks of the job."""
+    from mpi4py import MPI
+
+    is_aware = device is not None and _cuda_awareness().is_aware
+    return bool(MPI.COMM_WORLD.allreduce(is_aware, MPI.LAND))
+
+
+@functools.cache
+def _cuda_awareness() -> CudaAwareness:
+    return try_cuda_awareness()
 
 
 @functools.cache

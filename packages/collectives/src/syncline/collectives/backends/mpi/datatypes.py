@@ -66,5 +66,10 @@ def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.
 
 
 def memory(tensor: torch.Tensor) -> MPI.buffer:
-    """The bytes of a contiguous CPU tensor, for MPI to read and write. The caller keeps the tensor alive."""
+    """The bytes of a contiguous tensor, for MPI to read and write. The caller keeps the tensor alive.
+
+    Of a CUDA tensor MPI knows no stream, so this waits until the device has done what the current stream was given.
+    """
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)

@@ -136,7 +136,7 @@ class MPITransport(Transport):
         step = self._piece_numel(tensor)
         for start in range(0, tensor.numel(), step):
             piece = tensor[start : start + step]
-            landing = None if rows is None else torch.empty((self._size, piece.numel()), dtype=tensor.dtype)
+            landing = None if rows is None else tensor.new_empty((self._size, piece.numel()))
             there = None if landing is None else (memory(landing), MPI.BYTE)
             here = (memory(piece), MPI.BYTE)
             self._collective("Gather", (here, there, root), piece.nbytes * self._size, call, deadline)
@@ -232,7 +232,7 @@ class MPITransport(Transport):
     def _reduced_slice(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> torch.Tensor:
         """Every rank gets its slice of all tensors and reduces it in rank order."""
         counts = self._byte_counts(tensor)
-        terms = torch.empty((self._size, counts[self._rank] // tensor.element_size()), dtype=tensor.dtype)
+        terms = tensor.new_empty((self._size, counts[self._rank] // tensor.element_size()))
         self._exchange(terms, tensor, counts, counts[self._rank], call, deadline)
         return reduce_in_rank_order(op, list(terms))
 
@@ -271,8 +271,10 @@ class MPITransport(Transport):
         non-blocking one, in which the ranks also compare what they are about to do (1-3 us). After it they are all there,
         for the same call, and the blocking form ends as soon as the data has moved. What no deadline covers any more is a
         rank that dies or hangs while it moves; the launcher ends the job then.
+
+        CUDA memory is only given to the blocking form: Open MPI crashes in the other.
         """
-        if nbytes < MEETING_BYTES:
+        if nbytes < MEETING_BYTES and (call.tensor is None or call.tensor.is_cpu):
             start = getattr(self._communicator, f"I{name.lower()}")
             self._meeting.run(call, lambda: start(*arguments), deadline)
             return

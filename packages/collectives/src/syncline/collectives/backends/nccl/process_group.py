@@ -119,7 +119,7 @@ class NcclGroup(ProcessGroup):
     # ---- reductions ----
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        call = Collective("all_reduce", tensor, f"op={op.name}")
+        call = Collective("all_reduce", tensor, op)
         native = self._native(op, tensor)
         if native is None:
             body: Body = partial(algorithms.all_reduce_in_steps, tensor=tensor, op=op)
@@ -128,7 +128,7 @@ class NcclGroup(ProcessGroup):
         return self._engine.issue(call, body, [tensor], async_op=async_op, in_steps=native is None)
 
     def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
-        call = Collective("reduce", tensor, f"op={op.name}, root={root}")
+        call = Collective("reduce", tensor, op, root)
         native = self._native(op, tensor)
         if native is None:
             body: Body = partial(algorithms.reduce_in_steps, tensor=tensor, root=root, op=op)
@@ -137,11 +137,11 @@ class NcclGroup(ProcessGroup):
         return self._engine.issue(call, body, [tensor], async_op=async_op, in_steps=native is None)
 
     def _reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: Reduction, async_op: bool) -> Work:
-        call = Collective("reduce_scatter", output, f"op={op.name}")
+        call = Collective("reduce_scatter", output, op)
         return self._scatter_reduced(call, output, inputs, op, async_op)
 
     def _reduce_scatter_tensor(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        call = Collective("reduce_scatter_tensor", output, f"op={op.name}")
+        call = Collective("reduce_scatter_tensor", output, op)
         return self._scatter_reduced(call, output, [tensor], op, async_op)
 
     def _scatter_reduced(
@@ -161,7 +161,7 @@ class NcclGroup(ProcessGroup):
     # ---- moves ----
 
     def _broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work:
-        call = Collective("broadcast", tensor, f"root={root}")
+        call = Collective("broadcast", tensor, root=root)
         return self._engine.issue(call, partial(algorithms.broadcast, tensor=tensor, root=root), [tensor], async_op=async_op)
 
     def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Work:
@@ -175,24 +175,24 @@ class NcclGroup(ProcessGroup):
         return self._engine.issue(call, body, [output], [tensor], async_op=async_op)
 
     def _gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
-        call = Collective("gather", tensor, f"root={root}")
+        call = Collective("gather", tensor, root=root)
         body = partial(algorithms.gather, tensor=tensor, outputs=outputs, root=root)
         return self._engine.issue(call, body, outputs or [], [tensor], async_op=async_op)
 
     def _scatter(self, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
-        call = Collective("scatter", tensor, f"root={root}")
+        call = Collective("scatter", tensor, root=root)
         body = partial(algorithms.scatter, tensor=tensor, inputs=inputs, root=root)
         return self._engine.issue(call, body, [tensor], inputs or [], async_op=async_op)
 
     def _all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool) -> Work:
-        call = Collective("all_to_all", None, f"dtype={inputs[0].dtype}")
+        call = Collective("all_to_all", detail=f"dtype={inputs[0].dtype}")
         body = partial(algorithms.all_to_all, outputs=outputs, inputs=inputs)
         return self._engine.issue(call, body, outputs, inputs, async_op=async_op)
 
     def _all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], async_op: bool
     ) -> Work:
-        call = Collective("all_to_all_single", None, f"dtype={tensor.dtype}, row={list(tensor.shape[1:])}")
+        call = Collective("all_to_all_single", detail=f"dtype={tensor.dtype}, row={list(tensor.shape[1:])}")
         row = math.prod(tensor.shape[1:])
         body = partial(
             algorithms.all_to_all_single,
@@ -229,12 +229,12 @@ class NcclGroup(ProcessGroup):
     # ---- two ranks ----
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
-        call = Collective("send", tensor, f"dst={dst}, tag={tag}")
+        call = Collective("send", tensor, detail=f"dst={dst}, tag={tag}")
         self._check_tag(call, tag)
         return self._transfer(call, partial(algorithms.send, tensor=tensor), tensor, (self.rank, dst), async_op)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
-        call = Collective("recv", tensor, f"src={'any' if src is None else src}, tag={tag}")
+        call = Collective("recv", tensor, detail=f"src={'any' if src is None else src}, tag={tag}")
         self._check_tag(call, tag)
         if src is None:
             raise InvalidArgumentError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,22 +62,15 @@ def _wait_for_all(futures: list[torch.futures.Future[Any]]) -> None:
 
 def callbacks_that_wait(group: ProcessGroup) -> None:
     """A callback issues a collective and waits for it; the next one from the main thread comes after."""
-    meetings = _Meetings(group)
-    futures = []
-    for k in range(_ROUNDS):
-
-        def then(_: torch.futures.Future[Any], k: int = k) -> None:
-            meetings.log.append(f"A{k}")
-            meetings.meet(f"B{k}")
-
-        futures.append(meetings.start(f"A{k}").get_future().then(then))
-    _wait_for_all(futures)
-    meetings.expect_in_order([f"{letter}{k}" for k in range(_ROUNDS) for letter in "AB"])
+    _callbacks_that_wait(_Meetings(group), lambda _meetings, _k: None)
 
 
 def callbacks_while_the_main_thread_issues(group: ProcessGroup) -> None:
     """The main thread goes on issuing, and waiting, while callbacks do the same."""
-    meetings = _Meetings(group)
+    _callbacks_that_wait(_Meetings(group), lambda meetings, k: meetings.start(f"C{k}", async_op=k % 2 == 0).wait())
+
+
+def _callbacks_that_wait(meetings: _Meetings, meanwhile: Callable[[_Meetings, int], object]) -> None:
     futures = []
     for k in range(_ROUNDS):
 
@@ -85,7 +79,7 @@ def callbacks_while_the_main_thread_issues(group: ProcessGroup) -> None:
             meetings.meet(f"B{k}")
 
         futures.append(meetings.start(f"A{k}").get_future().then(then))
-        meetings.start(f"C{k}", async_op=k % 2 == 0).wait()
+        meanwhile(meetings, k)
     _wait_for_all(futures)
     meetings.expect_in_order([f"{letter}{k}" for k in range(_ROUNDS) for letter in "AB"])
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from syncline.collectives.doctor import cuda_awareness
-from syncline.collectives.doctor.cuda_awareness import try_cuda_awareness
+from syncline.collectives.devices import cuda_awareness
+from syncline.collectives.devices.cuda_awareness import CudaAwareness, try_cuda_awareness
 
 
 @pytest.mark.parametrize(
@@ -18,12 +18,12 @@ from syncline.collectives.doctor.cuda_awareness import try_cuda_awareness
     ],
 )
 def test_outcomes(child: str, expected: str) -> None:
-    assert try_cuda_awareness(child=child) == expected
+    assert try_cuda_awareness(child=child) == CudaAwareness(expected.startswith("yes"), expected)
 
 
 def test_a_hang_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_awareness, "TIMEOUT_S", 0.5)
-    assert "did not end within 0.5 s" in try_cuda_awareness(child="import time; time.sleep(60)")
+    assert "did not end within 0.5 s" in try_cuda_awareness(child="import time; time.sleep(60)").in_words
 
 
 def test_the_child_does_not_join_the_job() -> None:
@@ -32,4 +32,4 @@ def test_the_child_does_not_join_the_job() -> None:
         "import os; assert 'KEPT' in os.environ; "
         "assert not {'PMI_RANK', 'OMPI_COMM_WORLD_SIZE', 'SLURM_PROCID'} & set(os.environ); print('aware')"
     )
-    assert try_cuda_awareness(environ, child).startswith("yes")
+    assert try_cuda_awareness(environ, child).is_aware

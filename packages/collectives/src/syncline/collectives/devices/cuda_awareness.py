@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 TIMEOUT_S = 120.0
 
@@ -29,16 +30,24 @@ print("aware")
 """
 
 
-def try_cuda_awareness(environ: Mapping[str, str] = os.environ, child: str = _CHILD) -> str:
-    """Transfer and reduce CUDA memory by MPI in a child process of one rank; the outcome in words, starting "yes" or "no"."""
+@dataclass(frozen=True)
+class CudaAwareness:
+    """Whether MPI can be given CUDA memory, and how that was found out."""
+
+    is_aware: bool
+    in_words: str
+
+
+def try_cuda_awareness(environ: Mapping[str, str] = os.environ, child: str = _CHILD) -> CudaAwareness:
+    """Transfer and reduce CUDA memory by MPI in a child process of one rank."""
     own = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
     try:
         done = subprocess.run([sys.executable, "-c", child], env=own, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return f"no: a transfer of CUDA memory by MPI did not end within {TIMEOUT_S:g} s"
+        return CudaAwareness(False, f"no: a transfer of CUDA memory by MPI did not end within {TIMEOUT_S:g} s")
     if done.returncode == 0 and "aware" in done.stdout:
-        return "yes: MPI moved and reduced CUDA memory correctly"
+        return CudaAwareness(True, "yes: MPI moved and reduced CUDA memory correctly")
     if done.returncode < 0:
-        return f"no: MPI crashed on CUDA memory (signal {-done.returncode})"
+        return CudaAwareness(False, f"no: MPI crashed on CUDA memory (signal {-done.returncode})")
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return f"no: MPI did not move CUDA memory ({last})"
+    return CudaAwareness(False, f"no: MPI did not move CUDA memory ({last})")

@@ -1,0 +1,121 @@
+"""ByDevice: a host transport for the host's tensors, and another way for those of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..collective import Collective
+from ..deadline import Deadline
+from ..reduce_op import Reduction
+from ..transport import Request, Transport
+from .layer import DeviceLayer
+from .staged_transport import StagedTransport
+
+
+class ByDevice(Transport):
+    """Hands every call to one of two transports of the same ranks, by where its tensor is.
+
+    Args:
+        host: for tensors in host memory, and for calls without a tensor.
+        rank: this rank in it.
+        device: tells which tensors are its own.
+        direct: for tensors of the device; without it they are staged through the host.
+    """
+
+    def __init__(self, host: Transport, rank: int, device: DeviceLayer, direct: Transport | None = None) -> None:
+        self.backend_name = host.backend_name
+        self._host = host
+        self._rank = rank
+        self._device = device
+        self._direct = direct
+        self._on_device = direct or StagedTransport(host, rank, device)
+
+    def describe(self) -> str:
+        """What the host transport says, and how tensors of the device travel."""
+        if self._direct is None:
+            return self._on_device.describe()
+        return f"{self._host.describe()}, {self._device.device_type} directly"
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """By the tensor."""
+        self._for(tensor).all_reduce(tensor, op, call, deadline)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """By the tensor."""
+        self._for(tensor).reduce(tensor, root, op, call, deadline)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
+        """By the tensor."""
+        self._for(tensor).broadcast(tensor, root, call, deadline)
+
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+        """By the tensor."""
+        self._for(tensor).all_gather(block, tensor, call, deadline)
+
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+        """By the tensor."""
+        self._for(tensor).gather(tensor, block, root, call, deadline)
+
+    def scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
+    ) -> None:
+        """By the tensor."""
+        self._for(tensor).scatter(tensor, block, root, call, deadline)
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        """By the tensor."""
+        self._for(tensor).reduce_scatter(tensor, block, op, call, deadline)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        call: Collective,
+        deadline: Deadline,
+    ) -> None:
+        """By the input."""
+        self._for(tensor).all_to_all(output, tensor, output_counts, input_counts, call, deadline)
+
+    def barrier(self, call: Collective, deadline: Deadline) -> None:
+        """The host's."""
+        self._host.barrier(call, deadline)
+
+    def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
+        """By the tensor."""
+        return self._for(tensor).start_send(tensor, dst, tag)
+
+    def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
+        """By the tensor."""
+        return self._for(tensor).start_recv(tensor, src, tag)
+
+    def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
+        """The host's."""
+        return self._host.allocate(numel, dtype, call, deadline)
+
+    def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
+        """Both on a subset."""
+        return ByDevice(
+            self._host.subset(members, name, number, deadline),
+            list(members).index(self._rank),
+            self._device,
+            None if self._direct is None else self._direct.subset(members, name, number, deadline),
+        )
+
+    def close(self) -> None:
+        """Close both."""
+        self._on_device.close()
+        self._host.close()
+
+    def abort(self) -> None:
+        """Abort both."""
+        self._on_device.abort()
+        self._host.abort()
+
+    def _for(self, tensor: torch.Tensor) -> Transport:
+        return self._on_device if self._device.owns(tensor) else self._host

@@ -1,0 +1,181 @@
+"""Tensors of a device over a host transport; the device is played by the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from syncline.collectives import ProcessGroup, ReduceOp, TransportError
+from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
+from syncline.collectives.devices import ByDevice
+from syncline.collectives.host_group import HostGroup
+from syncline.collectives.testing import CHECKS, Check, run_ranks
+from syncline.collectives.testing.played_device import PlayedDevice
+
+pytestmark = pytest.mark.ranks
+
+
+Make = Callable[[int], tuple[HostGroup, PlayedDevice]]
+
+
+def staged(size: int, is_mine: Callable[[torch.Tensor], bool] = lambda _: True) -> Make:
+    meeting_point = MeetingPoint(size)
+
+    def make(rank: int) -> tuple[HostGroup, PlayedDevice]:
+        device = PlayedDevice(is_mine)
+        transport = ByDevice(InProcessTransport(meeting_point, rank), rank, device)
+        return HostGroup(transport, rank, size, timeout_s=20, device=device), device
+
+    return make
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_conformance(check: Check) -> None:
+    """All operations and dtypes cross to the host and back, also on sub-groups."""
+    make = staged(2)
+
+    def body(outer: ProcessGroup) -> None:
+        group, _ = make(outer.rank)
+        check(group)
+        group.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("call", "on_root", "elsewhere"),
+    [
+        (lambda g, one, all_: g.all_reduce(one), ["in", "out"], ["in", "out"]),
+        (lambda g, one, all_: g.reduce(one, 1), ["in", "out"], ["in"]),
+        (lambda g, one, all_: g.broadcast(one, 1), ["in"], ["out"]),
+        (lambda g, one, all_: g.all_gather_into_tensor(all_, one), ["in", "out"], ["in", "out"]),
+        (lambda g, one, all_: g.gather(one, list(all_.view(2, -1)) if g.rank == 1 else None, 1), ["in", "out"], ["in"]),
+        (lambda g, one, all_: g.scatter(one, list(all_.view(2, -1)) if g.rank == 1 else None, 1), ["in", "out"], ["out"]),
+        (lambda g, one, all_: g.reduce_scatter_tensor(one, all_), ["in", "out"], ["in", "out"]),
+        (lambda g, one, all_: g.all_to_all_single(all_, all_.clone()), ["in", "out"], ["in", "out"]),
+        (lambda g, one, all_: g.barrier(), [], []),
+    ],
+)
+def test_nothing_crosses_in_vain(call, on_root: list[str], elsewhere: list[str]) -> None:
+    make = staged(2)
+
+    def body(outer: ProcessGroup) -> list[str]:
+        group, device = make(outer.rank)
+        call(group, torch.full((3,), outer.rank + 1.0), torch.arange(6.0) + outer.rank)
+        return [entry for entry in device.log if entry in ("in", "out")]
+
+    assert run_ranks(2, body) == [elsewhere, on_root]
+
+
+def test_a_blocking_call_is_in_order_on_return() -> None:
+    group, device = staged(1)(0)
+    group.all_reduce(torch.ones(2))
+    assert device.log == ["issued", "entered", "in", "out", "left", "joined"]
+
+
+def test_a_work_is_in_order_on_every_thread_that_waits() -> None:
+    group, device = staged(1)(0)
+    work = group.all_reduce(torch.ones(2), async_op=True)
+    work.wait()
+    assert device.log == ["issued", "entered elsewhere", "in", "out", "left", "joined"]
+    thread = threading.Thread(target=work.wait)
+    thread.start()
+    thread.join()
+    assert device.log[-1] == "joined elsewhere"
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("is_late", "expected"),
+    [(False, ["resumed", "callback", "suspended"]), (True, ["resumed", "suspended", "callback"])],
+)
+def test_a_future_is_told_on_the_groups_streams(is_late: bool, expected: list[str]) -> None:
+    group, device = staged(1)(0)
+    gate = threading.Event()
+    group._progress.enqueue(lambda: gate.wait(10) and None)
+    work = group.all_reduce(torch.ones(2), async_op=True)
+    if is_late:
+        gate.set()
+        work.wait()
+    work.get_future().add_done_callback(lambda _: device.log.append("callback"))
+    gate.set()
+    group.close()
+    assert [entry for entry in device.log if entry in expected] == expected
+
+
+def test_a_transfer_has_arrived_when_waited_for() -> None:
+    make = staged(2)
+
+    def body(outer: ProcessGroup) -> list[str]:
+        group, device = make(outer.rank)
+        tensor = torch.full((3,), outer.rank + 1.0)
+        if outer.rank == 0:
+            group.send(tensor, 1)
+        else:
+            group.recv(tensor, 0)
+            assert tensor.tolist() == [1.0] * 3
+        return device.log
+
+    assert run_ranks(2, body) == [["in"], ["issued", "entered", "out", "finished", "left"]]
+
+
+def test_tensors_of_the_host_stay_there() -> None:
+    group, device = staged(1, lambda tensor: tensor.numel() > 2)(0)
+    group.all_reduce(torch.ones(2))
+    assert device.log == []
+    group.all_reduce(torch.ones(3))
+    assert "in" in device.log
+    assert group.device_types == {"cpu", "cuda"}
+    assert "cuda staged through the host" in group.describe()
+
+
+def test_ranks_may_differ_in_where_the_tensor_is() -> None:
+    groups = staged(2)
+
+    def body(outer: ProcessGroup) -> None:
+        group, device = groups(outer.rank)
+        device.is_mine = lambda _: outer.rank == 0
+        tensor = torch.full((3,), outer.rank + 1.0)
+        group.all_reduce(tensor)
+        assert tensor.tolist() == [3.0] * 3
+        assert ("in" in device.log) is (outer.rank == 0)
+
+    run_ranks(2, body)
+
+
+def test_directly() -> None:
+    device = PlayedDevice(lambda tensor: tensor.numel() > 2)
+
+    class Direct(InProcessTransport):
+        def all_reduce(self, tensor, op, call, deadline) -> None:
+            tensor.fill_(7)
+
+    transport = ByDevice(InProcessTransport(MeetingPoint(1), 0), 0, device, Direct(MeetingPoint(1), 0))
+    group = HostGroup(transport, 0, 1, timeout_s=5, device=device)
+    small, large = torch.ones(2), torch.ones(3)
+    group.all_reduce(small)
+    group.all_reduce(large)
+    assert (small.tolist(), large.tolist()) == ([1.0] * 2, [7.0] * 3)
+    assert device.log == ["issued", "entered", "left", "joined"]
+    assert "cuda directly" in group.describe()
+
+
+def test_memory_that_a_library_may_still_write_is_kept() -> None:
+    written: list[torch.Tensor] = []
+
+    class Gone(InProcessTransport):
+        def all_reduce(self, tensor, op, call, deadline) -> None:
+            written.append(tensor)
+            raise TransportError("the wire was cut")
+
+    device = PlayedDevice()
+    transport = ByDevice(Gone(MeetingPoint(1), 0), 0, device)
+    group = HostGroup(transport, 0, 1, timeout_s=5, device=device)
+    tensor = torch.ones(3)
+    with pytest.raises(TransportError, match=r"all_reduce\(float32\[3\], op=SUM\), number 0 .*the wire was cut"):
+        group.all_reduce(tensor, ReduceOp.SUM)
+    assert tensor.tolist() == [1.0] * 3
+    assert any(written[0] is kept for kept in transport._on_device._abandoned)

@@ -1,0 +1,96 @@
+"""CUDA tensors over a host transport, on a real device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from syncline.collectives import ProcessGroup, ReduceOp
+from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
+from syncline.collectives.devices import ByDevice
+from syncline.collectives.devices.cuda import CudaLayer, cuda_layer
+from syncline.collectives.host_group import HostGroup
+from syncline.collectives.testing import run_ranks
+
+NUMEL = 1 << 20
+
+
+def test_no_layer_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cuda_layer() is None
+
+
+def on_two_ranks(check) -> None:
+    meeting_point = MeetingPoint(2)
+
+    def body(outer: ProcessGroup) -> None:
+        device = CudaLayer()
+        transport = ByDevice(InProcessTransport(meeting_point, outer.rank), outer.rank, device)
+        group = HostGroup(transport, outer.rank, 2, timeout_s=60, device=device)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            check(group)
+        group.close()
+
+    run_ranks(2, body)
+
+
+def late_ones(rank: int) -> torch.Tensor:
+    """Rank + 1 everywhere, but only after the device has been busy for some milliseconds."""
+    tensor = torch.zeros(NUMEL, device="cuda")
+    torch.cuda._sleep(20_000_000)
+    return tensor.add_(rank + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnADevice:
+    def test_inputs_are_waited_for_and_results_are_in_order(self) -> None:
+        def check(group: ProcessGroup) -> None:
+            for is_async in (False, True):
+                tensor = late_ones(group.rank)
+                group.all_reduce(tensor, async_op=is_async).wait()
+                assert tensor.add_(1).eq(4).all()
+
+        on_two_ranks(check)
+
+    def test_a_callback_is_in_order(self) -> None:
+        def check(group: ProcessGroup) -> None:
+            future = group.all_reduce(late_ones(group.rank), ReduceOp.AVG, async_op=True).get_future()
+            halved = future.then(lambda done: done.value()[0] / 2)
+            assert halved.wait().eq(0.75).all()
+
+        on_two_ranks(check)
+
+    def test_lists_strides_and_halves(self) -> None:
+        def check(group: ProcessGroup) -> None:
+            mine = torch.full((4, 6), group.rank + 1.0, device="cuda", dtype=torch.bfloat16).t()
+            outputs = [torch.empty_like(mine) for _ in range(2)]
+            group.all_gather(outputs, mine)
+            assert [output.unique().tolist() for output in outputs] == [[1.0], [2.0]]
+            group.all_to_all(outputs, [mine, mine * 10])
+            assert outputs[0].unique().tolist() == [1.0 if group.rank == 0 else 10.0]
+            assert outputs[0].is_cuda
+
+        on_two_ranks(check)
+
+    def test_send_and_recv(self) -> None:
+        def check(group: ProcessGroup) -> None:
+            if group.rank == 0:
+                group.send(late_ones(4), 1)
+            else:
+                tensor = torch.zeros(NUMEL, device="cuda")
+                group.recv(tensor, 0)
+                assert tensor.eq(5).all()
+
+        on_two_ranks(check)
+
+    def test_memory_may_be_freed_while_in_flight(self) -> None:
+        def check(group: ProcessGroup) -> None:
+            works = [group.all_reduce(late_ones(group.rank), async_op=True) for _ in range(4)]
+            torch.full((NUMEL,), -1.0, device="cuda")
+            for work in works:
+                work.wait()
+                assert work.result()[0].eq(3).all()
+
+        on_two_ranks(check)

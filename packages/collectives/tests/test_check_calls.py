@@ -1,0 +1,79 @@
+"""`check_calls`: ranks that call different collectives are told, also by a backend that does not compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from syncline.collectives import DisagreementError, ProcessGroup
+from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
+from syncline.collectives.host_group import HostGroup
+from syncline.collectives.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+class Trusting(InProcessTransport):
+    """Does not compare the calls, as Gloo does not."""
+
+    def _meet(self, call, value, deadline):
+        return super()._meet(call._replace(name="anything", tensor=None, op=None, root=None, detail=""), value, deadline)
+
+
+def on_two_ranks(body: Callable[[ProcessGroup], object], *, check_calls: bool = True) -> None:
+    meeting_point = MeetingPoint(2)
+
+    def rank_body(outer: ProcessGroup) -> None:
+        transport = Trusting(meeting_point, outer.rank)
+        body(HostGroup(transport, outer.rank, 2, timeout_s=10, check_calls=check_calls))
+
+    run_ranks(2, rank_body)
+
+
+CALLS = {
+    "all_reduce(float32[3], op=SUM)": lambda group: group.all_reduce(torch.ones(3)),
+    "all_reduce(float32[2], op=SUM)": lambda group: group.all_reduce(torch.ones(2)),
+    "all_reduce(float64[3], op=SUM)": lambda group: group.all_reduce(torch.ones(3).double()),
+    "broadcast(float32[3], root=0)": lambda group: group.broadcast(torch.ones(3)),
+    "broadcast(float32[3], root=1)": lambda group: group.broadcast(torch.ones(3), 1),
+    "barrier()": lambda group: group.barrier(),
+}
+
+
+@pytest.mark.parametrize("second", list(CALLS)[1:])
+def test_both_calls_are_named(second: str) -> None:
+    first = next(iter(CALLS))
+
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(DisagreementError) as caught:
+            CALLS[(first, second)[group.rank]](group)
+        assert f"(rank 0: {first}; rank 1: {second})" in str(caught.value)
+        group.abort()
+
+    on_two_ranks(body)
+
+
+def test_without_it_nobody_notices() -> None:
+    def body(group: ProcessGroup) -> None:
+        tensor = torch.ones(3)
+        group.all_reduce(tensor) if group.rank == 0 else group.broadcast(tensor)
+
+    on_two_ranks(body, check_calls=False)
+
+
+def test_equal_calls_go_through_also_in_subgroups() -> None:
+    def body(group: ProcessGroup) -> None:
+        tensor = torch.full((3,), group.rank + 1.0)
+        group.all_reduce(tensor, async_op=True).wait()
+        part = group.split(0)
+        assert part is not None
+        part.broadcast(tensor)
+        assert tensor.tolist() == [3.0] * 3
+        with pytest.raises(DisagreementError, match=r"rank 0: reduce\(float32\[3\], op=SUM, root=0\); rank 1: barrier\(\)"):
+            part.reduce(tensor) if group.rank == 0 else part.barrier()
+        part.abort()
+        group.close()
+
+    on_two_ranks(body)
