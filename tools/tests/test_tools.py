@@ -112,7 +112,7 @@ def test_without_a_gpu_the_reason_is_said(
     assert capsys.readouterr().out == f"gpu: skipped, {missing}\n"
 
 
-@pytest.mark.parametrize(("status", "failed"), [(0, 0), (1, 2)])
+@pytest.mark.parametrize(("status", "failed"), [(0, 0), (1, 3)])
 def test_the_summary_of_a_gpu(
     status: int, failed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +121,14 @@ def test_the_summary_of_a_gpu(
     monkeypatch.setattr(gpu, "capture", lambda command, **options: Outcome(status, "what it said"))
     assert gpu.run_all(Path(sys.executable)) == failed
     said = capsys.readouterr().out
-    assert said.count("what it said") == 2
-    for words in ("=== summary ===", "gpu       A, A", "cupy      none", "tests     ", "benchmark "):
+    assert said.count("what it said") == 3
+    for words in (
+        "=== summary ===",
+        "gpu       A, A",
+        "cupy      none",
+        "integration_tests/test_gpu.py ",
+        "nccl/test_gpu.py ",
+        "benchmark ",
+    ):
         assert words in said
     assert said.count("FAILED") == failed
