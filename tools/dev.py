@@ -1,4 +1,4 @@
-"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,unit,ranks,wheels}.
+"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,unit,ranks,wheels,gpu}.
 
 Needs Python 3.10 or newer with pip, and nothing else: `.venv` is made on the first run, and what a
 verb needs is installed into it. Nothing is installed again until a requirement changes.
@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import gpu as on_gpu
 import mpi_runtimes
 import rank_log
 import wheels
 from commands import ROOT, ToolError, capture, run
-from environment import BASE, IMPI, LAYERS, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
+from environment import BASE, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
 
 DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
 JOBS = ROOT / "integration_tests"
@@ -89,6 +90,11 @@ def build_wheels(_: argparse.Namespace) -> int:
     return wheels.build_and_test()
 
 
+def gpu(options: argparse.Namespace) -> int:
+    """Run what needs a GPU, with the torch and CuPy of this machine."""
+    return on_gpu.run_all(options.python)
+
+
 def test(options: argparse.Namespace) -> int:
     """Run everything, even after a failure, and end with a table."""
     options.mpi, options.sizes, options.expression, options.paths = None, SIZES, "", []
@@ -106,10 +112,11 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     demo: (PACKAGES,),
     lint: (PACKAGES, TOOLS),
     types: (PACKAGES, TOOLS),
-    unit: (PACKAGES, TOOLS),
+    unit: (PACKAGES, TOOLS, NCCL),
     ranks: (PACKAGES, TOOLS),
     build_wheels: (PACKAGES, TOOLS, BASE),
-    test: (PACKAGES, TOOLS, OPENMPI, IMPI, BASE),
+    gpu: (),
+    test: (PACKAGES, TOOLS, NCCL, OPENMPI, IMPI, BASE),
 }
 
 
@@ -126,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _install(options: argparse.Namespace) -> None:
+    if options.verb is gpu:
+        return
     if options.skip_install:
         require()
         return
@@ -206,6 +215,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add(verbs, "unit", unit, "tests without mpirun: pure ones, and ranks as threads")
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
     _add(verbs, "wheels", build_wheels, "build the wheels and test each installed alone")
+    _add_gpu(_add(verbs, "gpu", gpu, "what needs a GPU, with the torch and CuPy of this machine; installs nothing"))
     options, passed_on = parser.parse_known_args(arguments)
     options.passed_on = passed_on
     if options.passed_on and options.verb is not demo:
@@ -238,6 +248,11 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     add("--mpi", choices=mpi_runtimes.NAMES, default="mpich", help="which MPI (default: mpich)")
     add("--backend", metavar="NAME", help="communication backend (default: automatic)")
     add("--epochs", type=int, metavar="N", help="passes over the training data")
+
+
+def _add_gpu(parser: argparse.ArgumentParser) -> None:
+    found = on_gpu.default_python()
+    parser.add_argument("--python", type=Path, default=found, help="the Python that has them (default: this one)")
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:

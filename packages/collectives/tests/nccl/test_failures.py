@@ -149,7 +149,7 @@ def test_tensors_on_two_gpus() -> None:
     with pytest.raises(InvalidArgumentError, match="expected all tensors on one GPU, found cuda:0 and cuda:1"):
         engine._device_of(call, pair)  # type: ignore[arg-type]
     engine._link = Fake(device=torch.device("cuda", 0))  # type: ignore[assignment]
-    with pytest.raises(InvalidArgumentError, match="the group serves cuda:0, the GPU of its first .*found tensors on cuda:1"):
+    with pytest.raises(InvalidArgumentError, match=r"the group serves cuda:0, the GPU of its first .*found tensors on cuda:1"):
         engine._connected(call, torch.device("cuda", 1))  # type: ignore[arg-type]
     assert first.device == second.device
 
@@ -322,7 +322,7 @@ def test_abort_wakes_who_waits() -> None:
 def test_a_rank_that_does_not_connect_is_named() -> None:
     def body(group: NcclGroup) -> None:
         if group.rank == 0:
-            with pytest.raises(TransportError, match="rank 1 did not come to 'ranks/all' within 0.5 s"):
+            with pytest.raises(TransportError, match=r"rank 1 did not come to 'ranks/all' within 0\.5 s"):
                 group.all_reduce(torch.ones(1))
 
     run_on_stand_ins(2, body, timeout_s=0.5)
@@ -333,7 +333,7 @@ def test_a_transfer_whose_peer_never_comes() -> None:
     def body(group: NcclGroup) -> None:
         if group.rank == 0:
             work = group.recv(torch.ones(1), 1, async_op=True)
-            with pytest.raises(TransportError, match="rank 1 did not come to 'ranks/0 to 1'|recv"):
+            with pytest.raises(TransportError, match=r"rank 1 did not come to 'ranks/0 to 1'"):
                 work.wait(20)
 
     run_on_stand_ins(2, body, timeout_s=0.5)

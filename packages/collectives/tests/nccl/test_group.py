@@ -105,6 +105,23 @@ def test_what_cannot_be_coalesced() -> None:
     group.close()
 
 
+def test_a_batch_that_is_given_up_fails_its_work() -> None:
+    group = alone()
+    works = []
+
+    def give_up() -> None:
+        with group.coalescing():
+            works.append(group.all_reduce(torch.ones(2), async_op=True))
+            raise ValueError("the caller's own")
+
+    with pytest.raises(ValueError, match="the caller's own"):
+        give_up()
+    with pytest.raises(ValueError, match="the caller's own"):
+        works[0].wait()
+    group.all_reduce(torch.ones(2))
+    group.close()
+
+
 def test_memory_in_flight_is_held_until_the_stream_is_ordered() -> None:
     def body(group: NcclGroup) -> None:
         group.barrier()

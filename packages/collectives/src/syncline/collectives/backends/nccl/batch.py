@@ -30,9 +30,6 @@ class Batch:
         self.outputs += outputs
         self.reads += reads
 
-    def __len__(self) -> int:
-        return len(self._bodies)
-
     def run(self, comm: Communicator) -> None:
         """Call NCCL for all of them in one group, then do what remains for each."""
         with comm.group():

@@ -129,13 +129,17 @@ class Engine:
             if self._batch is not None:
                 raise MisuseError(f"coalescing on {self._place()}: another coalescing context is open; close it first")
             batch = self._batch = Batch()
-            work = self._batch_work = self._new_work(call, batch.outputs, batch.reads, self.device)
         try:
             yield
+        except BaseException as error:
+            if self._batch_work is not None:
+                self._batch_work.fail(error)
+            raise
         finally:
+            work = self._batch_work
             with self._lock:
                 self._batch = self._batch_work = None
-        if len(batch):
+        if work is not None:
             with self._lock:
                 self._check_usable(call)
                 assert self._link is not None
@@ -171,8 +175,9 @@ class Engine:
                 "pass async_op=True, or issue it outside"
             )
         assert self._batch is not None
-        assert self._batch_work is not None
         self._connected(call, device)
+        if self._batch_work is None:
+            self._batch_work = self._new_work(Collective("coalesced"), self._batch.outputs, (), device)
         self._batch.add(body, outputs, reads)
         return self._batch_work
 
@@ -271,6 +276,8 @@ class Engine:
         except BaseException as error:
             failure = self._failure_of(work, error)
             self._watchdog.fail(failure)
+            if failure is error:
+                raise
             raise failure from error
         work.is_issued_as(link.lane, moment, captured=captured)
 

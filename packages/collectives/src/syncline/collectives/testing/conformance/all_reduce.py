@@ -143,7 +143,8 @@ def same_bits_everywhere(group: ProcessGroup) -> None:
     for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
         for dtype in sorted(FLOATS | COMPLEX, key=str):
             for numel in (1, 2, 3, 1000, 70_001):
-                tensor = torch.randn(numel, generator=generator, dtype=torch.complex128).mul_(3)
+                tensor = torch.randn(numel, generator=generator, dtype=torch.complex128, device=generator.device).mul_(3)
+                tensor = tensor.to(torch.empty(0).device)
                 mine = (tensor if dtype in COMPLEX else tensor.real).to(dtype)
                 group.all_reduce(mine, op)
                 _expect_same_everywhere(group, mine, f"{op.name} of {numel} random {dtype}")

@@ -33,7 +33,8 @@ from .values import Check as Check
 from .values import CheckError
 
 #: By name. Each is called on every rank with that rank's group, of any size, and raises if something is wrong. It
-#: leaves the group usable. All need CPU tensors; a group that does not move them is not for this suite.
+#: leaves the group usable. The tensors are on torch's default device: for a group that serves GPUs, call a check inside
+#: `with torch.device("cuda"):`.
 CHECKS: dict[str, Check] = {
     **all_reduce.CHECKS,
     **broadcast.CHECKS,

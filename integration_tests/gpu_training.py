@@ -1,0 +1,119 @@
+"""One rank that trains on a GPU: RANK SIZE FOLDER. The part to run is named in FOLDER/part.
+
+The oracle is torch's own DDP over torch's own NCCL, in the same process.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import ProcessGroup, destroy_process_group
+from syncline.collectives.testing.gpu_ranks import choose_gpu, connect
+from syncline.ddp import DistributedDataParallel
+from syncline.hooks import PowerSGDState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, powerSGD_hook
+
+STEPS = 4
+
+
+class Transformer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Linear(12, 64)
+        layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(64, 5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embedding(inputs)).mean(1))  # type: ignore[no-any-return]
+
+
+def train(model: torch.nn.Module, device: torch.device, rank: int) -> list[torch.Tensor]:
+    """The gradients of every step, then the parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(1000 + rank)
+    kept = []
+    for _ in range(STEPS):
+        inputs = torch.randn(6, 7, 12, generator=generator).to(device)
+        targets = torch.randint(5, (6,), generator=generator).to(device)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        kept += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return kept + [p.detach().clone() for p in model.parameters()]
+
+
+def expect_close(found: list[torch.Tensor], expected: list[torch.Tensor], rtol: float) -> None:
+    assert len(found) == len(expected) > 0
+    for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        scale = float(theirs.abs().max()) or 1.0
+        difference = float((mine - theirs).abs().max()) / scale
+        assert difference <= rtol, f"tensor {number} of {len(found)}: {difference:.2e}"
+
+
+def models(rank: int, device: torch.device) -> tuple[torch.nn.Module, torch.nn.Module]:
+    torch.manual_seed(rank)  # rank 0's state must win
+    model = Transformer().to(device)
+    return model, copy.deepcopy(model)
+
+
+def ddp(group: ProcessGroup, device: torch.device) -> None:
+    for as_view in (False, True):
+        mine, native = models(group.rank, device)
+        options = {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": as_view}
+        expected = train(torch.nn.parallel.DistributedDataParallel(native, [device], **options), device, group.rank)
+        found = train(DistributedDataParallel(mine, process_group=group, **options), device, group.rank)
+        expect_close(found, expected, 1e-5)
+
+
+def ddp_by_device(group: ProcessGroup, device: torch.device) -> None:
+    """Objects over the host's backend, gradients over NCCL."""
+    ddp(group, device)
+
+
+def hooks(group: ProcessGroup, device: torch.device) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as native_power_sgd
+
+    rank_1 = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
+    pairs: list[tuple[Callable[[], tuple[Any, Any]], Callable[[], tuple[Any, Any]], float]] = [
+        (lambda: (group, allreduce_hook), lambda: (None, default_hooks.allreduce_hook), 1e-5),
+        (lambda: (group, fp16_compress_hook), lambda: (None, default_hooks.fp16_compress_hook), 2e-3),
+        (lambda: (group, bf16_compress_hook), lambda: (None, default_hooks.bf16_compress_hook), 2e-2),
+        (
+            lambda: (PowerSGDState(group, **rank_1), powerSGD_hook),
+            lambda: (native_power_sgd.PowerSGDState(None, **rank_1), native_power_sgd.powerSGD_hook),
+            1e-3,
+        ),
+    ]
+    for ours, theirs, rtol in pairs:
+        mine, native = models(group.rank, device)
+        wrapped = torch.nn.parallel.DistributedDataParallel(native, [device])
+        wrapped.register_comm_hook(*theirs())
+        expected = train(wrapped, device, group.rank)
+        my_wrapped = DistributedDataParallel(mine, process_group=group)
+        my_wrapped.register_comm_hook(*ours())
+        expect_close(train(my_wrapped, device, group.rank), expected, rtol)
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    device = choose_gpu(rank, size)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    part = (folder / "part").read_text()
+    dist.init_process_group("nccl", init_method=f"file://{folder}/torch", rank=rank, world_size=size)
+    group = connect("cpu:gloo,cuda:nccl" if part == "ddp_by_device" else "nccl", rank, size, folder)
+    globals()[part](group, device)
+    print(f"rank {rank}: {part} passed", flush=True)
+    destroy_process_group()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,179 @@
+"""NCCL through CuPy and torch's own NCCL side by side, on the GPUs of one machine.
+
+    python tools/benchmarks/nccl.py [--ranks N] [--rounds 60] [--json PATH] [--trace PATH]
+
+Every rank is a process; with fewer GPUs than ranks they share one, by a testing aid that talks over sockets: such figures say
+nothing about either. The contenders take turns in one process, so that whatever the machine does meanwhile hits them alike.
+Printed are medians with their quartiles, ours divided by torch's, and the share of the communication that computation hides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import ProcessGroup, ReduceOp, destroy_process_group
+from syncline.collectives.testing.gpu_ranks import choose_gpu, connect
+from syncline.ddp import DistributedDataParallel
+
+WARM_UP = 10
+ALL_REDUCE_BYTES = 25 << 20
+
+
+def transformer() -> torch.nn.Module:
+    """Six layers of 512: 72 MiB of gradients."""
+    layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+
+
+def timed(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each call by the GPU's own clock, in turns."""
+    taken_ms: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(WARM_UP + rounds):
+        for name, call in calls.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            if number >= WARM_UP:
+                taken_ms[name].append(start.elapsed_time(end))
+    return taken_ms
+
+
+def slowest(taken_ms: dict[str, list[float]], size: int) -> dict[str, list[float]]:
+    """Each round's slowest rank."""
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, taken_ms)
+    return {name: [max(values) for values in zip(*(entry[name] for entry in everyone), strict=True)] for name in taken_ms}
+
+
+def all_reduces(group: ProcessGroup, device: torch.device) -> dict[str, Callable[[], object]]:
+    """25 MiB of float32."""
+    tensor = torch.ones(ALL_REDUCE_BYTES // 4, device=device)
+    return {
+        "ours": lambda: group.all_reduce(tensor, ReduceOp.AVG, async_op=True).wait(),
+        "torch": lambda: dist.all_reduce(tensor, dist.ReduceOp.AVG),
+    }
+
+
+def steps(group: ProcessGroup, device: torch.device) -> dict[str, Callable[[], object]]:
+    """A training step: forward, backward, optimizer."""
+    torch.manual_seed(0)
+    model = transformer().to(device)
+    data = torch.randn(8, 128, 512, device=device)
+    modules = {
+        "ours": DistributedDataParallel(copy.deepcopy(model), process_group=group, gradient_as_bucket_view=True),
+        "torch": torch.nn.parallel.DistributedDataParallel(
+            copy.deepcopy(model), device_ids=[device], gradient_as_bucket_view=True
+        ),
+        "none": copy.deepcopy(model),
+    }
+
+    def step_of(module: torch.nn.Module) -> Callable[[], None]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            module(data).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    return {name: step_of(module) for name, module in modules.items()}
+
+
+def hidden_share(step: Callable[[], object], trace: Path | None) -> float:
+    """The share of NCCL's time on the GPU during which another kernel ran, by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = trace or Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    talking = [(event["ts"], event["ts"] + event["dur"]) for event in kernels if "nccl" in event["name"].lower()]
+    computing = [(event["ts"], event["ts"] + event["dur"]) for event in kernels if "nccl" not in event["name"].lower()]
+    total = sum(end - start for start, end in talking)
+    return common(talking, computing) / total if total else 0.0
+
+
+def common(these: list[tuple[float, float]], those: list[tuple[float, float]]) -> float:
+    """How long both lists of intervals cover the same time; those of `these` do not overlap. A pure function."""
+    merged: list[list[float]] = []
+    for start, end in sorted(those):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return sum(max(0.0, min(end, e) - max(start, s)) for start, end in these for s, e in merged)
+
+
+def row(case: str, taken_ms: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians and quartiles."""
+    medians = {name: statistics.median(values) for name, values in taken_ms.items()}
+    quartiles = {name: [round(quartile, 3) for quartile in statistics.quantiles(values)] for name, values in taken_ms.items()}
+    return {"case": case, "ours_vs_torch": round(medians["ours"] / medians["torch"], 3), "quartiles_ms": quartiles}
+
+
+def measure(rank: int, size: int, folder: Path, rounds: int, trace: Path | None) -> list[dict[str, Any]]:
+    """All cases, on one rank."""
+    device = choose_gpu(rank, size)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/torch", rank=rank, world_size=size)
+    group = connect("nccl", rank, size, folder)
+    rows = [row("all_reduce, 25 MiB", slowest(timed(all_reduces(group, device), rounds), size))]
+    contenders = steps(group, device)
+    rows.append(row("step, transformer 6 x 512", slowest(timed(contenders, rounds), size)))
+    traces = {"ours": trace if rank == 0 else None, "torch": None}
+    rows[-1]["hidden"] = {name: round(hidden_share(contenders[name], path), 3) for name, path in traces.items()}
+    destroy_process_group()
+    dist.destroy_process_group()
+    return rows
+
+
+def main() -> int:
+    """Start the ranks; each runs this file again."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--trace", type=Path, help="where rank 0 leaves a step of ours as a Chrome trace")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is None:
+        return start_ranks(options.ranks)
+    rows = measure(options.rank, options.ranks, options.folder, options.rounds, options.trace)
+    if options.rank == 0:
+        shared = torch.cuda.device_count() < options.ranks
+        print(f"{options.ranks} ranks on {torch.cuda.get_device_name()}{', which they share' if shared else ''}")
+        for entry in rows:
+            print(entry)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=2))
+    return 0
+
+
+def start_ranks(size: int) -> int:
+    """One process each; the largest exit status."""
+    with tempfile.TemporaryDirectory(prefix="syncline-nccl-") as folder:
+        words = [sys.executable, *sys.argv, "--ranks", str(size), "--folder", folder]
+        ranks = [subprocess.Popen([*words, "--rank", str(rank)]) for rank in range(size)]
+        return max(abs(rank.wait()) for rank in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
