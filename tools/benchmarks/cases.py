@@ -40,12 +40,13 @@ class Scale:
     width: int = 1024
     model_width: int = 256
     vocabulary: int = 8000
+    layers: int = 4
     channels: int = 32
     many: int = 500
 
 
 FULL = Scale()
-QUICK = Scale(width=16, model_width=16, vocabulary=50, channels=4, many=20)
+QUICK = Scale(width=16, model_width=16, vocabulary=50, channels=1, layers=1, many=8)
 
 
 def mlp(batch_size: int, scale: Scale = FULL) -> Case:
@@ -58,13 +59,13 @@ def mlp(batch_size: int, scale: Scale = FULL) -> Case:
 
 
 class TokenModel(nn.Module):
-    """Token ids `[batch, length]` to scores `[batch, length, vocabulary]`: embedding, four encoder layers, a linear head."""
+    """Token ids `[batch, length]` to scores `[batch, length, vocabulary]`: embedding, encoder layers, a linear head."""
 
-    def __init__(self, vocabulary: int, width: int) -> None:
+    def __init__(self, vocabulary: int, width: int, layers: int) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True)
         self.embedding = nn.Embedding(vocabulary, width)
-        self.encoder = nn.TransformerEncoder(layer, num_layers=4, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, num_layers=layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -76,7 +77,7 @@ def transformer(sequences: int, scale: Scale = FULL) -> Case:
     """An encoder that tells every token again: 28 MiB of gradients, more than half of them of embedding and head."""
     return Case(
         f"transformer d {scale.model_width}, {sequences} x {LENGTH}",
-        lambda: TokenModel(scale.vocabulary, scale.model_width),
+        lambda: TokenModel(scale.vocabulary, scale.model_width, scale.layers),
         lambda: torch.randint(scale.vocabulary, (sequences, LENGTH)),
         lambda scores, tokens: F.cross_entropy(scores.flatten(0, 1), tokens.flatten()),
     )

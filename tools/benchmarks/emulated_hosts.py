@@ -9,23 +9,28 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeAlias
 
 from commands import ToolError
 from mpi_runtimes import MpiRuntime
 
 DEVICE = "wire0"
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
+_NAME = re.compile(r"syncline-(\d+)-[ab]")
 _BURST, _LATENCY = "512kb", "100ms"
 _PRIVATE = ("unshare", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+Handlers: TypeAlias = dict[signal.Signals, Any]
 
 
 class EmulatedHosts:
@@ -41,13 +46,14 @@ class EmulatedHosts:
     def __init__(self, rate: str = "1gbit") -> None:
         self.names = tuple(f"syncline-{os.getpid()}-{letter}" for letter in "ab")
         self._rate = rate
-        self._folder = Path()
 
     def __enter__(self) -> EmulatedHosts:
         check_possible(os.geteuid())
-        self._folder = Path(tempfile.mkdtemp(prefix="syncline-hosts-"))
-        self._handler = signal.signal(signal.SIGTERM, _end)
+        self._temporary = tempfile.TemporaryDirectory(prefix="syncline-hosts-")
+        self._folder = Path(self._temporary.name)
+        self._handlers = _handle(signal.SIGTERM, _end)
         try:
+            self._remove_leftovers()
             self._write_files()
             self._make_network()
         except BaseException:
@@ -87,17 +93,41 @@ class EmulatedHosts:
             limit = ("tbf", "rate", self._rate, "burst", _BURST, "latency", _LATENCY)
             _call("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", *limit)
 
+    def _remove_leftovers(self) -> None:
+        """Those of earlier runs that were killed."""
+        names = [line.split()[0] for line in _output("ip", "netns", "list").splitlines()]
+        for name in left_over(names, lambda pid: Path(f"/proc/{pid}").exists()):
+            _delete_namespace(name)
+
     def _remove(self) -> None:
-        """Processes first, for they keep a namespace alive; a device goes with its namespace."""
+        """Not to be interrupted."""
+        handlers = {**_handle(signal.SIGTERM, signal.SIG_IGN), **_handle(signal.SIGINT, signal.SIG_IGN)}
         for name in self.names:
-            for pid in _output("ip", "netns", "pids", name).split():
-                try:
-                    os.kill(int(pid), signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-            _output("ip", "netns", "delete", name)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        signal.signal(signal.SIGTERM, self._handler)
+            _delete_namespace(name)
+        self._temporary.cleanup()
+        for number, handler in {**handlers, **self._handlers}.items():
+            signal.signal(number, handler)
+
+
+def _handle(number: signal.Signals, handler: Any) -> Handlers:
+    """Set a signal's handler; the one before."""
+    return {number: signal.signal(number, handler)}
+
+
+def _delete_namespace(name: str) -> None:
+    """Its processes first, for they keep it alive; its device goes with it."""
+    for pid in _output("ip", "netns", "pids", name).split():
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    _output("ip", "netns", "delete", name)
+
+
+def left_over(names: Sequence[str], is_alive: Callable[[int], bool]) -> list[str]:
+    """Which namespaces are ours, but of a process that is no more. A pure function, but for what it asks."""
+    found = [(name, _NAME.fullmatch(name)) for name in names]
+    return [name for name, match in found if match is not None and not is_alive(int(match[1]))]
 
 
 _ENV = {

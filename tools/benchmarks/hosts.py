@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ToolError as error:
         print(f"bench hosts: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from syncline.collectives import ProcessGroup
 from syncline.collectives.bench.kinds import Buffers
 from syncline.collectives.bench.measure import Case as CollectiveCase
 from syncline.collectives.bench.measure import measure
+from syncline.collectives.bench.sizes import in_words
 from syncline.collectives.bench.subjects import RAW_MPI, TORCH_GLOO, Subject, connect_subject
 from syncline.hooks import (
     CompressionState,
@@ -82,7 +83,7 @@ def _collective(options: argparse.Namespace, group: ProcessGroup, report: Report
         figures[subject.name] = {**asdict(summary), "sent_bytes": sent, "minimum_bytes": least}
         rows.append([subject.name, summary.in_ms(), f"{sent / 2**20:.2f}", _times(sent, least)])
         subject.close()
-    title = f"all-reduce of {size_bytes / 2**20:g} MiB, ms: median [quartiles]; MiB that a host sends"
+    title = f"all-reduce of {in_words(size_bytes)}, ms: median [quartiles]; MiB that a host sends"
     report.table("collective", title, ["subject", "time", "sent", "times minimum"], rows)
     report.keep("collective", figures)
 

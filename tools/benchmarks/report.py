@@ -64,7 +64,7 @@ def _environment(group: ProcessGroup, options: argparse.Namespace) -> dict[str, 
         "world_size": group.size,
         "nodes": placement_of(group).nodes,
         "cores": len(os.sched_getaffinity(0)),
-        "load": os.getloadavg()[0],
+        "load": round(os.getloadavg()[0], 1),
         "machine": platform.machine(),
         "quick": options.quick,
     }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import ProcessGroup, destroy_process_group, exchange_objects, init_process_group
+from syncline.collectives import ProcessGroup, destroy_process_group, init_process_group
+from syncline.collectives.backends.gloo import tcp_store_of_rank_0
 from syncline.collectives.bench.plot import require_matplotlib
 from syncline.collectives.errors import MisuseError
 
@@ -65,13 +64,12 @@ def groups() -> Iterator[ProcessGroup]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     group = init_process_group()
-    folder = exchange_objects(tempfile.mkdtemp(prefix="syncline-bench-") if group.rank == 0 else None, group=group)[0]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=group.rank, world_size=group.size)
+    # Over the network rather than a file, for the ranks of several hosts need not share a folder.
+    store = dist.PrefixStore("benchmarks", tcp_store_of_rank_0(group, group.timeout_s))
+    dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.size)
     try:
         yield group
     finally:
         dist.destroy_process_group()
-        if group.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
         destroy_process_group()
         torch.set_num_threads(threads)
