@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from .crossovers import Crossovers
 from .launch import Launch
 from .process_group import ProcessGroup
 
@@ -20,6 +21,7 @@ class ConnectRequest:
         timeout_s: the group's time limit in seconds.
         group_name: how error messages call the group.
         reproducible: reductions give the same bits in every run. A backend that cannot must refuse to connect.
+        crossovers: from which sizes on ranks of a node use memory that they share, for a backend that can.
     """
 
     launch: Launch | None
@@ -29,6 +31,7 @@ class ConnectRequest:
     timeout_s: float
     group_name: str = "default"
     reproducible: bool = False
+    crossovers: Crossovers = field(default_factory=Crossovers)
 
 
 class Backend(ABC):

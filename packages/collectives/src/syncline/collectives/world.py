@@ -84,6 +84,7 @@ def init_process_group(
             init_method,
             timeout_s,
             reproducible=site.reproducible if reproducible is None else reproducible,
+            crossovers=site.crossovers.overridden(os.environ),
         )
         _default = _load(choice).connect(request)
     if _default.rank == 0:

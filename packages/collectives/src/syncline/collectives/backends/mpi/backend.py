@@ -56,7 +56,7 @@ class MPIBackend(Backend):
         _check_sizes(request, world.Get_rank(), world.Get_size())
         _agree_to_say_goodbye()
         return HostGroup(
-            NodeTransport(world.Dup(), reproducible=request.reproducible),
+            NodeTransport(world.Dup(), reproducible=request.reproducible, crossovers=world.bcast(request.crossovers)),
             world.Get_rank(),
             world.Get_size(),
             name=request.group_name,
