@@ -135,7 +135,7 @@ def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
     keys = [entry for entry in fields(Site) if entry.metadata]
     assert [entry.name for entry in keys] == ["backend", "timeout_s", "reproducible", "window_bytes", "staged_bytes"]
     assert all(entry.metadata["doc"] for entry in keys)
-    assert Site() == Site(None, DEFAULT_TIMEOUT_S, False, 32 << 10, 256 << 10, None)
+    assert Site() == Site(None, DEFAULT_TIMEOUT_S, False, 32 << 10, 1 << 20, None)
 
 
 def test_the_variable_names_the_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -63,6 +64,8 @@ class NodeTransport(MPITransport):
         self._crossovers = crossovers or Crossovers()
         self._split = split
         self._hierarchy = Hierarchy(self._private, split)
+        least_bytes = min(self._crossovers.window_bytes, self._crossovers.staged_bytes)
+        self._least_bytes = least_bytes if self._hierarchy.shares_memory else sys.maxsize
         across = self._hierarchy.counterparts
         self._between = None if across is None else MPITransport(across, inquest=self._inquest)
         self._windows = Windows()
@@ -141,8 +144,7 @@ class NodeTransport(MPITransport):
 
     def _way(self, tensor: torch.Tensor, call: Collective, deadline: Deadline, *, also_across: bool = False) -> Way | None:
         """The way that all ranks take, None for MPI's. `tensor` is the larger one of the call."""
-        is_large = tensor.nbytes >= min(self._crossovers.window_bytes, self._crossovers.staged_bytes)
-        if not is_large or not self._hierarchy.shares_memory or not (self._hierarchy.nodes == 1 or also_across):
+        if tensor.nbytes < self._least_bytes or not (self._hierarchy.nodes == 1 or also_across):
             return None
         place = self._windows.find(tensor)
         is_common = self._meeting.meet(call, deadline, NOWHERE if place is None else place.key)
