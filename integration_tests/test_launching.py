@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -219,3 +220,34 @@ def test_mpi_listens_on_no_port(run_job) -> None:
     gloo = run_job(2, script, "script.py", "gloo")
     assert gloo.status == 0, gloo.output
     assert "rank 0 opened 0 port(s)" not in gloo.output
+
+
+def test_a_killed_rank_leaves_no_memory(run_job) -> None:
+    """What the ranks shared has no place in /dev/shm, so nothing can be left there. (MPICH leaves 2 MiB of its own.)"""
+    job = run_job(
+        2,
+        """
+        import os
+        import signal
+        import torch
+        from syncline.collectives import init_process_group
+
+        def mapped(word):
+            return {line.split(maxsplit=5)[5].strip() for line in open("/proc/self/maps") if word in line}
+
+        group = init_process_group()
+        group.barrier()
+        before = mapped("/dev/shm")
+        tensor = group.allocate(1 << 20, torch.float32)
+        print(f"{mapped('/dev/shm') == before} {mapped('memfd:syncline')}\\n", end="", flush=True)
+        for step in range(1000):
+            group.all_reduce(tensor)
+            if step == 10 and group.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        print("not reached")
+        """,
+    )
+    assert job.status != 0
+    assert job.output.count("True {'/memfd:syncline-") == 2, job.output
+    assert "not reached" not in job.output
+    assert not [name for name in os.listdir("/dev/shm") if "syncline" in name]

@@ -111,7 +111,8 @@ def test_mpi_url_and_another_backend_contradict() -> None:
         ("timeout_s = 600", Site(timeout_s=600.0, path="f")),
         ("timeout_s = 0.5", Site(timeout_s=0.5, path="f")),
         ("reproducible = true", Site(reproducible=True, path="f")),
-        ('backend = "cpu:mpi,cuda:nccl"\ntimeout_s = 7\nreproducible = false', Site("cpu:mpi,cuda:nccl", 7.0, False, "f")),
+        ("window_bytes = 65536\nstaged_bytes = 1", Site(window_bytes=65536, staged_bytes=1, path="f")),
+        ('backend = "cpu:mpi,cuda:nccl"\ntimeout_s = 7\nreproducible = false', Site("cpu:mpi,cuda:nccl", 7.0, False, path="f")),
     ],
 )
 def test_site_files(text: str, site: Site) -> None:
@@ -136,6 +137,8 @@ def test_site_files(text: str, site: Site) -> None:
         ("timeout_s = true", ["expected 'timeout_s' to be a number, found True"]),
         ("timeout_s = 0", ["/e/s.toml: 'timeout_s'", "positive number"]),
         ("timeout_s = nan", ["positive number"]),
+        ("window_bytes = 1.5", ["expected 'window_bytes' to be an integer, found 1.5"]),
+        ("staged_bytes = 0", ["expected 'staged_bytes' to be a positive number, found 0"]),
         ("reproducible = 1", ["expected 'reproducible' to be true or false, found 1"]),
         ("backend = mpi", ["/e/s.toml is not valid TOML", "line 1"]),
     ],
@@ -149,9 +152,9 @@ def test_site_files_with_mistakes(text: str, words: list[str]) -> None:
 
 def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
     keys = [entry for entry in fields(Site) if entry.metadata]
-    assert [entry.name for entry in keys] == ["backend", "timeout_s", "reproducible"]
+    assert [entry.name for entry in keys] == ["backend", "timeout_s", "reproducible", "window_bytes", "staged_bytes"]
     assert all(entry.metadata["doc"] for entry in keys)
-    assert Site() == Site(None, DEFAULT_TIMEOUT_S, False, None)
+    assert Site() == Site(None, DEFAULT_TIMEOUT_S, False, 32 << 10, 1 << 20, None)
 
 
 def test_the_variable_names_the_file(tmp_path: Path) -> None:

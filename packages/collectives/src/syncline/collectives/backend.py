@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from .crossovers import Crossovers
 from .launch import Launch
 from .process_group import ProcessGroup
 
@@ -30,6 +31,7 @@ class ConnectRequest:
         host_group: a group of the same ranks on host memory, if one was connected just before: a backend for devices may meet
             there, by `send` and `recv`, as long as it lives.
         check_calls: the ranks compare each collective before it starts. A backend that cannot must refuse to connect.
+        crossovers: from which sizes on ranks of a node use memory that they share, for a backend that can.
     """
 
     launch: Launch | None
@@ -42,6 +44,7 @@ class ConnectRequest:
     store: Store | dist.Store | None = None
     host_group: ProcessGroup | None = None
     check_calls: bool = False
+    crossovers: Crossovers = field(default_factory=Crossovers)
 
 
 class Backend(ABC):

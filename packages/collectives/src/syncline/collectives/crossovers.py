@@ -20,7 +20,7 @@ class Crossovers:
     """
 
     window_bytes: int = 32 << 10
-    staged_bytes: int = 256 << 10
+    staged_bytes: int = 1 << 20
 
     def overridden(self, environ: Mapping[str, str] = os.environ) -> Crossovers:
         """As set by the environment variables SYNCLINE_WINDOW_BYTES and SYNCLINE_STAGED_BYTES, where there are any.

@@ -139,6 +139,7 @@ class Progress:
             try:
                 task()
             finally:
+                del task  # its tensors shall not live until the next task comes
                 self._release()
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from .crossovers import Crossovers
 from .deadline import DEFAULT_TIMEOUT_S, seconds
 from .errors import InvalidArgumentError, LaunchError, SiteFileError
 from .launch import Launch
@@ -35,9 +36,16 @@ class Site:
     backend: str | None = _key(str, None, "the backend where init_process_group and SYNCLINE_BACKEND name none")
     timeout_s: float = _key(float, DEFAULT_TIMEOUT_S, "the default of init_process_group's timeout, in seconds")
     reproducible: bool = _key(bool, False, "reduce in an order that gives the same bits in every run")
+    window_bytes: int = _key(int, Crossovers.window_bytes, "see Crossovers.window_bytes")
+    staged_bytes: int = _key(int, Crossovers.staged_bytes, "see Crossovers.staged_bytes")
 
     #: The file that they were read from, or None; not a key.
     path: str | None = None
+
+    @property
+    def crossovers(self) -> Crossovers:
+        """From which size on shared memory is used."""
+        return Crossovers(self.window_bytes, self.staged_bytes)
 
 
 _KEYS = {entry.name: entry.metadata["kind"] for entry in fields(Site) if "kind" in entry.metadata}
@@ -82,6 +90,8 @@ def _checked(key: str, value: Any, path: str) -> Any:
     kind = _KEYS[key]
     if not (type(value) is kind or (kind is float and type(value) is int)):
         raise SiteFileError(f"{path}: expected '{key}' to be {_IN_TOML[kind]}, found {value!r}")
+    if kind is int and value < 1:
+        raise SiteFileError(f"{path}: expected '{key}' to be a positive number, found {value}")
     if key == "timeout_s":
         try:
             return seconds(float(str(value)))
@@ -90,7 +100,7 @@ def _checked(key: str, value: Any, path: str) -> Any:
     return value
 
 
-_IN_TOML = {str: 'a string (in quotes, such as "mpi")', float: "a number", bool: "true or false"}
+_IN_TOML = {str: 'a string (in quotes, such as "mpi")', float: "a number", int: "an integer", bool: "true or false"}
 
 
 def _known_keys() -> str:

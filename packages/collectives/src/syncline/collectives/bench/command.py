@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backends",
         nargs="+",
-        help="backends, and the baselines raw-mpi (mpi4py's blocking calls) and torch-gloo (torch's own group); "
-        "ratios are to the first",
+        help="backends (mpi-in-window: mpi on memory that the group allocates), and the baselines raw-mpi (mpi4py's blocking "
+        "calls) and torch-gloo (torch's own group); ratios are to the first",
     )
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each case on each backend")
     parser.add_argument("--json", type=Path, help="write all figures to this file")

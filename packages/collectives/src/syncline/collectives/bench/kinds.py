@@ -17,6 +17,12 @@ import torch
 
 ROOT = 0
 
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+
+def _plain_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
+
 
 class Buffers:
     """The tensors of one case on one rank.
@@ -25,12 +31,19 @@ class Buffers:
         block: the larger side; for collectives with one tensor that tensor.
         part: this rank's share, a `size`-th of the block; empty where the block has no parts.
         output: a second block, for `all_to_all`.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        block_numel: elements of the block.
+        dtype: of all tensors.
+        allocate: where the block comes from.
     """
 
-    def __init__(self, rank: int, size: int, block_numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, rank: int, size: int, block_numel: int, dtype: torch.dtype, allocate: Allocate = _plain_memory) -> None:
         self.rank = rank
         self.size = size
-        self.block = torch.zeros(block_numel, dtype=dtype)
+        self.block = allocate(block_numel, dtype).zero_()
         self.part = torch.zeros(block_numel // size if block_numel % size == 0 else 0, dtype=dtype)
         self.output = torch.zeros_like(self.block)
 

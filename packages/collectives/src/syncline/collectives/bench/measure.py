@@ -55,15 +55,18 @@ def measure(case: Case, subjects: Sequence[Subject], control: ProcessGroup, budg
     Raises:
         TransportError: a subject's result is wrong.
     """
-    buffers = Buffers(control.rank, control.size, case.numel(control.size), case.dtype)
+    shape = control.rank, control.size, case.numel(control.size), case.dtype
+    common = Buffers(*shape)
     calls: dict[str, Call] = {}
     refusals: dict[str, str] = {}
     for subject in subjects:
+        allocate = subject.allocate()
+        buffers = common if allocate is None else Buffers(*shape, allocate)
         try:
             calls[subject.name] = _verified(case, subject, buffers, control)
         except (MisuseError, NotImplementedError, RuntimeError) as error:
             refusals[subject.name] = str(error)
-    buffers.clear()
+        buffers.clear()
     samples = _sample_in_turn(list(calls.values()), control, budget_s)
     taken = dict(zip(calls, samples, strict=True))
     return [

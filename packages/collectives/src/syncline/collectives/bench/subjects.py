@@ -17,7 +17,7 @@ from ..errors import InvalidArgumentError
 from ..launch import detect_launch
 from ..process_group import ProcessGroup
 from ..registry import backend_names, load_backend
-from .kinds import ROOT, Buffers
+from .kinds import ROOT, Allocate, Buffers
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,6 +26,7 @@ Call = Callable[[], object]
 
 RAW_MPI = "raw-mpi"
 TORCH_GLOO = "torch-gloo"
+IN_WINDOW = "-in-window"
 
 
 class Subject(ABC):
@@ -36,6 +37,10 @@ class Subject(ABC):
     """
 
     name: str
+
+    def allocate(self) -> Allocate | None:
+        """Where this subject wants its block to lie; None: in the memory that the others use as well."""
+        return None
 
     @abstractmethod
     def prepare(self, collective: str, buffers: Buffers) -> Call:
@@ -83,6 +88,18 @@ class GroupSubject(Subject):
         """Close the group, if it is the bench's own."""
         if self._owned:
             self._group.close()
+
+
+class InWindowSubject(GroupSubject):
+    """The same, on memory that the group allocates: where gradients lie."""
+
+    def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
+        super().__init__(group, owned=owned)
+        self.name += IN_WINDOW
+
+    def allocate(self) -> Allocate:
+        """The group's own."""
+        return self._group.allocate
 
 
 class RawMPI(Subject):
@@ -167,7 +184,8 @@ def _rooted(options: Any) -> Any:
 def default_subjects(group: ProcessGroup) -> list[str]:
     """The backend that was chosen, and the baselines that can be connected here."""
     raw = [RAW_MPI] if group.backend_name == "mpi" else []
-    return [group.backend_name, *raw, TORCH_GLOO] if group.size > 1 else [group.backend_name]
+    ours = [f"{group.backend_name}{IN_WINDOW}", group.backend_name] if raw else [group.backend_name]
+    return [*ours, *raw, TORCH_GLOO] if group.size > 1 else [group.backend_name]
 
 
 def connect_subject(name: str, control: ProcessGroup) -> Subject:
@@ -176,8 +194,10 @@ def connect_subject(name: str, control: ProcessGroup) -> Subject:
     Raises:
         InvalidArgumentError: the name is neither a backend nor a baseline, or MPI does not connect these ranks.
     """
+    kind = InWindowSubject if name.endswith(IN_WINDOW) else GroupSubject
+    name = name.removesuffix(IN_WINDOW)
     if name == control.backend_name:
-        return GroupSubject(control, owned=False)
+        return kind(control, owned=False)
     if name == RAW_MPI:
         return RawMPI(_mpi_world(control))
     if name == TORCH_GLOO:
@@ -188,7 +208,7 @@ def connect_subject(name: str, control: ProcessGroup) -> Subject:
     request = ConnectRequest(
         detect_launch(os.environ), None, None, None, timeout_s=control.timeout_s, group_name=f"bench-{name}"
     )
-    return GroupSubject(load_backend(name).connect(request), owned=True)
+    return kind(load_backend(name).connect(request), owned=True)
 
 
 def _mpi_world(control: ProcessGroup) -> MPI.Intracomm:

@@ -61,7 +61,8 @@ class MPIBackend(Backend):
         _check_sizes(request, world.Get_rank(), world.Get_size())
         _agree_to_say_goodbye()
         device = cuda_layer()
-        transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible)
+        crossovers = world.bcast(request.crossovers)
+        transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, crossovers=crossovers)
         direct = MPITransport(world.Dup(), reproducible=request.reproducible) if _all_are_cuda_aware(device) else None
         if device is not None:
             transport = ByDevice(transport, world.Get_rank(), device, direct)

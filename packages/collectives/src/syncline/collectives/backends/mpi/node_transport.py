@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,7 @@ from .library import mpi_errors
 from .meeting import NOWHERE
 from .segment import Segment
 from .sharing import SharingError, share
-from .staging import STAGING_BYTES, Halves, Staged
+from .staging import STAGING_BYTES, Slots, Staged
 from .transport import MEETING_BYTES, MPITransport
 from .way import Way
 from .windows import Windows
@@ -63,10 +64,12 @@ class NodeTransport(MPITransport):
         self._crossovers = crossovers or Crossovers()
         self._split = split
         self._hierarchy = Hierarchy(self._private, split)
+        least_bytes = min(self._crossovers.window_bytes, self._crossovers.staged_bytes)
+        self._least_bytes = least_bytes if self._hierarchy.shares_memory else sys.maxsize
         across = self._hierarchy.counterparts
         self._between = None if across is None else MPITransport(across, inquest=self._inquest)
         self._windows = Windows()
-        self._halves: Halves | None = None
+        self._slots: Slots | None = None
         self._may_stage = self._hierarchy.nodes == 1
         self._has_warned = False
 
@@ -141,16 +144,15 @@ class NodeTransport(MPITransport):
 
     def _way(self, tensor: torch.Tensor, call: Collective, deadline: Deadline, *, also_across: bool = False) -> Way | None:
         """The way that all ranks take, None for MPI's. `tensor` is the larger one of the call."""
-        is_large = tensor.nbytes >= min(self._crossovers.window_bytes, self._crossovers.staged_bytes)
-        if not is_large or not self._hierarchy.shares_memory or not (self._hierarchy.nodes == 1 or also_across):
+        if tensor.nbytes < self._least_bytes or not (self._hierarchy.nodes == 1 or also_across):
             return None
         place = self._windows.find(tensor)
         is_common = self._meeting.meet(call, deadline, NOWHERE if place is None else place.key)
         if is_common and place is not None:
             return InWindow(place, self._hierarchy.node.Get_size(), lambda: self._node_barrier(call, deadline))
-        halves = self._staging() if tensor.nbytes >= self._crossovers.staged_bytes else None
-        if halves is not None:
-            return Staged(halves, lambda: self._node_barrier(call, deadline))
+        slots = self._staging() if tensor.nbytes >= self._crossovers.staged_bytes else None
+        if slots is not None:
+            return Staged(slots, lambda: self._node_barrier(call, deadline))
         self._met_for = call if tensor.nbytes >= MEETING_BYTES else None
         return None
 
@@ -159,15 +161,15 @@ class NodeTransport(MPITransport):
 
     # ---- shared memory ----
 
-    def _staging(self) -> Halves | None:
+    def _staging(self) -> Slots | None:
         """Made when it is first needed; the ranks have met."""
-        if self._halves is None and self._may_stage:
+        if self._slots is None and self._may_stage:
             segment = self._share(STAGING_BYTES)
             if segment is None:
                 self._may_stage = False
             else:
-                self._halves = Halves(segment, self._size)
-        return self._halves
+                self._slots = Slots(segment, self._size)
+        return self._slots
 
     def _share(self, part_bytes: int) -> Segment | None:
         try:

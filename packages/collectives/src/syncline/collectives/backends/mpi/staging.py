@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ...reduce_op import Reduction
@@ -10,18 +12,21 @@ from .segment import Segment
 from .slicing import chunks, slice_of
 from .way import Barrier, Way
 
-HALF_BYTES = 1 << 20
-STAGING_BYTES = 2 * HALF_BYTES
+# Each chunk costs a barrier, which is little where every rank has a core, and much where it has not: so chunks are large.
+SLOT_BYTES = 4 << 20
+SLOTS = 3
+STAGING_BYTES = SLOTS * SLOT_BYTES
 
 
-class Halves:
-    """The window: two halves for each rank, used in turn.
+class Slots:
+    """The window: three slots for each rank, used in turn.
 
-    Note [Halves in turn]
-    ~~~~~~~~~~~~~~~~~~~~~
-    Chunks use the halves in turn, whatever collectives they belong to, and in each chunk every rank passes a barrier between
-    its writing and its reading. So when a rank writes to a half again, in the next chunk but one, everybody has come to the
-    barrier of the chunk between, and has therefore done with the half.
+    Note [Slots in turn]
+    ~~~~~~~~~~~~~~~~~~~~
+    Chunks use the slots in turn, whatever collectives they belong to, and every rank passes the same barriers, at least one for
+    each chunk. What is written for chunk k is read after a barrier. The last reads of chunk k are over when their rank comes to
+    the barrier of chunk k + 1. The first writes of chunk k + 3, to the same slot, come after the barrier of chunk
+    k + 1 (`all_reduce` writes one chunk ahead). So nothing is overwritten that somebody still reads, without further barriers.
 
     Args:
         segment: with a part of `STAGING_BYTES` for each rank.
@@ -33,44 +38,76 @@ class Halves:
         self.size = size
         self.others = [rank for rank in range(size) if rank != segment.mine]
         self._segment = segment
-        self._turn = 0
+        self._next = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The beginning of every rank's half whose turn it is."""
-        offset_bytes = self._turn * HALF_BYTES
-        self._turn = 1 - self._turn
+        """The beginning of the slot whose turn it is, of every rank."""
+        offset_bytes = self._next * SLOT_BYTES
+        self._next = (self._next + 1) % SLOTS
         return [self._segment.view(rank, offset_bytes, numel, dtype) for rank in range(self.size)]
+
+
+class _Chunk(NamedTuple):
+    """Some elements of a tensor, cut into a slice for each rank: where they are, and how every rank shows them."""
+
+    here: list[torch.Tensor]
+    shown: list[list[torch.Tensor]]
 
 
 class Staged(Way):
     """What is to be shared is copied in, and what others shared is copied out, chunk by chunk."""
 
-    def __init__(self, halves: Halves, barrier: Barrier) -> None:
-        self._halves = halves
-        self._mine = halves.mine
-        self._size = halves.size
-        self._others = halves.others
+    def __init__(self, slots: Slots, barrier: Barrier) -> None:
+        self._slots = slots
+        self._mine = slots.mine
+        self._size = slots.size
+        self._others = slots.others
         self._barrier = barrier
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
-        """Every rank shows the others' slices, reduces its own, and shows the result: 2 n (p-1)/p + n/p are copied."""
-        for start, stop in chunks(0, tensor.numel(), HALF_BYTES // tensor.element_size()):
-            shown = self._halves.take(stop - start, tensor.dtype)
-            slices = [slice(*slice_of(stop - start, self._size, rank)) for rank in range(self._size)]
-            here = [tensor[start:stop][part] for part in slices]
-            for rank in self._others:
-                shown[self._mine][slices[rank]].copy_(here[rank])
+        """Every rank shows the others' slices, reduces its own, and shows the result: 2 n (p-1)/p + n/p are copied.
+
+        It shows the slices of the next chunk before the barrier that says that the results of this one are there: one barrier
+        serves for both.
+        """
+        chunk: _Chunk | None = None
+        for start, stop in chunks(0, tensor.numel(), SLOT_BYTES // tensor.element_size()):
+            following = self._show(tensor[start:stop])
+            if chunk is not None:
+                self._reduce(chunk, op)
             self._barrier()
-            self._reduce_own(here, [row[slices[self._mine]] for row in shown], op)
+            if chunk is not None:
+                self._collect(chunk)
+            chunk = following
+        if chunk is not None:
+            self._reduce(chunk, op)
             self._barrier()
-            for rank in self._others:
-                here[rank].copy_(shown[rank][slices[rank]])
+            self._collect(chunk)
+
+    def _show(self, piece: torch.Tensor) -> _Chunk:
+        bounds = [slice(*slice_of(piece.numel(), self._size, rank)) for rank in range(self._size)]
+        rows = self._slots.take(piece.numel(), piece.dtype)
+        chunk = _Chunk([piece[part] for part in bounds], [[row[part] for part in bounds] for row in rows])
+        for rank in self._others:
+            chunk.shown[self._mine][rank].copy_(chunk.here[rank])
+        return chunk
+
+    def _reduce(self, chunk: _Chunk, op: Reduction) -> None:
+        own = chunk.here[self._mine]
+        terms = [row[self._mine] for row in chunk.shown]
+        result, terms[self._mine] = terms[self._mine], own
+        reduce_into(own, op, terms)
+        result.copy_(own)
+
+    def _collect(self, chunk: _Chunk) -> None:
+        for rank in self._others:
+            chunk.here[rank].copy_(chunk.shown[rank][rank])
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction) -> None:
         """Every rank shows the others' parts, and reduces its own: n (p-1)/p is copied."""
         parts = block.view(self._size, tensor.numel())
-        for start, stop in chunks(0, tensor.numel(), max(1, HALF_BYTES // (self._size * tensor.element_size()))):
-            shown = [row.view(self._size, -1) for row in self._halves.take(self._size * (stop - start), tensor.dtype)]
+        for start, stop in chunks(0, tensor.numel(), max(1, SLOT_BYTES // (self._size * tensor.element_size()))):
+            shown = [row.view(self._size, -1) for row in self._slots.take(self._size * (stop - start), tensor.dtype)]
             for rank in self._others:
                 shown[self._mine][rank].copy_(parts[rank, start:stop])
             self._barrier()
@@ -83,8 +120,8 @@ class Staged(Way):
         parts = block.view(self._size, tensor.numel())
         if parts[self._mine].data_ptr() != tensor.data_ptr():
             parts[self._mine].copy_(tensor)
-        for start, stop in chunks(0, tensor.numel(), HALF_BYTES // tensor.element_size()):
-            shown = self._halves.take(stop - start, tensor.dtype)
+        for start, stop in chunks(0, tensor.numel(), SLOT_BYTES // tensor.element_size()):
+            shown = self._slots.take(stop - start, tensor.dtype)
             shown[self._mine].copy_(tensor[start:stop])
             self._barrier()
             for rank in self._others:
@@ -92,16 +129,10 @@ class Staged(Way):
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """The root shows its tensor: while the others copy a chunk, it shows the next."""
-        for start, stop in chunks(0, tensor.numel(), HALF_BYTES // tensor.element_size()):
-            shown = self._halves.take(stop - start, tensor.dtype)
+        for start, stop in chunks(0, tensor.numel(), SLOT_BYTES // tensor.element_size()):
+            shown = self._slots.take(stop - start, tensor.dtype)
             if self._mine == root:
                 shown[root].copy_(tensor[start:stop])
             self._barrier()
             if self._mine != root:
                 tensor[start:stop].copy_(shown[root])
-
-    def _reduce_own(self, here: list[torch.Tensor], terms: list[torch.Tensor], op: Reduction) -> None:
-        result, own = terms[self._mine], here[self._mine]
-        terms[self._mine] = own
-        reduce_into(own, op, terms)
-        result.copy_(own)

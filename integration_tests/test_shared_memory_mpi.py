@@ -1,0 +1,303 @@
+"""Collectives through memory that ranks of a node share: which way is taken, on one node and on emulated ones."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp, premul_sum
+from syncline.collectives.crossovers import Crossovers
+from syncline.collectives.host_group import HostGroup
+from syncline.collectives.reduce_op import DTYPES_OF, Reduction
+from syncline.collectives.reduction import reduce_in_rank_order
+from syncline.collectives.testing import CHECKS
+from syncline.ddp import DistributedDataParallel
+
+pytestmark = pytest.mark.mpi
+
+STAGED = [
+    "all_reduce_every_dtype_and_reduction",
+    "all_reduce_every_layout",
+    "all_gather_into_tensor_in_place",
+    "all_gather_every_layout",
+    "broadcast_every_root_and_dtype",
+    "reduce_scatter_sum",
+    "reduce_scatter_in_place",
+    "subgroups_by_color",
+    "total_order_callbacks_that_wait",
+]
+# On these values every order of additions gives the same bits.
+EXACT = [
+    (op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str) if op not in (ReduceOp.AVG, ReduceOp.PRODUCT)
+]
+
+
+class Group:
+    """A group of all ranks, and the ways that its calls take."""
+
+    def __init__(self, **options: Any) -> None:
+        from mpi4py import MPI
+
+        from syncline.collectives.backends.mpi.node_transport import NodeTransport
+
+        self.ways = ways = []
+
+        class Recording(NodeTransport):
+            def _way(self, *arguments: Any, **flags: Any) -> Any:
+                way = super()._way(*arguments, **flags)
+                ways.append(type(way).__name__)
+                return way
+
+        world = MPI.COMM_WORLD
+        self.transport = Recording(world.Dup(), **options)
+        self.group = HostGroup(self.transport, world.Get_rank(), world.Get_size(), timeout_s=30)
+
+
+def by_pairs(communicator: Any) -> Any:
+    """Ranks 0 and 1 on one node, 2 and 3 on the next, and so on."""
+    return communicator.Split(communicator.Get_rank() // 2, communicator.Get_rank())
+
+
+@pytest.fixture(scope="module")
+def eager() -> Iterator[Group]:
+    """All sizes go through shared memory."""
+    made = Group(crossovers=Crossovers(1, 1))
+    yield made
+    made.group.close()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Group]:
+    """The same, on nodes of two ranks; the last may have one."""
+    made = Group(crossovers=Crossovers(1, 1), split=by_pairs)
+    yield made
+    made.group.close()
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from syncline.collectives.backends.mpi import across, in_window, staging
+
+    monkeypatch.setattr(in_window, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(staging, "SLOT_BYTES", 1 << 10)
+    monkeypatch.setattr(across, "CROSSING_BYTES", 1 << 10)
+
+
+def noise(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def whole(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return ((torch.arange(numel) * 5 + rank * 3) % (2 if dtype is torch.bool else 7)).to(dtype)
+
+
+def reduction(op: ReduceOp) -> Reduction:
+    return premul_sum(2) if op is ReduceOp.PREMUL_SUM else op
+
+
+@pytest.mark.parametrize("check", STAGED)
+def test_staged_conforms(eager: Group, small_pieces: None, check: str) -> None:
+    eager.ways.clear()
+    CHECKS[check](eager.group)
+    assert ("Staged" in eager.ways) == (eager.group.size > 1)
+
+
+def test_in_the_window(eager: Group, small_pieces: None) -> None:
+    group = eager.group
+    memory = group.allocate((group.size + 1) * 1003, torch.float32)
+    block, tensor = memory[: group.size * 1003], memory[5:1008]
+    eager.ways.clear()
+    terms = [noise(rank, 1003) for rank in range(group.size)]
+    total = reduce_in_rank_order(ReduceOp.AVG, terms)
+    group.all_reduce(tensor.copy_(terms[group.rank]), ReduceOp.AVG)
+    assert torch.equal(tensor, total)
+    work = group.all_reduce(tensor.copy_(terms[group.rank]), ReduceOp.AVG, async_op=True)
+    work.wait()
+    assert torch.equal(tensor, total)
+    group.broadcast(tensor.copy_(terms[group.rank]), group.size - 1)
+    assert torch.equal(tensor, terms[-1])
+    group.all_gather_into_tensor(block, terms[group.rank])
+    assert torch.equal(block, torch.cat(terms))
+    output = torch.zeros(1003)
+    group.reduce_scatter_tensor(output, block.mul_(group.rank + 1))
+    assert torch.equal(output, reduce_in_rank_order(ReduceOp.SUM, [terms[group.rank] * (r + 1) for r in range(group.size)]))
+    assert set(eager.ways) == {"InWindow" if group.size > 1 else "NoneType"}
+
+
+def test_where_the_ranks_tensors_lie_is_agreed(eager: Group) -> None:
+    """In the window at different places, on some ranks only, and on its edge: the result is the same."""
+    group = eager.group
+    window = group.allocate(1024, torch.float32)
+    last = group.rank == group.size - 1
+    edge = window.as_strided((1020,), (1,), 0)
+    for tensor, way in (
+        (window[1:1001] if last else window[:1000], "Staged"),
+        (torch.empty(1000) if last else window[:1000], "Staged"),
+        (edge[20:], "InWindow"),
+    ):
+        eager.ways.clear()
+        terms = [noise(rank, 1000) for rank in range(group.size)]
+        group.all_reduce(tensor.copy_(terms[group.rank]))
+        assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms))
+        assert eager.ways == [way if group.size > 1 else "NoneType"]
+
+
+def test_every_reduction_on_emulated_nodes(nodes: Group, small_pieces: None) -> None:
+    """Whole numbers, odd sizes; ranks 2 + 2, and 2 + 1, where only one rank of each node owns a slice."""
+    group = nodes.group
+    nodes.ways.clear()
+    for op, dtype in EXACT:
+        memory = group.allocate(700, dtype)
+        for numel in (700, 1):
+            tensor = memory[:numel].copy_(whole(group.rank, numel, dtype))
+            group.all_reduce(tensor, reduction(op))
+            terms = [whole(rank, numel, dtype) for rank in range(group.size)]
+            assert torch.equal(tensor, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel)
+    assert set(nodes.ways) == {"InWindow" if group.size > 1 else "NoneType"}
+
+
+def test_averages_and_rounding_on_emulated_nodes(nodes: Group) -> None:
+    group = nodes.group
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        tensor = group.allocate(700, dtype).copy_(noise(group.rank, 700, dtype))
+        group.all_reduce(tensor, ReduceOp.AVG)
+        expected = reduce_in_rank_order(ReduceOp.AVG, [noise(rank, 700, dtype) for rank in range(group.size)])
+        assert torch.allclose(tensor, expected, atol=1e-2 if dtype is torch.bfloat16 else 1e-6)
+        _same_bits(group, tensor)
+    halves = group.allocate(3, torch.bfloat16).fill_(256.0 if group.rank == 0 else 1.0)
+    group.all_reduce(halves)
+    assert halves.tolist() == torch.full((3,), 256.0 + group.size - 1).bfloat16().tolist()  # rounded once
+
+
+def test_other_collectives_on_emulated_nodes(nodes: Group) -> None:
+    group = nodes.group
+    block = group.allocate(group.size * 100, torch.float32)
+    group.all_gather_into_tensor(block, noise(group.rank, 100))
+    assert torch.equal(block, torch.cat([noise(rank, 100) for rank in range(group.size)]))
+    group.broadcast(block[:100].copy_(noise(group.rank, 100)), group.size - 1)
+    assert torch.equal(block[:100], noise(group.size - 1, 100))
+
+
+@pytest.mark.parametrize("split", [None, by_pairs], ids=["one node", "emulated nodes"])
+def test_reproducible_is_in_rank_order_everywhere(split: Callable[[Any], Any] | None) -> None:
+    options = {} if split is None else {"split": split}
+    group = Group(reproducible=True, crossovers=Crossovers(1, 2048), **options).group
+    memory = group.allocate(1000, torch.float32)
+    for tensor in (memory, memory.clone(), torch.empty(100)):
+        terms = [noise(rank, tensor.numel()) for rank in range(group.size)]
+        group.all_reduce(tensor.copy_(terms[group.rank]))
+        assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms))
+    group.close()
+
+
+def test_calls_that_differ_are_told_apart() -> None:
+    group = Group(crossovers=Crossovers(1, 1)).group
+    if group.size == 1:
+        group.close()
+        return
+    window = group.allocate(100, torch.float32)
+    calls = r"rank 0: all_reduce\(float32\[100\], op=AVG\); rank 1: all_reduce\(float32\[100\], op=SUM\)"
+    with pytest.raises(DisagreementError, match=calls):
+        group.all_reduce(window, ReduceOp.AVG if group.rank == 0 else ReduceOp.SUM)
+    group.abort()
+
+
+def test_allocations_that_differ_are_told_apart() -> None:
+    group = Group().group
+    if group.size == 1:
+        group.close()
+        return
+    with pytest.raises(DisagreementError, match=r"allocate\(numel=100000, dtype=torch.float32\)"):
+        group.allocate(100_000 + group.rank, torch.float32)
+    group.abort()
+
+
+@pytest.mark.parametrize("step", ["create_file", "reserve"])
+def test_without_memory_on_one_rank_all_use_mpi(
+    step: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank cannot make the file, or the last has no memory for its part."""
+    from syncline.collectives.backends.mpi import sharing
+
+    made = Group(crossovers=Crossovers(1, 1))
+    group = made.group
+    culprit = 0 if step == "create_file" else group.size - 1
+    if group.rank == culprit:
+        monkeypatch.setattr(sharing, step, _no_memory)
+    with caplog.at_level(logging.WARNING, "syncline.collectives"):
+        memories = [group.allocate(100_000, torch.float32) for _ in range(2)]
+        for tensor in (*memories, torch.empty(100_000)):
+            group.all_reduce(tensor.copy_(noise(group.rank, 100_000)))
+            assert torch.allclose(tensor, torch.stack([noise(r, 100_000) for r in range(group.size)]).sum(0), atol=1e-5)
+    assert set(made.ways) == {"NoneType"}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (1 if group.rank == 0 and group.size > 1 else 0)
+    assert not said or f"rank {culprit}: [Errno 12] no memory left" in said[0]
+    group.close()
+
+
+def _no_memory(*_: Any) -> None:
+    raise OSError(12, "no memory left")
+
+
+def test_memory_outlives_its_group(world: ProcessGroup) -> None:
+    group = Group(crossovers=Crossovers(1, 1)).group
+    memory = group.allocate(1000, torch.float32)
+    group.close()
+    assert memory.fill_(3.0).sum().item() == 3000.0
+
+
+@pytest.mark.parametrize("made", ["eager", "nodes"])
+def test_ranks_that_overtake_one_another(made: str, small_pieces: None, request: pytest.FixtureRequest) -> None:
+    """In the window and elsewhere in turn, with delays at random; what a rank does next must not be seen by others."""
+    group = request.getfixturevalue(made).group
+    stress(group, repetitions=12)
+
+
+def stress(group: ProcessGroup, repetitions: int) -> None:
+    """Called by hand with more repetitions, too."""
+    window, elsewhere = group.allocate(3001, torch.float64), torch.empty(3001, dtype=torch.float64)
+    chance = random.Random(group.rank)
+    for repetition in range(repetitions):
+        tensor = (elsewhere if repetition % 3 == 2 else window)[repetition % 7 :]
+        tensor.copy_(whole(group.rank + repetition, tensor.numel(), torch.float64))
+        if chance.random() < 0.3:
+            time.sleep(chance.random() * 2e-3)
+        group.all_reduce(tensor)
+        terms = [whole(rank + repetition, tensor.numel(), torch.float64) for rank in range(group.size)]
+        assert torch.equal(tensor, torch.stack(terms).sum(0)), repetition
+        tensor.fill_(-1.0)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_buckets_of_ddp_lie_in_windows(eager: Group, as_view: bool) -> None:
+    """Also those that it makes after the first backward, and the first are then given back."""
+    group, windows = eager.group, eager.transport._windows
+    gc.collect()
+    before = len(windows)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 20))
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.002, gradient_as_bucket_view=as_view)
+    for _ in range(3):
+        eager.ways.clear()
+        ddp(noise(group.rank, 80).view(2, 40)).square().sum().backward()
+        buckets = ddp._reducer.buckets
+        assert len(buckets) > 1
+        assert eager.ways.count("InWindow") == (len(buckets) if group.size > 1 else 0)
+        assert len(windows) - before == (len(buckets) if group.size > 1 else 0)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        _same_bits(group, parameter.grad)
+
+
+def _same_bits(group: ProcessGroup, tensor: torch.Tensor) -> None:
+    rows = [torch.empty_like(tensor) for _ in range(group.size)]
+    group.all_gather(rows, tensor)
+    assert all(torch.equal(row, tensor) for row in rows)

@@ -1,0 +1,178 @@
+"""Collectives in shared memory, with threads for ranks: every reduction and dtype, odd sizes, all in chunks."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
+from syncline.collectives.backends.mpi import in_window, staging
+from syncline.collectives.backends.mpi.in_window import InWindow
+from syncline.collectives.backends.mpi.segment import Segment, create_file, padded
+from syncline.collectives.backends.mpi.staging import Slots, Staged
+from syncline.collectives.backends.mpi.way import Way
+from syncline.collectives.backends.mpi.windows import Place
+from syncline.collectives.reduce_op import DTYPES_OF, Reduction
+from syncline.collectives.reduction import reduce_in_rank_order
+from syncline.collectives.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's"),
+]
+
+CELLS = [(op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str)]
+NUMELS = (1, 3, 16, 61)  # with chunks of 64 bytes: less than a rank each, less than a chunk, and several
+OFFSET_BYTES = 32
+PART_BYTES = 4096
+
+
+def reduction(op: ReduceOp) -> Reduction:
+    return premul_sum(0.3) if op is ReduceOp.PREMUL_SUM else op
+
+
+def data(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Depends on rank and index; not exact in floating point, so that the order of additions shows."""
+    index = torch.arange(numel)
+    if dtype is torch.bool:
+        return (index * 3 + rank) % 5 < 2
+    if dtype.is_floating_point or dtype.is_complex:
+        return (torch.sin(index * 1.7 + rank) * 100).to(dtype)
+    return ((index * 5 + rank * 3) % 7).to(dtype)
+
+
+class Rank:
+    """One rank's ways, and tensors as these want them."""
+
+    def __init__(self, group: ProcessGroup, window: Segment, slots: Slots, name: str) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self._window, self._slots, self._name = window, slots, name
+
+    def tensor(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy, at the same place on every rank, in the window or not."""
+        if self._name == "staged":
+            return source.clone()
+        return self._window.view(self.rank, OFFSET_BYTES, source.numel(), source.dtype).copy_(source)
+
+    def way(self) -> Way:
+        """For one call; all ranks have met."""
+        self.group.barrier()
+        if self._name == "staged":
+            return Staged(self._slots, self.group.barrier)
+        return InWindow(Place(self._window, OFFSET_BYTES, 0), self.size, self.group.barrier)
+
+
+def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:
+    files = [create_file("test", size * padded(PART_BYTES)) for _ in range(2)]
+
+    def run(group: ProcessGroup) -> None:
+        window, slots = (Segment(file, size, PART_BYTES, group.rank) for file in files)
+        body(Rank(group, window, Slots(slots, size), name))
+
+    try:
+        run_ranks(size, run)
+    finally:
+        for file in files:
+            os.close(file)
+
+
+@pytest.fixture(params=["in window", "staged"])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_window, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(staging, "SLOT_BYTES", 64)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_reduce(size: int, name: str) -> None:
+    def body(rank: Rank) -> None:
+        for op, dtype in CELLS:
+            for numel in NUMELS:
+                terms = [data(other, numel, dtype) for other in range(size)]
+                tensor = rank.tensor(terms[rank.rank])
+                rank.way().all_reduce(tensor, reduction(op))
+                assert torch.equal(tensor, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel)
+
+    on_ranks(size, name, body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_reduce_scatter(size: int, name: str, is_part: bool) -> None:
+    def body(rank: Rank) -> None:
+        for op, dtype in CELLS:
+            for numel in NUMELS:
+                blocks = [data(other, size * numel, dtype) for other in range(size)]
+                block = rank.tensor(blocks[rank.rank])
+                mine = block.view(size, numel)[rank.rank]
+                output = mine if is_part else torch.zeros(numel, dtype=dtype)
+                rank.way().reduce_scatter(output, block, reduction(op))
+                terms = [source.view(size, numel)[rank.rank] for source in blocks]
+                assert torch.equal(output, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel)
+                expected = blocks[rank.rank].clone()
+                if is_part:
+                    expected.view(size, numel)[rank.rank] = output
+                assert torch.equal(block, expected)
+
+    on_ranks(size, name, body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_all_gather(size: int, name: str, is_part: bool) -> None:
+    def body(rank: Rank) -> None:
+        for dtype in (torch.float32, torch.bool, torch.complex128, torch.float8_e4m3fn):
+            for numel in NUMELS:
+                sources = [data(other, numel, torch.float32).to(dtype) for other in range(size)]
+                block = rank.tensor(torch.zeros(size * numel, dtype=dtype))
+                part = block.view(size, numel)[rank.rank].copy_(sources[rank.rank])
+                rank.way().all_gather(block, part if is_part else sources[rank.rank].clone())
+                assert torch.equal(block.view(torch.uint8), torch.cat(sources).view(torch.uint8)), (dtype, numel)
+
+    on_ranks(size, name, body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_broadcast(size: int, name: str) -> None:
+    def body(rank: Rank) -> None:
+        for root in range(size):
+            for numel in NUMELS:
+                tensor = rank.tensor(data(rank.rank, numel, torch.float64))
+                rank.way().broadcast(tensor, root)
+                assert torch.equal(tensor, data(root, numel, torch.float64))
+
+    on_ranks(size, name, body)
+
+
+def test_calls_in_a_row_with_delays(name: str) -> None:
+    """Each rank sleeps now and then, so that they overtake one another wherever nothing stops them."""
+
+    def body(rank: Rank) -> None:
+        chance = random.Random(rank.rank)
+        for repetition in range(60):
+            numel = 1 + repetition * 7 % 61
+            tensor = rank.tensor(data(rank.rank + repetition, numel, torch.float64))
+            way = rank.way()
+            _delay(chance)
+            way.all_reduce(tensor, ReduceOp.SUM)
+            _delay(chance)
+            terms = [data(other + repetition, numel, torch.float64) for other in range(rank.size)]
+            assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms)), repetition
+            tensor.fill_(-1.0)  # nobody may see that any more
+
+    on_ranks(3, name, body)
+
+
+def _delay(chance: random.Random) -> None:
+    if chance.random() < 0.3:
+        time.sleep(chance.random() * 1e-3)
