@@ -132,12 +132,23 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
+    # A compiler, in torch.compile(ddp), gets the module; what is around it communicates and cannot be traced.
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Every rank calls it equally often; it may be a collective.
 
         In training it prepares the reduction of the gradients. Buffers are broadcast as in torch: before each forward that
         follows one in training.
         """
+        inputs, kwargs, will_reduce = self._before_forward(inputs, kwargs)
+        outputs = self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
+        if will_reduce:
+            self._reducer.statistics.forward_ended = time.perf_counter()
+        return outputs
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+        """Inputs on their device, and whether gradients will be reduced."""
         if self._buffers_are_stale and self.forward_sync_buffers and self._has_buffers:
             self._state.broadcast_buffers(self.process_group)
         will_reduce = torch.is_grad_enabled() and self._reducer.synchronizes
@@ -147,10 +158,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
         if self._input_device is not None:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]
-        outputs = self._run_module(inputs, kwargs)
-        if will_reduce:
-            self._reducer.statistics.forward_ended = time.perf_counter()
-        return outputs
+        return inputs, kwargs, will_reduce
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -224,9 +232,6 @@ class DistributedDataParallel(TorchNames, torch.nn.Module):
     @property
     def _wire_dtype(self) -> torch.dtype | None:
         return None if self.mixed_precision is None else self.mixed_precision.wire_dtype
-
-    def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
 
     def _check_no_wire_dtype(self) -> None:
         if self._wire_dtype is not None:
