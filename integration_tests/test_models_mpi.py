@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup
+from syncline.ddp import DistributedDataParallel
 from syncline.ddp.testing import MODELS, check_training
 
 pytestmark = pytest.mark.mpi
@@ -25,3 +26,25 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_local_training_on_the_whole_batch(mpi_group: ProcessGroup, name: str) -> None:
     check_training(mpi_group, name)
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index + 1.0])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_loader_workers_may_be_forked_while_training(mpi_group: ProcessGroup) -> None:
+    """A worker holds a copy of this rank's memory, MPI's included, and must leave it alone, also when it ends."""
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False).double(), process_group=mpi_group)
+    model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+    rows = torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=1, multiprocessing_context="fork")
+    for number, batch in enumerate(rows):
+        model.zero_grad()
+        model(batch.double() * (mpi_group.rank + 1)).sum().backward()
+        (parameter,) = model.parameters()
+        assert parameter.grad is not None
+        assert parameter.grad.item() == (4 * number + 3) * (mpi_group.size + 1) / 2

@@ -153,6 +153,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
+    # A compiler, in torch.compile(ddp), gets the module; what is around it communicates and cannot be traced.
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Every rank calls it equally often (or within `join`); it may be a collective.
 
@@ -160,6 +162,21 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         runs. Buffers are synchronised as in torch: at each forward that follows one in training.
         """
         has_backward = torch.is_grad_enabled()
+        inputs, kwargs, pending = self._before_forward(inputs, kwargs, has_backward)
+        try:
+            outputs = self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
+        except BaseException:
+            if has_backward:
+                self._withdraw()
+            raise
+        self._after_forward(pending, has_backward)
+        return outputs
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _before_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
+        """Inputs on their device, and what the end of backward shall wait for."""
         will_reduce = has_backward and self.require_backward_grad_sync
         root = self._meet_ranks_without_inputs(will_reduce)
         pending = self._buffer_sync.before_forward(self.process_group, root)
@@ -169,12 +186,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         if self._input_device is not None:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]
-        try:
-            outputs = self._run_module(inputs, kwargs)
-        except BaseException:
-            if has_backward:
-                self._reducer.withdraw()
-            raise
+        return inputs, kwargs, pending
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _withdraw(self) -> None:
+        """A forward has failed, so it has no backward."""
+        self._reducer.withdraw()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _after_forward(self, pending: list[torch.futures.Future[Any]], has_backward: bool) -> None:
+        will_reduce = has_backward and self.require_backward_grad_sync
         pending += self._buffer_sync.after_forward()
         self._buffer_sync.are_stale = will_reduce
         if will_reduce:
@@ -182,7 +203,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._reducer.wait_at_end(pending)
         else:
             torch.futures.wait_all(pending)
-        return outputs
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -342,9 +362,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     @property
     def _wire_dtype(self) -> torch.dtype | None:
         return None if self.mixed_precision is None else self.mixed_precision.wire_dtype
-
-    def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
 
     def _check_no_wire_dtype(self) -> None:
         if self._wire_dtype is not None:

@@ -47,6 +47,8 @@ class LowPrecision:
         self._recurrent = [part for part in module.modules() if isinstance(part, torch.nn.RNNBase)]
         self._is_in_backward = False
 
+    # A compiler gets the module, as in DistributedDataParallel.forward.
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def __call__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module; its outputs are what it makes of inputs and parameters in that dtype."""
         inputs, kwargs = _cast_forward_inputs(self._dtype, *inputs, **kwargs)
@@ -74,6 +76,7 @@ class LowPrecision:
 
         Variable._execution_engine.queue_callback(_Once(leave))
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _put(self, tensors: Tensors) -> Tensors:
         """Put a tensor in each place; returns those that were there."""
         before = [parameters[name] for parameters, name, _ in self._places]
