@@ -159,6 +159,9 @@ def test_what_cannot_be_fused_is_refused() -> None:
         with pytest.raises(InvalidArgumentError, match=r"expected a class of torch.optim.Optimizer, found <class 'int'>"):
             model._register_fused_optim(int)  # type: ignore[arg-type]
         model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=[model.module[0].weight])  # type: ignore[index]
+        stranger = torch.nn.Parameter(torch.ones(1))
+        with pytest.raises(InvalidArgumentError, match="found another one, which would never be stepped"):
+            model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=[stranger])
         with pytest.raises(MisuseError, match="has a fused optimizer already"):
             model._register_fused_optim(torch.optim.SGD, 0.1)
 
