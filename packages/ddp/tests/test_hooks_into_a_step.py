@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -20,9 +21,13 @@ pytestmark = pytest.mark.ranks
 BEFORE, AFTER = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
 
 
+# Made once, because all ranks share torch's random numbers.
+torch.manual_seed(3)
+INITIAL = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+
+
 def mlp() -> torch.nn.Sequential:
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+    return copy.deepcopy(INITIAL)
 
 
 def batch(rank: int, step: int = 0) -> torch.Tensor:

@@ -97,8 +97,8 @@ class TorchNames:
         chosen = averaged if optim_params is None else list(optim_params)
         if not {id(parameter) for parameter in chosen} <= {id(parameter) for parameter in averaged}:
             raise InvalidArgumentError(
-                "expected parameters in optim_params whose gradients are averaged here, found another one, which would never be "
-                "stepped: leave out those that are frozen, ignored or of another module"
+                "expected parameters in optim_params whose gradients are averaged here, found another one, which would never "
+                "be stepped: leave out those that are frozen, ignored or of another module"
             )
         self.fused_optimizer.register(optim, chosen, *args, **kwargs)
 
