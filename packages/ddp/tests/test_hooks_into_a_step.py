@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -20,9 +21,13 @@ pytestmark = pytest.mark.ranks
 BEFORE, AFTER = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
 
 
+# Made once, because all ranks share torch's random numbers.
+torch.manual_seed(3)
+INITIAL = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+
+
 def mlp() -> torch.nn.Sequential:
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+    return copy.deepcopy(INITIAL)
 
 
 def batch(rank: int, step: int = 0) -> torch.Tensor:
@@ -159,6 +164,9 @@ def test_what_cannot_be_fused_is_refused() -> None:
         with pytest.raises(InvalidArgumentError, match=r"expected a class of torch.optim.Optimizer, found <class 'int'>"):
             model._register_fused_optim(int)  # type: ignore[arg-type]
         model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=[model.module[0].weight])  # type: ignore[index]
+        stranger = torch.nn.Parameter(torch.ones(1))
+        with pytest.raises(InvalidArgumentError, match="found another one, which would never be stepped"):
+            model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=[stranger])
         with pytest.raises(MisuseError, match="has a fused optimizer already"):
             model._register_fused_optim(torch.optim.SGD, 0.1)
 

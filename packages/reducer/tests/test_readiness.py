@@ -26,7 +26,7 @@ from syncline.reducer.readiness import MarkedTwiceError
 def test_table(buckets: list[list[int]], arrivals: list[int], started: list[list[int]]) -> None:
     readiness = Readiness(buckets)
 
-    assert [list(readiness.mark_ready(index)) for index in arrivals] == started
+    assert [list(readiness.mark_ready([index])) for index in arrivals] == started
 
 
 @st.composite
@@ -51,7 +51,7 @@ def test_any_arrival_order_starts_every_bucket_once_in_order_and_not_early(case:
         assert readiness.missing() == sorted(arrivals[place:])
         assert not readiness.is_complete
         seen.add(index)
-        started += readiness.mark_ready(index)
+        started += readiness.mark_ready([index])
         # As far as possible and no further: every started bucket is full, and the next one is not.
         assert all(seen.issuperset(buckets[number]) for number in started)
         assert len(started) == len(buckets) or not seen.issuperset(buckets[len(started)])
@@ -64,27 +64,27 @@ def test_any_arrival_order_starts_every_bucket_once_in_order_and_not_early(case:
 
 def test_marking_twice_is_an_error_that_knows_which_and_changes_nothing() -> None:
     readiness = Readiness([[0, 1], [2]])
-    readiness.mark_ready(1)
+    readiness.mark_ready([1])
 
     with pytest.raises(MarkedTwiceError, match="gradient 1 was marked ready twice") as caught:
-        readiness.mark_ready(1)
+        readiness.mark_ready([1])
 
     assert caught.value.index == 1
     assert readiness.arrival_order() == [1]
-    assert list(readiness.mark_ready(0)) == [0]
+    assert list(readiness.mark_ready([0])) == [0]
 
 
 def test_reset_forgets_everything() -> None:
     readiness = Readiness([[0], [1]])
     for index in (1, 0):
-        readiness.mark_ready(index)
+        readiness.mark_ready([index])
 
     readiness.reset()
 
     assert not readiness.is_complete
     assert readiness.arrival_order() == []
     assert readiness.missing() == [0, 1]
-    assert [list(readiness.mark_ready(index)) for index in (0, 1)] == [[0], [1]]
+    assert [list(readiness.mark_ready([index])) for index in (0, 1)] == [[0], [1]]
 
 
 @pytest.mark.parametrize("index", [-1, 2])
@@ -92,6 +92,6 @@ def test_an_unknown_gradient_is_an_error(index: Any) -> None:
     readiness = Readiness([[0], [1]])
 
     with pytest.raises(KeyError):
-        readiness.mark_ready(index)
+        readiness.mark_ready([index])
 
     assert readiness.missing() == [0, 1]

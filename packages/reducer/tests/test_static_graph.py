@@ -169,10 +169,12 @@ def test_the_states_as_a_table() -> None:
 
     graph = StaticGraph([torch.nn.Parameter(torch.ones(1))] * 3, Alone())  # type: ignore[arg-type]  # it is not used here
     assert list(graph.begin()) == []
-    assert [graph.arrived(index, defined=True) for index in (0, 2, 0)] == [()] * 3
+    assert [graph.arrived([index], ()) for index in (0, 2, 0)] == [()] * 3
+    assert graph.needed([0, 1]) == 1
     assert list(graph.ended()) == [2, 0, 1]
     graph.forget()
     assert list(graph.begin()) == [1]
-    assert [graph.arrived(index, defined=True) for index in (0, 2, 0)] == [(), (2,), (0,)]
+    assert (graph.needed([0, 1]), graph.needed([2])) == (2, 1)
+    assert [list(graph.arrived(indices, ())) for indices in ([0, 2], [0])] == [[2], [0]]
     assert list(graph.ended()) == []
     assert graph.unused_here([0, 1]) == {1}

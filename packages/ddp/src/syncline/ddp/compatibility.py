@@ -96,8 +96,14 @@ class TorchNames:
     def _register_fused_optim(
         self, optim: type[torch.optim.Optimizer], *args: Any, optim_params: Iterable[Any] | None = None, **kwargs: Any
     ) -> None:
-        chosen = [parameter for _, parameter in self._state.parameters() if parameter.requires_grad]
-        self.fused_optimizer.register(optim, chosen if optim_params is None else optim_params, *args, **kwargs)
+        averaged = [parameter for _, parameter in self._state.parameters() if parameter.requires_grad]
+        chosen = averaged if optim_params is None else list(optim_params)
+        if not {id(parameter) for parameter in chosen} <= {id(parameter) for parameter in averaged}:
+            raise InvalidArgumentError(
+                "expected parameters in optim_params whose gradients are averaged here, found another one, which would never "
+                "be stepped: leave out those that are frozen, ignored or of another module"
+            )
+        self.fused_optimizer.register(optim, chosen, *args, **kwargs)
 
     def _update_process_group(self, new_process_group: Any) -> None:
         self.update_process_group(new_process_group)

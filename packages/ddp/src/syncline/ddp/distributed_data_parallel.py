@@ -201,7 +201,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         if will_reduce:
             self._reducer.statistics.forward_ended = time.perf_counter()
             self._reducer.wait_at_end(pending)
-        else:
+        elif pending:
             torch.futures.wait_all(pending)
 
     @contextmanager

@@ -41,20 +41,23 @@ class DelayedGraph(Graph):
         """As without delay."""
         self._graph.sit_out()
 
-    def arrived(self, index: int, *, defined: bool) -> Sequence[int]:
+    def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """A delayed one is final when the one that it waits for has arrived; one that comes later is refused by readiness."""
+        return [final for index in indices for final in self._arrived(index, undefined)]
+
+    def _arrived(self, index: int, undefined: Collection[int]) -> Sequence[int]:
         if index in self._delayed and index != self._until:
-            self._graph.accumulated(index, defined=defined)
+            self._graph.accumulated([index], undefined)
             return (index,) if self._released else ()
-        final = self._graph.arrived(index, defined=defined)
+        final = self._graph.arrived([index], undefined)
         if index != self._until:
             return final
         self._released = True
         return [*(other for other in final if other not in self._delayed), *sorted(self._delayed)]
 
-    def accumulated(self, index: int, *, defined: bool) -> None:
+    def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
         """As without delay."""
-        self._graph.accumulated(index, defined=defined)
+        self._graph.accumulated(indices, undefined)
 
     def ended(self) -> Sequence[int]:
         """The delayed, too, if they still wait."""

@@ -12,7 +12,8 @@ class Graph(ABC):
     The reducer asks on the thread of backward, under its lock, in this order::
 
         begin       when the first gradient of a backward arrives (sit_out, instead, on a rank that has none)
-        arrived     at each gradient (accumulated, instead, while nothing is synchronised)
+        needed      for each bucket, then: how many gradients make it worth looking at it
+        arrived     when so many have arrived, or at the end (accumulated, instead, while nothing is synchronised)
         agree       when all buckets have started, on every rank: here collectives may be issued
         untouched   once for each bucket, when its reduction is over
         ended       when the outermost backward has ended, before the buckets are waited for
@@ -21,6 +22,8 @@ class Graph(ABC):
 
     advice_missing: str
     advice_twice: str
+    # Whether it asks which gradients are undefined.
+    minds_undefined: bool = True
     # Whether the order in which gradients arrive says something about the next backward.
     order_recurs: bool = True
 
@@ -28,9 +31,18 @@ class Graph(ABC):
     def begin(self) -> Sequence[int]:
         """The parameters whose gradients will not come in this backward."""
 
+    def needed(self, indices: Collection[int]) -> int:  # noqa: ARG002 - the contract's
+        """How many gradients of these parameters, which share a bucket, must arrive before any may be reduced."""
+        return 1
+
     @abstractmethod
-    def arrived(self, index: int, *, defined: bool) -> Sequence[int]:
-        """Note a gradient, defined or not; which parameters' gradients are final now, so that they may be reduced."""
+    def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
+        """Note gradients, in the order of their arrival; which are final now, so that they may be reduced.
+
+        Args:
+            indices: the parameters; one that got several gradients is there several times.
+            undefined: those of them that have no gradient after all.
+        """
 
     @abstractmethod
     def ended(self) -> Sequence[int]:
@@ -44,8 +56,8 @@ class Graph(ABC):
     def sit_out(self) -> None:  # noqa: B027 - most need not know
         """This rank has no gradients in a backward of the others, and reaches no parameter."""
 
-    def accumulated(self, index: int, *, defined: bool) -> None:  # noqa: B027 - most need not know
-        """Note a gradient that is not reduced yet, for a later backward."""
+    def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most need not know
+        """Note gradients that are not reduced yet, for a later backward."""
 
     def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's
         """Whether no rank has anything to say about these parameters; the same answer on every rank."""
@@ -69,6 +81,8 @@ class Graph(ABC):
 class CompleteGraph(Graph):
     """Every backward reaches every parameter, once."""
 
+    minds_undefined = False
+
     advice_missing = (
         "Every parameter must take part in every backward: remove those on which the loss does not depend, freeze them "
         "(requires_grad_(False)), or pass find_unused_parameters=True"
@@ -82,9 +96,13 @@ class CompleteGraph(Graph):
         """None."""
         return ()
 
-    def arrived(self, index: int, *, defined: bool) -> Sequence[int]:  # noqa: ARG002 - the contract's
+    def needed(self, indices: Collection[int]) -> int:
+        """All."""
+        return len(indices)
+
+    def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:  # noqa: ARG002 - the contract's
         """Each is final."""
-        return (index,)
+        return indices
 
     def ended(self) -> Sequence[int]:
         """None."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class MarkedTwiceError(ValueError):
@@ -35,19 +35,21 @@ class Readiness:
         self._next = 0
         self._arrived: dict[int, None] = {}
 
-    def mark_ready(self, index: int) -> range:
-        """Note that a gradient is ready.
+    def mark_ready(self, indices: Iterable[int]) -> range:
+        """Note that gradients are ready, in this order.
 
         Returns:
             The numbers of the buckets that may start now, in order; mostly none.
 
         Raises:
-            MarkedTwiceError: it was marked before, since the last `reset`.
+            MarkedTwiceError: one was marked before, since the last `reset`.
         """
-        if index in self._arrived:
-            raise MarkedTwiceError(index)
-        self._arrived[index] = None
-        self._missing[self._bucket_of[index]] -= 1
+        arrived, missing, bucket_of = self._arrived, self._missing, self._bucket_of
+        for index in indices:
+            if index in arrived:
+                raise MarkedTwiceError(index)
+            missing[bucket_of[index]] -= 1
+            arrived[index] = None
         first = self._next
         while self._next < len(self._missing) and self._missing[self._next] == 0:
             self._next += 1

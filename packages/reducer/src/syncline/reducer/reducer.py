@@ -6,7 +6,7 @@ import enum
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 
 from . import complaints
+from .arrivals import Arrivals, Listener
 from .bucket_building import BucketBuilder
 from .bucket_reduction import BucketReduction, CommunicationHook
 from .delayed import DelayedGraph
@@ -121,10 +122,12 @@ class Reducer:
         self._has_accumulated = False
         self._rebuilt = False
         self.statistics = IterationStatistics(time.perf_counter())
+        wake = _waker(weakref.ref(self))
+        self._listeners = [Listener(index, wake) for index in range(len(self._parameters))]
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(_notifier(weakref.ref(self), index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self._parameters)
+            parameter.register_post_accumulate_grad_hook(listener.hook)  # type: ignore[no-untyped-call]
+            for parameter, listener in zip(self._parameters, self._listeners, strict=True)
         ]
         weakref.finalize(self, _remove, self._handles)
 
@@ -249,32 +252,48 @@ class Reducer:
 
     # ---- during backward ----
 
-    def _on_gradient(self, index: int, *, defined: bool) -> None:
-        """Called by autograd on the thread of backward, as soon as a parameter's gradient is accumulated."""
+    def _on_arrivals(self, arrivals: Arrivals) -> None:
+        """Called on the thread of backward as soon as gradients are accumulated; see Note [What one gradient costs]."""
         self._has_accumulated = True
         if not self._expectation.is_due:
-            self._graph.accumulated(index, defined=defined)
+            indices = arrivals.take()
+            self._graph.accumulated(indices, self._undefined(indices))
             return
         with self._lock:
             if self._phase is _Phase.IDLE:
                 self._begin()
-            self._mark_ready(self._graph.arrived(index, defined=defined))
+            if len(arrivals) >= arrivals.needed:
+                self._look_at(arrivals)
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before it is marked."""
         self._phase = _Phase.REDUCING
         self.statistics.backward_started = time.perf_counter()
         call_at_the_end(self._end)
-        self._mark_ready(self._graph.begin())
+        absent = self._graph.begin()
+        # As long as the order of arrival is to be learnt, each gradient is looked at when it comes.
+        learns = self._graph.order_recurs and not self._rebuilt
+        for arrivals, bucket in zip(self._arrivals, self._buckets, strict=True):
+            arrivals.needed = 1 if learns else self._graph.needed(bucket.indices)
+        self._mark_ready(absent)
+
+    def _look_at(self, arrivals: Arrivals) -> None:
+        indices = arrivals.take()
+        self._mark_ready(self._graph.arrived(indices, self._undefined(indices)))
+
+    def _undefined(self, indices: Sequence[int]) -> Collection[int]:
+        if not self._graph.minds_undefined:
+            return ()
+        return [index for index in indices if self._parameters[index].grad is None]
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            try:
-                startable = self._readiness.mark_ready(index)
-            except MarkedTwiceError:
-                raise complaints.marked_twice(self._names[index], self._group.place(), self._graph.advice_twice) from None
-            if startable:
-                self._start_all(startable)
+        try:
+            startable = self._readiness.mark_ready(indices)
+        except MarkedTwiceError as error:
+            name = self._names[error.index]
+            raise complaints.marked_twice(name, self._group.place(), self._graph.advice_twice) from None
+        if startable:
+            self._start_all(startable)
 
     def _start_all(self, numbers: range) -> None:
         """See Note [Buckets start in order]: called for bucket 0, 1, 2, ... of every backward."""
@@ -305,6 +324,9 @@ class Reducer:
     def _end(self) -> None:
         """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward]."""
         with self._lock:
+            for arrivals in self._arrivals:
+                if arrivals:
+                    self._look_at(arrivals)
             self._mark_ready(self._graph.ended())
         if not self._readiness.is_complete:
             raise self._never_ready()
@@ -326,6 +348,10 @@ class Reducer:
     def _use(self, buckets: list[AnyBucket]) -> None:
         self._buckets = buckets
         self._readiness = Readiness([bucket.indices for bucket in buckets])
+        self._arrivals = [Arrivals() for _ in buckets]
+        for arrivals, bucket in zip(self._arrivals, buckets, strict=True):
+            for index in bucket.indices:
+                self._listeners[index].listen_for(arrivals)
 
     def _rebuild_if_due(self) -> None:
         """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective."""
@@ -380,15 +406,15 @@ def _caps_bytes(cap_bytes: int | Sequence[int], first_cap_bytes: int) -> list[in
     return [min(first_cap_bytes, cap_bytes), cap_bytes] if isinstance(cap_bytes, int) else list(cap_bytes)
 
 
-def _notifier(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:
-    """A parameter's hook. It does not keep the reducer alive, or a model could never be wrapped anew."""
+def _waker(reducer: weakref.ref[Reducer]) -> Callable[[Arrivals], None]:
+    """What parameters' hooks call. It does not keep the reducer alive, or a model could never be wrapped anew."""
 
-    def notify(parameter: torch.Tensor) -> None:
+    def wake(arrivals: Arrivals) -> None:
         living = reducer()
         if living is not None:
-            living._on_gradient(index, defined=parameter.grad is not None)
+            living._on_arrivals(arrivals)
 
-    return notify
+    return wake
 
 
 def _remove(handles: Sequence[Any]) -> None:

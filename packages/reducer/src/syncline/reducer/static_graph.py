@@ -50,20 +50,38 @@ class StaticGraph(Graph):
         """In the first backward, where the ranks agree which parameters are used."""
         return not self._agreed
 
-    def arrived(self, index: int, *, defined: bool) -> Sequence[int]:
-        """Final if it is the last that is expected, or one too many, which readiness refuses."""
-        self._arrivals[index] += 1
+    @property
+    def minds_undefined(self) -> bool:  # type: ignore[override]  # it depends
+        """Only in the first backward."""
+        return self._expected is None
+
+    def needed(self, indices: Collection[int]) -> int:
+        """As many as in the first backward."""
+        return 1 if self._expected is None else sum(map(self._expected.__getitem__, indices))
+
+    def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
+        """Final are the last that are expected, and those one too many, which readiness refuses."""
         if self._expected is None:
+            self._learn(indices, undefined)
+            return ()
+        final, arrivals, expected = [], self._arrivals, self._expected
+        for index in indices:
+            arrivals[index] += 1
+            if arrivals[index] >= expected[index]:
+                final.append(index)
+        return final
+
+    def _learn(self, indices: Sequence[int], undefined: Collection[int]) -> None:
+        for index in indices:
+            self._arrivals[index] += 1
             self._last_arrival.pop(index, None)
             self._last_arrival[index] = None
-            self.accumulated(index, defined=defined)
-            return ()
-        return (index,) if self._arrivals[index] >= self._expected[index] else ()
+        self.accumulated(indices, undefined)
 
-    def accumulated(self, index: int, *, defined: bool) -> None:
-        """Counts as a use."""
-        if defined and self._expected is None:
-            self._used.add(index)
+    def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
+        """Count as uses."""
+        if self._expected is None:
+            self._used.update(index for index in indices if index not in undefined)
 
     def ended(self) -> Sequence[int]:
         """In the first backward all: in the order of their last gradients, then those that had none."""

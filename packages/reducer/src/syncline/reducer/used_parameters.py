@@ -72,7 +72,7 @@ class ChangingGraph(Graph):
         self._waiting: set[int] = set()
         self._map = UsedMap(group, parameters[0].device)
         self._forecast = UsedMap(group, parameters[0].device) if skip_unused else None
-        self._unreached: list[int] = []
+        self._unreached: set[int] = set()
 
     def begin(self) -> Sequence[int]:
         """Ask autograd; see Note [Unused parameters without a walk].
@@ -86,28 +86,34 @@ class ChangingGraph(Graph):
                 "Use use_reentrant=False there, or static_graph=True if the graph never changes"
             )
         will_execute = torch._C._will_engine_execute_node
-        self._unreached = [index for index, node in enumerate(self._nodes) if not will_execute(node)]
+        unreached = [index for index, node in enumerate(self._nodes) if not will_execute(node)]
+        self._unreached = set(unreached)
         if self._forecast is not None:
-            unreached = set(self._unreached) - self._used
-            self._forecast.agree([index not in unreached for index in range(len(self._nodes))])
-        return self._unreached
+            silent = self._unreached - self._used
+            self._forecast.agree([index not in silent for index in range(len(self._nodes))])
+        return unreached
 
     def sit_out(self) -> None:
         """Reach nothing; what was accumulated here waits for a backward of this rank."""
         self._waiting, self._used = self._used, set()
-        self._unreached = list(range(len(self._nodes)))
+        self._unreached = set(range(len(self._nodes)))
         if self._forecast is not None:
             self._forecast.agree([False] * len(self._nodes))
 
-    def arrived(self, index: int, *, defined: bool) -> Sequence[int]:
-        """Each is final; an undefined one is no use."""
-        self.accumulated(index, defined=defined)
-        return (index,)
+    def needed(self, indices: Collection[int]) -> int:
+        """All that will be reached."""
+        return len(indices) - len(self._unreached.intersection(indices)) if self._unreached else len(indices)
 
-    def accumulated(self, index: int, *, defined: bool) -> None:
-        """Counts as a use in the backward that will reduce it."""
-        if defined:
-            self._used.add(index)
+    def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
+        """Each is final; an undefined one is no use."""
+        self.accumulated(indices, undefined)
+        return indices
+
+    def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
+        """Count as uses in the backward that will reduce them."""
+        self._used.update(indices)
+        if undefined:
+            self._used.difference_update(undefined)
 
     def ended(self) -> Sequence[int]:
         """None."""
@@ -115,7 +121,7 @@ class ChangingGraph(Graph):
 
     def may_skip(self, indices: Collection[int]) -> bool:
         """Only asks the others about a bucket of which nothing is used here."""
-        if self._forecast is None or not self._used.isdisjoint(indices) or not set(indices) <= set(self._unreached):
+        if self._forecast is None or not self._used.isdisjoint(indices) or not self._unreached.issuperset(indices):
             return False
         return len(self._forecast.unused(indices)) == len(indices)
 
@@ -135,4 +141,4 @@ class ChangingGraph(Graph):
     def forget(self) -> None:
         """All uses are reduced, but those that waited while this rank sat out."""
         self._used, self._waiting = self._waiting, set()
-        self._unreached = []
+        self._unreached = set()
