@@ -194,3 +194,12 @@ def test_small_calls_are_compared_where_asked_for(mpi_group: ProcessGroup, backe
             group.all_reduce(torch.ones(2)) if group.rank == 0 else group.barrier()
     mpi_group.barrier()
     group.abort()
+
+
+def test_gloo_meets_over_mpi_whatever_a_script_has_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many scripts set MASTER_ADDR for torch; under mpirun that would ask for a secret that MPI hands out by itself."""
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    group = connect("gloo", name="exported")
+    assert sum(exchange_objects(1, group=group)) == group.size
+    group.close()
