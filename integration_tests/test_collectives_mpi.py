@@ -186,11 +186,20 @@ def test_cuda_tensors(mpi_group: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("backend", ["mpi", "gloo"])
-def test_small_calls_are_compared_where_asked_for(backend: str) -> None:
+def test_small_calls_are_compared_where_asked_for(mpi_group: ProcessGroup, backend: str) -> None:
     request = ConnectRequest(detect_launch(os.environ), None, None, None, timeout_s=30.0, check_calls=True)
     group = load_backend(backend).connect(request)
     if group.size > 1:
         with pytest.raises(DisagreementError, match=r"rank 0: all_reduce\(float32\[2\], op=SUM\); rank 1: barrier\(\)"):
             group.all_reduce(torch.ones(2)) if group.rank == 0 else group.barrier()
-        barrier()
+    mpi_group.barrier()
     group.abort()
+
+
+def test_gloo_meets_over_mpi_whatever_a_script_has_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many scripts set MASTER_ADDR for torch; under mpirun that would ask for a secret that MPI hands out by itself."""
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    group = connect("gloo", name="exported")
+    assert sum(exchange_objects(1, group=group)) == group.size
+    group.close()

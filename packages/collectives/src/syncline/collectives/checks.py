@@ -89,6 +89,20 @@ def overlapping(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] 
     return None
 
 
+def not_own_part(part: torch.Tensor, block: torch.Tensor, rank: int) -> str | None:
+    """Whether a tensor shares memory with a block in any other way than as the block's part number `rank`."""
+    if not part.is_contiguous() or not block.is_contiguous():
+        return None  # either is copied first
+    start, end = _extent(part)
+    first, last = _extent(block)
+    if start >= end or end <= first or start >= last or start == first + rank * part.nbytes:
+        return None
+    return (
+        f"{in_words(part)} shares memory with {in_words(block)} without being its part number {rank}, which belongs to this "
+        "rank; pass that part, or a tensor that does not overlap"
+    )
+
+
 def _marked(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
     return [(tensor, True) for tensor in outputs] + [(tensor, False) for tensor in inputs]
 

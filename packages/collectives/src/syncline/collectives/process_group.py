@@ -149,6 +149,7 @@ class ProcessGroup(ABC):
         """
         self._complain("all_gather_into_tensor", checks.not_times(output, tensor, self.size, "output"))
         self._check_tensors("all_gather_into_tensor", reads=(tensor,), writes=(output,))
+        self._complain("all_gather_into_tensor", checks.not_own_part(tensor, output, self.rank))
         return self._all_gather_into_tensor(output, tensor, async_op)
 
     def gather(
@@ -225,6 +226,7 @@ class ProcessGroup(ABC):
         check_reduction(op, output.dtype)
         self._complain("reduce_scatter_tensor", checks.not_times(tensor, output, self.size, "input"))
         self._check_tensors("reduce_scatter_tensor", reads=(tensor,), writes=(output,))
+        self._complain("reduce_scatter_tensor", checks.not_own_part(output, tensor, self.rank))
         return self._reduce_scatter_tensor(output, tensor, op, async_op)
 
     # ---- one tensor for each rank on both sides ----

@@ -186,13 +186,13 @@ def _shared_store(request: ConnectRequest, rank: int, size: int) -> dist.Store:
         return store_at(request.init_method, rank, size, request.timeout_s)
     if size == 1:
         return dist.HashStore()
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        return store_at("env://", rank, size, request.timeout_s)
     lack = None
     if request.launch is not None and request.launch.is_mpi:
         lack = load_backend("mpi").missing()
         if lack is None:
             return _over_mpi(request)
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return store_at("env://", rank, size, request.timeout_s)
     raise LaunchError(
         f"backend 'gloo' has {size} ranks and no way for them to meet: expected an init_method (such as "
         "'file:///shared/folder' or 'tcp://host:port?secret_file=PATH'), a store, MASTER_ADDR and MASTER_PORT as torchrun sets "

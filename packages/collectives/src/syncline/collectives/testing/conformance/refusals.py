@@ -42,6 +42,14 @@ def overlapping_memory(group: ProcessGroup) -> None:
         _refused(group, "one output for two ranks", partial(group.all_gather, outputs, torch.ones(3)), "share")
 
 
+def overlapping_parts(group: ProcessGroup) -> None:
+    """A block and a tensor that is a piece of it, but not this rank's part."""
+    block = torch.zeros(group.size * 3 + 3)[: group.size * 3]
+    across = block.as_strided((3,), (1,), 1)
+    _refused(group, "gathering a piece", partial(group.all_gather_into_tensor, block, across), f"part number {group.rank}")
+    _refused(group, "scattering to a piece", partial(group.reduce_scatter_tensor, across, block), f"part number {group.rank}")
+
+
 def overlapping_memory_may_be_read(group: ProcessGroup) -> None:
     """As input only, it is fine; and so is one element expanded to one element."""
     outputs = [torch.empty(3, 4) for _ in range(group.size)]
@@ -112,6 +120,7 @@ def after_close(group: ProcessGroup) -> None:
 
 CHECKS: dict[str, Check] = {
     "refuses_overlapping_memory": overlapping_memory,
+    "refuses_overlapping_parts": overlapping_parts,
     "reads_overlapping_memory": overlapping_memory_may_be_read,
     "refuses_wrong_device": wrong_device,
     "refuses_wrong_layout": wrong_layout,
