@@ -68,7 +68,9 @@ class PerDeviceGroup(DelegatingGroup):
         return PerDeviceGroup(made) if made else None
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
-        parts = ((device, group.subset(members, f"{name}/{device}", timeout_s=timeout_s)) for device, group in self.groups.items())
+        parts = (
+            (device, group.subset(members, f"{name}/{device}", timeout_s=timeout_s)) for device, group in self.groups.items()
+        )
         return PerDeviceGroup(dict(parts))
 
 
