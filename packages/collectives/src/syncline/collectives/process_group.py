@@ -341,7 +341,7 @@ class ProcessGroup(ABC):
             timeout_s: the new group's time limit, this group's if None.
 
         Raises:
-            InvalidArgumentError: a rank twice, outside the group, or not this one; or the backend needs all ranks (see `split`).
+            InvalidArgumentError: a rank twice or outside the group, or not this one; or the backend needs all ranks (`split`).
         """
         if len(set(members)) < len(members) or self.rank not in members or not all(0 <= rank < self.size for rank in members):
             self._complain("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")

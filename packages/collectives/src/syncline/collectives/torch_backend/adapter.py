@@ -1,5 +1,8 @@
 """One of our process groups seen as one of torch.distributed's."""
 
+# Each method takes what several overloads of torch's take, and has its older name beside the newer one.
+# mypy: disable-error-code="override, assignment"
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -41,7 +44,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, ours: ProcessGroup, store: dist.Store, backend_name: str, *, on_close: Callable[[], None] | None = None):
-        super().__init__(ours.rank, ours.size)  # the constructor that takes a store too refuses Python classes
+        super().__init__(ours.rank, ours.size)  # type: ignore[call-arg, arg-type]  # the one with a store is not for Python
         self.syncline_group = ours
         self._store = store
         self._backend_name = backend_name
@@ -69,7 +72,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         mine, reduction = list(tensors), reduction_of(opts)
         return self._issue("all_reduce_coalesced", lambda _: self._reduced_together(mine, reduction), opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None) -> dist.Work:
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
+    ) -> dist.Work:
         """Copy the root's tensor to every rank."""
         group, tensor = self.syncline_group, only(listed(tensors), "tensor")
         source = root_of(opts) if root is None else root
@@ -86,13 +91,15 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # ---- one tensor on one side, one for each rank on the other ----
 
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Give every rank the tensors of all ranks."""
         group, tensor = self.syncline_group, only(listed(input_tensors), "input")
         outputs = _rows(output_tensors)
         return self._issue("all_gather", lambda is_async: group.all_gather(outputs, tensor, async_op=is_async), opts, timeout)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Give every rank the tensors of all ranks, in one tensor; the input may be a part of it."""
         group = self.syncline_group
         return self._issue(
@@ -163,7 +170,7 @@ class TorchProcessGroup(dist.ProcessGroup):
             timeout,
         )
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Combine the tensors of all ranks and give rank r the r-th part of the result."""
         group, reduction = self.syncline_group, reduction_of(opts)
         return self._issue(
@@ -188,7 +195,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     def all_to_all_single(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002
+        input: torch.Tensor,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
@@ -289,11 +296,11 @@ class TorchProcessGroup(dist.ProcessGroup):
     getBackendName = _get_backend_name = name  # noqa: N815 - the name that C++ looks for
 
     def getGroupName(self) -> str:  # noqa: N802 - the name that C++ looks for
-        """torch's name for this group, unique among the groups of a job."""
+        """Torch's name for this group, unique among the groups of a job."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - the name that C++ looks for
-        """torch's name for this group."""
+        """Torch's name for this group."""
         self._group_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802 - the name that C++ looks for
@@ -354,7 +361,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         is_async = getattr(opts, "asyncOp", True)
         limit_s = time_limit_s(getattr(opts, "timeout", None) if timeout is None else timeout)
         starts_only = is_async or limit_s is not None or self._coalesced is not None
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             work = profiled(f"{self._backend_name}:{title}", lambda: issue(starts_only), is_async=starts_only)
         else:
             work = issue(starts_only)

@@ -49,9 +49,7 @@ def create(torch_name: str, backend: str | None, options: Any, pg_options: Any) 
     is_root = torch_name not in _everybody and ours.size == _world_size(ours)
     if is_root:
         _everybody[torch_name] = ours
-    return TorchProcessGroup(
-        ours, options.store, torch_name, on_close=(lambda: _forget(torch_name)) if is_root else None
-    )
+    return TorchProcessGroup(ours, options.store, torch_name, on_close=(lambda: _forget(torch_name)) if is_root else None)
 
 
 def _forget(torch_name: str) -> None:
@@ -70,8 +68,8 @@ def _world_size(ours: ProcessGroup) -> int:
 def _root(torch_name: str, members: list[int]) -> ProcessGroup:
     if torch_name not in _everybody:
         raise LaunchError(
-            f"new_group({members}, backend='{torch_name}'): a group of some ranks is made from one of all ranks, and there is none "
-            f"of that backend; give init_process_group '{torch_name}', or first call new_group(backend='{torch_name}') on every rank"
+            f"new_group({members}, backend='{torch_name}'): a group of some ranks is made from one of all ranks, and there is "
+            f"none of that backend; call init_process_group('{torch_name}'), or first new_group(backend='{torch_name}') on all"
         )
     return _everybody[torch_name]
 
@@ -91,7 +89,9 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
     try:
         return load_backend(name).connect(request)
     except UnknownBackendError as error:
-        raise BackendUnavailableError(f"backend '{torch_name}' of torch.distributed stands on our backend '{name}': {error}") from error
+        raise BackendUnavailableError(
+            f"backend '{torch_name}' of torch.distributed stands on our backend '{name}': {error}"
+        ) from error
 
 
 def _choice() -> str:
@@ -127,7 +127,8 @@ def _check_device(torch_name: str, options: Any, ours: ProcessGroup) -> None:
     if asked is not None and asked not in ours.device_types:
         ours.close()
         raise InvalidArgumentError(
-            f"'{asked}:{torch_name}' was asked for, but {ours.describe()} moves tensors on {', '.join(sorted(ours.device_types))}"
+            f"'{asked}:{torch_name}' was asked for, but this backend ({ours.describe()}) moves tensors on "
+            f"{', '.join(sorted(ours.device_types))}"
         )
 
 

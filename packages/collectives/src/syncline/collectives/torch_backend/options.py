@@ -38,7 +38,9 @@ def reduction_of(options: Any) -> Reduction:
         return ours
     if op == dist.ReduceOp.PREMUL_SUM:
         return premul_sum(_factor(op))
-    raise InvalidArgumentError(f"expected a reduction of torch.distributed ({', '.join(map(str, _OURS))}, PREMUL_SUM), found {op!r}")
+    raise InvalidArgumentError(
+        f"expected a reduction of torch.distributed ({', '.join(map(str, _OURS))}, PREMUL_SUM), found {op!r}"
+    )
 
 
 def _factor(op: Any) -> float:
@@ -64,7 +66,7 @@ def time_limit_s(timeout: timedelta | None) -> float | None:
 
 
 def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """torch's groups take one tensor, or a list of those of several devices."""
+    """The tensors of a call: torch's groups take one tensor, or a list of those of several devices."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 

@@ -48,7 +48,7 @@ def rendezvous(
 def _alone(rank: int, world_size: int) -> tuple[dist.Store, int, int]:
     if world_size not in (-1, 1) or rank not in (-1, 0):
         raise LaunchError(
-            f"init_method 'mpi://' with rank={rank} and world_size={world_size}, but no launcher started this process, so it is "
+            f"init_method 'mpi://' with rank={rank} and world_size={world_size}, but nothing launched this process, so it is "
             "alone; start it with mpirun, mpiexec or srun"
         )
     return dist.HashStore(), 0, 1

@@ -72,7 +72,7 @@ def _who() -> str:
 
 
 def _say(text: str) -> None:
-    """Write to the stream that the process began with: torch.distributed gives its excepthook another, to print it later."""
+    """Write to the stream that the process began with: torch.distributed lends its excepthook another, to print it later."""
     sys.stdout.flush()
     stream = sys.__stderr__ or sys.stderr
     stream.write(text + "\n")
