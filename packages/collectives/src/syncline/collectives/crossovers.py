@@ -16,7 +16,7 @@ class Crossovers:
     Attributes:
         window_bytes: from here on, memory that a group allocates lies in a window that the ranks of a node share, and
             collectives on such memory run there.
-        staged_bytes: from here on, collectives on other memory go through a window of the group, if all ranks are on one node.
+        staged_bytes: from here on, reductions of other memory go through a window of the group, if all ranks are on one node.
     """
 
     window_bytes: int = 32 << 10

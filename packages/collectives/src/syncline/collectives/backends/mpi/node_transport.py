@@ -40,7 +40,7 @@ class NodeTransport(MPITransport):
     ============================ ============ ==============================================================
     in a window                  one node     there
     in a window                  several      `all_reduce` there and between counterparts, the others by MPI
-    elsewhere, and are large     one node     staged
+    elsewhere, and are large     one node     `all_reduce` and `reduce_scatter` staged, the others by MPI
     elsewhere                    any          by MPI
     ============================ ============ ==============================================================
 
@@ -70,7 +70,7 @@ class NodeTransport(MPITransport):
         self._between = None if across is None else MPITransport(across, inquest=self._inquest)
         self._windows = Windows()
         self._slots: Slots | None = None
-        self._may_stage = self._hierarchy.nodes == 1
+        self._may_stage = self._hierarchy.nodes == 1 and self._hierarchy.shares_memory
         self._has_warned = False
 
     # ---- memory ----
@@ -109,20 +109,20 @@ class NodeTransport(MPITransport):
             way.reduce_scatter(tensor, block, op)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
-        """In the window, staged, or by MPI."""
-        way = self._way(block, call, deadline)
-        if way is None:
+        """In the window, or by MPI: it moves as many bytes as staging would."""
+        window = self._window(block, call, deadline)
+        if window is None:
             super().all_gather(block, tensor, call, deadline)
         else:
-            way.all_gather(block, tensor)
+            window.all_gather(block, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
-        """In the window, staged, or by MPI."""
-        way = self._way(tensor, call, deadline)
-        if way is None:
+        """In the window, or by MPI: it moves as many bytes as staging would."""
+        window = self._window(tensor, call, deadline)
+        if window is None:
             super().broadcast(tensor, root, call, deadline)
         else:
-            way.broadcast(tensor, root)
+            window.broadcast(tensor, root)
 
     def _all_reduce_across(
         self, window: InWindow, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
@@ -143,16 +143,26 @@ class NodeTransport(MPITransport):
     # ---- which way ----
 
     def _way(self, tensor: torch.Tensor, call: Collective, deadline: Deadline, *, also_across: bool = False) -> Way | None:
-        """The way that all ranks take, None for MPI's. `tensor` is the larger one of the call."""
+        """The way of a reduction that all ranks take, None for MPI's. `tensor` is the larger one of the call."""
+        window = self._window(tensor, call, deadline, also_across=also_across)
+        if window is not None:
+            return window
+        slots = self._staging() if tensor.nbytes >= self._crossovers.staged_bytes else None
+        if slots is None:
+            return None
+        self._met_for = None
+        return Staged(slots, lambda: self._node_barrier(call, deadline))
+
+    def _window(
+        self, tensor: torch.Tensor, call: Collective, deadline: Deadline, *, also_across: bool = False
+    ) -> InWindow | None:
+        """Where all ranks have the tensor, if in a window. Unless that is plain from its size, the ranks meet to know."""
         if tensor.nbytes < self._least_bytes or not (self._hierarchy.nodes == 1 or also_across):
             return None
         place = self._windows.find(tensor)
         is_common = self._meeting.meet(call, deadline, NOWHERE if place is None else place.key)
         if is_common and place is not None:
             return InWindow(place, self._hierarchy.node.Get_size(), lambda: self._node_barrier(call, deadline))
-        slots = self._staging() if tensor.nbytes >= self._crossovers.staged_bytes else None
-        if slots is not None:
-            return Staged(slots, lambda: self._node_barrier(call, deadline))
         self._met_for = call if tensor.nbytes >= MEETING_BYTES else None
         return None
 

@@ -1,4 +1,4 @@
-"""Collectives on any memory, through a small window of the group."""
+"""Reductions on any memory, through a small window of the group."""
 
 from __future__ import annotations
 
@@ -114,25 +114,3 @@ class Staged(Way):
             terms = [row[self._mine] for row in shown]
             terms[self._mine] = parts[self._mine, start:stop]
             reduce_into(tensor[start:stop], op, terms)
-
-    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Every rank shows its tensor: n (p+1)/p is copied."""
-        parts = block.view(self._size, tensor.numel())
-        if parts[self._mine].data_ptr() != tensor.data_ptr():
-            parts[self._mine].copy_(tensor)
-        for start, stop in chunks(0, tensor.numel(), SLOT_BYTES // tensor.element_size()):
-            shown = self._slots.take(stop - start, tensor.dtype)
-            shown[self._mine].copy_(tensor[start:stop])
-            self._barrier()
-            for rank in self._others:
-                parts[rank, start:stop].copy_(shown[rank])
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """The root shows its tensor: while the others copy a chunk, it shows the next."""
-        for start, stop in chunks(0, tensor.numel(), SLOT_BYTES // tensor.element_size()):
-            shown = self._slots.take(stop - start, tensor.dtype)
-            if self._mine == root:
-                shown[root].copy_(tensor[start:stop])
-            self._barrier()
-            if self._mine != root:
-                tensor[start:stop].copy_(shown[root])
