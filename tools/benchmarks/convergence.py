@@ -104,7 +104,7 @@ class CountingGroup(DelegatingGroup):
         return self._group
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
-        return self._group.split(color, key, timeout_s)
+        return self._group.split(color, key, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def train(name: str, seed: int, epochs: int) -> Training:
             loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]  # the loader's type does not say which it has
             for images, labels in loader:
                 optimizer.zero_grad()
-                F.cross_entropy(model(images), labels).backward()
+                F.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 scheduler.step()
         images, labels = test_set.tensors

@@ -42,7 +42,7 @@ def timed(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list
     taken_ms: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(WARM_UP + rounds):
         for name, call in calls.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
             start.record()
             call()

@@ -10,6 +10,7 @@ import torch
 from syncline.collectives import MisuseError, ReduceOp
 
 from .join import JoinHook
+from .sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from .distributed_data_parallel import DistributedDataParallel
@@ -43,6 +44,11 @@ class UnevenInputs(JoinHook):
             raise MisuseError(
                 "divide_by_initial_world_size=False means nothing to a communication hook, which divides as it likes: leave "
                 "it out, or do without the hook"
+            )
+        if any(isinstance(part, (SyncBatchNorm, torch.nn.SyncBatchNorm)) for part in ddp.module.modules()):
+            raise MisuseError(
+                "join() cannot run the forward of SyncBatchNorm on a rank that has no inputs: use the module without converting "
+                "it, or give that rank empty batches instead of join()"
             )
         self._ddp = ddp
         self._divides_by_all = divide_by_initial_world_size

@@ -44,7 +44,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, ours: ProcessGroup, store: dist.Store, backend_name: str, *, on_close: Callable[[], None] | None = None):
-        super().__init__(ours.rank, ours.size)  # type: ignore[call-arg, arg-type]  # the one with a store is not for Python
+        super().__init__(ours.rank, ours.size)  # type: ignore[call-arg]  # the one with a store is not for Python
         self.syncline_group = ours
         self._store = store
         self._backend_name = backend_name
