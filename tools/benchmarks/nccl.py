@@ -74,7 +74,7 @@ def steps(group: ProcessGroup, device: torch.device) -> dict[str, Callable[[], o
     torch.manual_seed(0)
     model = transformer().to(device)
     data = torch.randn(8, 128, 512, device=device)
-    modules = {
+    modules: dict[str, torch.nn.Module] = {
         "ours": DistributedDataParallel(copy.deepcopy(model), process_group=group, gradient_as_bucket_view=True),
         "torch": torch.nn.parallel.DistributedDataParallel(
             copy.deepcopy(model), device_ids=[device], gradient_as_bucket_view=True

@@ -10,7 +10,7 @@ import torch
 
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
-from syncline.ddp import DistributedDataParallel, Join, Joinable, JoinHook
+from syncline.ddp import DistributedDataParallel, Join, Joinable, JoinHook, convert_sync_batchnorm
 from syncline.reducer import GradBucket
 
 pytestmark = pytest.mark.ranks
@@ -213,6 +213,9 @@ def test_what_cannot_be_joined() -> None:
         model._register_buffer_comm_hook(None, lambda state, buffers: None)
         with pytest.raises(MisuseError, match=r"join\(\) cannot say what a buffer hook shall do"):
             model.join().__enter__()
+        converted = convert_sync_batchnorm(torch.nn.BatchNorm1d(2), group)
+        with pytest.raises(MisuseError, match=r"join\(\) cannot run the forward of SyncBatchNorm"):
+            DistributedDataParallel(converted, process_group=group).join().__enter__()
 
     run_ranks(1, plain)
     run_ranks(1, body)

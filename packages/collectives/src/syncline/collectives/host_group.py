@@ -25,6 +25,10 @@ from .work import FinishedWork, PendingWork, TensorsFuture, Work
 _CPU = frozenset({"cpu"})
 _WORDS_BYTES = 512
 
+# A library may go on writing to the tensors of a collective that was given up, so they must live as long as the process. The
+# tracebacks of these errors hold the frames that hold them, also copies in plain order.
+_given_up: list[BaseException] = []
+
 
 class HostGroup(ProcessGroup):
     """Runs the blocking collectives of a `Transport` in one total order; see Note [One total order] in `progress`.
@@ -393,11 +397,13 @@ class HostGroup(ProcessGroup):
             else:
                 body(deadline)
         except TimeoutError as error:
+            _given_up.append(error)
             self._first_failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
         except SynclineError as error:
             self._first_failure = type(error)(f"{self._in_words(call, sequence)}: {error}")
             self._first_failure.__cause__ = error.__cause__
         except BaseException as error:  # noqa: BLE001 - the same for what comes after it, whatever it is
+            _given_up.append(error)
             self._first_failure = error
         finally:
             self._deadline = None

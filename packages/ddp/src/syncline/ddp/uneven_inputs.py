@@ -47,8 +47,8 @@ class UnevenInputs(JoinHook):
             )
         if any(isinstance(part, (SyncBatchNorm, torch.nn.SyncBatchNorm)) for part in ddp.module.modules()):
             raise MisuseError(
-                "join() cannot run the forward of SyncBatchNorm on a rank that has no inputs: use the module without converting "
-                "it, or give that rank empty batches instead of join()"
+                "join() cannot run the forward of SyncBatchNorm on a rank that has no inputs: use the module without "
+                "converting it, or give that rank empty batches instead of join()"
             )
         self._ddp = ddp
         self._divides_by_all = divide_by_initial_world_size

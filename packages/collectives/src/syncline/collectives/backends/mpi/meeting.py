@@ -62,7 +62,7 @@ class Meeting:
         except MPI.Exception as error:
             raise mapped(error) from error
         except BaseException as error:
-            # MPI may still write to the tensors, which `start` refers to: they must outlive the request.
+            # The request stays active, and MPI may still write: `HostGroup` lets the tensors live.
             self._abandoned.append((request, start))
             if not isinstance(error, TimeoutError) or deadline.was_cancelled:
                 raise
