@@ -48,7 +48,7 @@ from .reduce_op import ReduceOp, premul_sum
 from .registry import backend_names
 from .round_robin import RoundRobinGroup
 from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
-from .torch_group import TorchGroup
+from .torch_group import TorchGroup, as_process_group
 from .work import Work
 from .world import (
     NonMember,
@@ -93,6 +93,7 @@ __all__ = [
     "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
+    "as_process_group",
     "backend_names",
     "barrier",
     "batch_isend_irecv",

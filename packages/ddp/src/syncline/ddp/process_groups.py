@@ -9,7 +9,7 @@ import torch.distributed as dist
 from syncline.collectives import (
     InvalidArgumentError,
     ProcessGroup,
-    TorchGroup,
+    as_process_group,
     get_default_group,
     init_process_group,
     is_initialized,
@@ -20,7 +20,7 @@ def resolve_group(process_group: object, device_mesh: Any = None) -> ProcessGrou
     """The group that the arguments mean.
 
     Args:
-        process_group: ours, or torch.distributed's, which is wrapped; None for the default.
+        process_group: ours, or torch.distributed's, which is wrapped (ours underneath: unwrapped); None for the default.
         device_mesh: a one-dimensional `torch.distributed.DeviceMesh`, instead.
 
     Raises:
@@ -40,7 +40,7 @@ def resolve_group(process_group: object, device_mesh: Any = None) -> ProcessGrou
     if isinstance(process_group, ProcessGroup):
         return process_group
     if isinstance(process_group, dist.ProcessGroup):
-        return TorchGroup(process_group)
+        return as_process_group(process_group)
     raise InvalidArgumentError(
         f"expected a process group of syncline.collectives or of torch.distributed, found {type(process_group).__name__}"
         + (": this rank is not a member of that group" if process_group is dist.GroupMember.NON_GROUP_MEMBER else "")
@@ -54,7 +54,7 @@ def default_group() -> ProcessGroup:
     if dist.is_available() and dist.is_initialized():
         world = dist.group.WORLD
         assert world is not None
-        return TorchGroup(world)
+        return as_process_group(world)
     return init_process_group()
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import MisuseError, ProcessGroup
-from syncline.collectives.torch_group import TorchGroup
+from syncline.collectives.torch_group import as_process_group
 
 if TYPE_CHECKING:
     TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
@@ -75,13 +75,13 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
     if isinstance(state, ProcessGroup):
         return state
     if isinstance(state, dist.ProcessGroup):
-        return TorchGroup(state)
+        return as_process_group(state)
     if state is not None:
         raise MisuseError(
             f"expected the hook's state to be a process group (syncline's or torch's) or None, found {type(state).__name__}"
         )
     if isinstance(bucket, dist.GradBucket):
-        return TorchGroup(dist.distributed_c10d._get_default_group())
+        return as_process_group(dist.distributed_c10d._get_default_group())
     group = bucket.process_group()  # type: ignore[attr-defined]  # what our GradBucket has and torch's has not
     assert isinstance(group, ProcessGroup)
     return group

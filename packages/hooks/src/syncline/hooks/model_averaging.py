@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp
-from syncline.collectives.torch_group import TorchGroup
+from syncline.collectives.torch_group import TorchGroup, as_process_group
 
 
 class ModelAverager(ABC):
@@ -125,7 +125,7 @@ def _consecutive(given: Any, group: ProcessGroup, size: int) -> ProcessGroup:
         return group
     if isinstance(group, TorchGroup):
         made, _ = dist.new_subgroups(group_size=size, group=given)  # type: ignore[no-untyped-call]
-        return TorchGroup(made)
+        return as_process_group(made)
     part = group.split(group.rank // size)
     assert part is not None
     return part
@@ -136,7 +136,7 @@ def _group(process_group: Any) -> ProcessGroup:
         return process_group
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise MisuseError(f"expected a process group (syncline's or torch's) or None, found {type(process_group).__name__}")
-    return TorchGroup(dist.distributed_c10d._get_default_group() if process_group is None else process_group)
+    return as_process_group(dist.distributed_c10d._get_default_group() if process_group is None else process_group)
 
 
 def _parameters(params: Iterable[Any]) -> list[torch.Tensor]:

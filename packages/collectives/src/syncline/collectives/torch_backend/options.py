@@ -37,18 +37,10 @@ def reduction_of(options: Any) -> Reduction:
     if ours is not None:
         return ours
     if op == dist.ReduceOp.PREMUL_SUM:
-        return premul_sum(_factor(op))
+        return premul_sum(float(op.__getstate__()[1]))  # torch pickles the factor, and shows it in newer versions only
     raise InvalidArgumentError(
         f"expected a reduction of torch.distributed ({', '.join(map(str, _OURS))}, PREMUL_SUM), found {op!r}"
     )
-
-
-def _factor(op: Any) -> float:
-    """What PREMUL_SUM multiplies with. It is in the state that torch pickles, in every version."""
-    factor = op.__getstate__()[1]
-    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
-        raise InvalidArgumentError(f"expected a number as factor of PREMUL_SUM, found a tensor of shape {tuple(factor.shape)}")
-    return float(factor)
 
 
 def root_of(options: Any) -> int:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
@@ -21,19 +22,16 @@ from ..stores.over_group import GroupStore
 _open: list[GroupStore] = []
 
 
-def rendezvous(
-    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta | None = None, **_: Any
-) -> Iterator[tuple[dist.Store, int, int]]:
+def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """What torch calls for ``init_method="mpi://"``: yields a store, this process's rank and the number of ranks.
 
-    Without a launcher the process is alone.
+    Without a launcher the process is alone. torch puts the `rank` and `world_size` that its caller gave into the URL.
 
     Raises:
         InvalidArgumentError: the URL says more than "mpi://".
         LaunchError: no MPI launcher started this process, or what was asked for contradicts it.
     """
-    if url.partition("?")[0] != "mpi://":
-        raise InvalidArgumentError(f"expected 'mpi://' and nothing after it (MPI knows where the ranks are), found {url!r}")
+    rank, world_size = _asked_for(url)
     launch = detect_launch(os.environ)
     if launch is None:
         yield _alone(rank, world_size)
@@ -43,6 +41,15 @@ def rendezvous(
             f"init_method 'mpi://' needs mpirun, mpiexec or srun, but {launch.launcher} started this process; use 'env://'"
         )
     yield _over_mpi(launch, rank, world_size, seconds(timeout, DEFAULT_TIMEOUT_S))
+
+
+def _asked_for(url: str) -> tuple[int, int]:
+    """The rank and the world size in an URL such as "mpi:?rank=0&world_size=2"; -1 where there is none."""
+    parts = urlsplit(url)
+    if parts.netloc or parts.path.strip("/"):
+        raise InvalidArgumentError(f"expected 'mpi://' and nothing after it (MPI knows where the ranks are), found {url!r}")
+    asked = dict(parse_qsl(parts.query))
+    return int(asked.get("rank", -1)), int(asked.get("world_size", -1))
 
 
 def _alone(rank: int, world_size: int) -> tuple[dist.Store, int, int]:

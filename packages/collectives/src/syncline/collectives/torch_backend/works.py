@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..errors import InvalidArgumentError
 from ..work import TensorsFuture, Work
 from .options import time_limit_s
+from .untraced import untraced
 
 
 class TorchSideWork(dist.Work):
@@ -29,6 +30,7 @@ class TorchSideWork(dist.Work):
         self.ours = ours
         self._timeout_s = timeout_s
 
+    @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the collective has finished; on CUDA, order the current stream after it instead."""
         limit_s = time_limit_s(timeout)
@@ -71,6 +73,7 @@ class TorchSideWork(dist.Work):
 
     _source_rank = source_rank
 
+    @untraced
     def get_future(self) -> TensorsFuture:
         """A future of the output tensors."""
         return self.ours.get_future()

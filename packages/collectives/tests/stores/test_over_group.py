@@ -1,0 +1,77 @@
+"""The store over a process group: the ranks are threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from syncline.collectives import InvalidArgumentError, ProcessGroup, StoreError, StoreTimeout
+from syncline.collectives.stores.over_group import GroupStore
+from syncline.collectives.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def everything(group: ProcessGroup) -> None:
+    store = GroupStore(group.split(0), timeout=20)
+    rank, size = group.rank, group.size
+    store.set(f"from {rank}", f"value {rank}" * (rank + 1))
+    for peer in range(size):  # waits for those that are not there yet
+        assert store.get(f"from {peer}") == (f"value {peer}" * (peer + 1)).encode()
+    store.add("count", rank + 1)
+    group.barrier()
+    assert store.add("count", 0) == size * (size + 1) // 2
+    store.wait([f"from {peer}" for peer in range(size)])
+    assert store.check(["from 0"])
+    assert not store.check(["from 0", "from nobody"])
+    group.barrier()
+    winners = store.compare_set("leader", b"", f"{rank}".encode())
+    group.barrier()
+    assert store.get("leader") in (winners, store.compare_set("leader", b"x", b"y"))
+    group.barrier()
+    assert store.num_keys() == size + 2
+    group.barrier()
+    if rank == size - 1:
+        assert store.delete_key("leader")
+        assert not store.delete_key("leader")
+    group.barrier()
+    assert not store.check(["leader"])
+    with pytest.raises(InvalidArgumentError, match="expected a decimal number"):
+        store.add("from 0", 1)
+    with pytest.raises(StoreTimeout, match=r"store on rank 0 of group .* nobody set 'never' within 0.05 s"):
+        store.get("never", 0.05)
+    with pytest.raises(StoreTimeout, match="nobody set 'never'"):
+        store.wait(["from 0", "never"], 0.05)
+    store.close()
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.check(["from 0"])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_store_for_all_ranks(size: int) -> None:
+    run_ranks(size, everything)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("syncline-store")]
+
+
+def waits_while_another_thread_asks(group: ProcessGroup) -> None:
+    store = GroupStore(group.split(0), timeout=20)
+    if group.rank == 1:
+        found: list[bytes] = []
+        waiter = threading.Thread(target=lambda: found.append(store.get("late")))
+        waiter.start()
+        assert not store.check(["late"])
+        group.barrier()
+        waiter.join(20)
+        assert found == [b"came"]
+    else:
+        group.barrier()
+        store.set("late", "came")
+    group.all_reduce(torch.ones(1))
+    store.close()
+
+
+def test_who_waits_holds_up_no_other_thread() -> None:
+    run_ranks(2, waits_while_another_thread_asks)

@@ -1,0 +1,173 @@
+"""Registering, and what is wrong with a set-up, in one process without a launcher."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import (
+    BackendUnavailableError,
+    InvalidArgumentError,
+    LaunchError,
+    MisuseError,
+    TorchGroup,
+    as_process_group,
+)
+from syncline.collectives.launch import detect_launch
+from syncline.collectives.torch_backend import TorchProcessGroup, monitored_barrier, register, registration, rendezvous
+
+pytestmark = pytest.mark.skipif(detect_launch(os.environ) is not None, reason="about processes that nothing launched")
+
+
+@pytest.fixture(autouse=True)
+def _destroyed() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def init(backend: str = "syncline") -> TorchProcessGroup:
+    dist.init_process_group(backend, init_method="mpi://")
+    group = dist.distributed_c10d._get_default_group()
+    assert isinstance(group, TorchProcessGroup)
+    return group
+
+
+def test_torch_knows_the_names() -> None:
+    for name in ("syncline", "syncline-mpi", "syncline-nccl"):
+        assert dist.is_backend_available(name)
+    assert dist.get_default_backend_for_device("cpu") == "gloo", "torch's own defaults stay"
+
+
+def test_registering_twice_is_harmless() -> None:
+    before = dict(dist.Backend._plugins)
+    register()
+    importlib.reload(registration)
+    assert dict(dist.Backend._plugins) == before
+
+
+def test_another_package_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dist.Backend._plugins, "SYNCLINE", dist.Backend._BackendPlugin(pytest.fail, True))
+    with pytest.raises(MisuseError, match=r"backend 'syncline' of torch\.distributed was registered by _pytest"):
+        register()
+
+
+def test_another_package_has_the_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers, "mpi", pytest.fail)
+    with pytest.raises(MisuseError, match="rendezvous scheme 'mpi://'"):
+        register()
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.13.0+cpu", "3.0.0a0"])
+def test_new_enough(version: str) -> None:
+    registration.check_torch(version, is_available=True)
+
+
+@pytest.mark.parametrize("version", ["2.5.1", "1.13.0+cu117"])
+def test_too_old(version: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=rf"needs torch 2\.6 or later, found (torch )?{version[:5]}"):
+        registration.check_torch(version, is_available=True)
+
+
+def test_torch_without_distributed() -> None:
+    with pytest.raises(BackendUnavailableError, match="this build of torch has no"):
+        registration.check_torch("2.13.0", is_available=False)
+
+
+def test_alone() -> None:
+    group = init()
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "syncline")
+    assert group.syncline_group.backend_name == "in_process"
+    tensor = torch.arange(3.0)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [0.0, 1.0, 2.0]
+    monitored_barrier()
+
+
+def test_the_adapter_unwraps() -> None:
+    group = init()
+    assert as_process_group(group) is group.syncline_group
+    theirs = dist.new_group([0], backend="gloo")
+    wrapped = as_process_group(theirs)
+    assert isinstance(wrapped, TorchGroup)
+    assert wrapped.torch_group is theirs
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 4), (1, -1), (0, 2)])
+def test_more_ranks_than_there_are(rank: int, world_size: int) -> None:
+    with pytest.raises(LaunchError, match=rf"rank={rank} and world_size={world_size}, but nothing launched this process"):
+        dist.init_process_group("syncline", init_method="mpi://", rank=rank, world_size=world_size)
+
+
+def test_the_scheme_takes_nothing_more() -> None:
+    with pytest.raises(InvalidArgumentError, match="expected 'mpi://' and nothing after it"):
+        dist.init_process_group("syncline", init_method="mpi://somewhere:1234")
+
+
+def test_torchrun_is_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(LaunchError, match="needs mpirun, mpiexec or srun, but torchrun started this process; use 'env://'"):
+        next(rendezvous.rendezvous("mpi://"))
+
+
+def test_a_backend_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dist.Backend._plugins, "SYNCLINE-NCCL", _plugin("smoke"))
+    with pytest.raises(BackendUnavailableError, match="stands on our backend 'smoke': unknown backend"):
+        init("syncline-nccl")
+
+
+def _plugin(backend: str):
+    creator = dist.Backend._plugins["SYNCLINE-NCCL"].creator_fn
+    function = creator.func
+    return dist.Backend._BackendPlugin(
+        lambda options, pg_options: function("syncline-nccl", backend, options, pg_options), True
+    )
+
+
+def test_the_wrong_device() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'cuda:syncline' was asked for, but this backend .* moves tensors on cpu"):
+        init("cuda:syncline")
+
+
+def test_a_tensor_on_the_wrong_device() -> None:
+    init()
+    with pytest.raises(InvalidArgumentError, match="moves tensors on cpu, found a tensor on meta"):
+        dist.all_reduce(torch.ones(3, device="meta"))
+
+
+def test_options_that_would_be_ignored() -> None:
+    with pytest.raises(InvalidArgumentError, match="'syncline' has no options, found 7"):
+        dist.init_process_group("syncline", init_method="mpi://", pg_options=7)
+
+
+def test_a_group_of_some_ranks_needs_one_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    from syncline.collectives.torch_backend import connecting
+
+    with pytest.raises(LaunchError, match=r"new_group\(\[1, 3\], backend='syncline'\).*there is none of that backend"):
+        connecting._root("syncline", [1, 3])
+
+
+def test_what_torch_asks_a_backend() -> None:
+    group = init()
+    face = group._get_backend(torch.device("cpu"))
+    assert (face.name(), face.rank(), face.size()) == ("syncline", 0, 1)
+    assert face.options._timeout.total_seconds() == 1800
+    with pytest.raises(RuntimeError, match="backend 'syncline' serves tensors on cpu, not on cuda"):
+        group._get_backend(torch.device("cuda"))
+
+
+def test_our_group_ends_with_torchs() -> None:
+    from syncline.collectives import GroupClosedError
+    from syncline.collectives.torch_backend.connecting import _everybody
+
+    ours = init().syncline_group
+    dist.destroy_process_group()
+    assert "syncline" not in _everybody
+    with pytest.raises(GroupClosedError):
+        ours.barrier()
