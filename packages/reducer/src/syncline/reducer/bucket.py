@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 
 import torch
@@ -77,20 +78,24 @@ class Bucket:
             unused: indices of parameters that this rank does not use in this backward. If nobody does, their gradients
                 shall stay as they are: `deliver` sees to it. Here they are worth what they hold, and zero if they are None.
         """
+        gradients = [parameter.grad for parameter in self.parameters]
+        if self._are_views(gradients):  # with `as_view`, in most backwards
+            if unused:
+                self._kept.update((index, view.clone()) for index, _, view in self._members() if index in unused)
+            return
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
-        for index, parameter, view, name in zip(self.indices, self.parameters, self.views, self.names, strict=True):
-            gradient = parameter.grad
+        for index, gradient, view in zip(self.indices, gradients, self.views, strict=True):
             if gradient is view:
                 if index in unused:
                     self._kept[index] = view.clone()
             elif gradient is None:
                 absent.append(view)
             else:
-                self._check(gradient, name)
                 sources.append(gradient)
                 targets.append(view)
+        self._check(gradients)
         with torch.no_grad():
             if targets:
                 torch._foreach_copy_(targets, sources)
@@ -131,18 +136,31 @@ class Bucket:
 
     def write_back(self, untouched: Collection[int] = ()) -> None:
         """Copy the buffer into the parameters' own gradients, except those given by index."""
-        pairs = [(_own_gradient(p), view) for i, p, view in self._members() if i not in untouched]
-        if pairs:
+        if untouched:
+            members = [(parameter, view) for index, parameter, view in self._members() if index not in untouched]
+            parameters, views = [parameter for parameter, _ in members], [view for _, view in members]
+        else:
+            parameters, views = self.parameters, self.views
+        gradients = [parameter.grad for parameter in parameters]
+        own = [
+            gradient if gradient is not None else _new_gradient(parameter)
+            for gradient, parameter in zip(gradients, parameters, strict=True)
+        ]
+        if own:
             with torch.no_grad():
-                torch._foreach_copy_([gradient for gradient, _ in pairs], [view for _, view in pairs])
+                torch._foreach_copy_(own, views)
 
     def alias(self, untouched: Collection[int] = ()) -> None:
         """Make each parameter's gradient the view itself, except those given by index."""
+        if self._are_views([parameter.grad for parameter in self.parameters]):
+            return
         for index, parameter, view in self._members():
             if index not in untouched and parameter.grad is not view:
                 parameter.grad = view
 
     def _restore(self, untouched: Collection[int]) -> None:
+        if not self._kept:
+            return
         kept, self._kept = self._kept, {}
         with torch.no_grad():
             for index, _, view in self._members():
@@ -152,18 +170,24 @@ class Bucket:
     def _members(self) -> zip[tuple[int, torch.nn.Parameter, torch.Tensor]]:
         return zip(self.indices, self.parameters, self.views, strict=True)
 
-    def _check(self, gradient: torch.Tensor, name: str) -> None:
-        if gradient.layout is not torch.strided:
-            raise complaints.wrong_layout(name, gradient, self._place)
-        if gradient.dtype is not self.buffer.dtype:
-            raise complaints.wrong_dtype(name, gradient, self.buffer.dtype, self._place)
-        if gradient.requires_grad:
-            raise complaints.differentiable(name)
+    def _are_views(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        return all(map(operator.is_, gradients, self.views))
+
+    def _check(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for gradient, name in zip(gradients, self.names, strict=True):
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                raise complaints.wrong_layout(name, gradient, self._place)
+            if gradient.dtype is not self.buffer.dtype:
+                raise complaints.wrong_dtype(name, gradient, self.buffer.dtype, self._place)
+            if gradient.requires_grad:
+                raise complaints.differentiable(name)
 
 
-def _own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:  # unused here, or somebody took it away while backward ran
-        parameter.grad = torch.empty_like(parameter)
+def _new_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """For a parameter that is unused here, or whose gradient somebody took away while backward ran."""
+    parameter.grad = torch.empty_like(parameter)
     return parameter.grad
 
 
