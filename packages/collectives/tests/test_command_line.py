@@ -78,7 +78,10 @@ def test_bench_draws(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--backends", "smoke"], "unknown backend 'smoke' to measure; known are gloo, in_process, mpi, nccl, raw-mpi, torch-gloo"),
+        (
+            ["--backends", "smoke"],
+            "unknown backend 'smoke' to measure; known are gloo, in_process, mpi, nccl, raw-mpi, torch-gloo",
+        ),
         (["--dtypes", "float31"], "expected a dtype of numbers such as float32, bfloat16 or int64, found 'float31'"),
         (["--sizes", "4", "many"], "expected a size such as"),
         (["--sizes", "8", "4"], "expected a smallest and a largest size"),

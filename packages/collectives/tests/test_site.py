@@ -152,7 +152,8 @@ def test_site_files_with_mistakes(text: str, words: list[str]) -> None:
 
 def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
     keys = [entry for entry in fields(Site) if entry.metadata]
-    assert [entry.name for entry in keys] == ["backend", "timeout_s", "reproducible", "window_bytes", "staged_bytes"]
+    settings = ["backend", "timeout_s", "reproducible", "window_bytes", "staged_bytes", "staged_bytes_not_native"]
+    assert [entry.name for entry in keys] == settings
     assert all(entry.metadata["doc"] for entry in keys)
     assert Site() == Site(None, DEFAULT_TIMEOUT_S, False, 32 << 10, 1 << 20, None)
 

@@ -17,10 +17,18 @@ class Crossovers:
         window_bytes: from here on, memory that a group allocates lies in a window that the ranks of a node share, and
             collectives on such memory run there.
         staged_bytes: from here on, reductions of other memory go through a window of the group, if all ranks are on one node.
+        staged_bytes_not_native: the same for reductions that the library underneath does not do: those of float16 and bfloat16,
+            for example, and every `reduce_scatter`.
     """
 
     window_bytes: int = 32 << 10
-    staged_bytes: int = 1 << 20
+    staged_bytes: int = 48 << 20
+    staged_bytes_not_native: int = 64 << 10
+
+    @property
+    def least_bytes(self) -> int:
+        """Below it, no other way is taken than the library's own."""
+        return min(getattr(self, field.name) for field in fields(self))
 
     def overridden(self, environ: Mapping[str, str] = os.environ) -> Crossovers:
         """As set by the environment variables SYNCLINE_WINDOW_BYTES and SYNCLINE_STAGED_BYTES, where there are any.

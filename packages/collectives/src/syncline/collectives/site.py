@@ -38,6 +38,7 @@ class Site:
     reproducible: bool = _key(bool, False, "reduce in an order that gives the same bits in every run")
     window_bytes: int = _key(int, Crossovers.window_bytes, "see Crossovers.window_bytes")
     staged_bytes: int = _key(int, Crossovers.staged_bytes, "see Crossovers.staged_bytes")
+    staged_bytes_not_native: int = _key(int, Crossovers.staged_bytes_not_native, "see Crossovers.staged_bytes_not_native")
 
     #: The file that they were read from, or None; not a key.
     path: str | None = None
@@ -45,7 +46,7 @@ class Site:
     @property
     def crossovers(self) -> Crossovers:
         """From which size on shared memory is used."""
-        return Crossovers(self.window_bytes, self.staged_bytes)
+        return Crossovers(self.window_bytes, self.staged_bytes, self.staged_bytes_not_native)
 
 
 _KEYS = {entry.name: entry.metadata["kind"] for entry in fields(Site) if "kind" in entry.metadata}

@@ -64,8 +64,7 @@ class NodeTransport(MPITransport):
         self._crossovers = crossovers or Crossovers()
         self._split = split
         self._hierarchy = Hierarchy(self._private, split)
-        least_bytes = min(self._crossovers.window_bytes, self._crossovers.staged_bytes)
-        self._least_bytes = least_bytes if self._hierarchy.shares_memory else sys.maxsize
+        self._least_bytes = self._crossovers.least_bytes if self._hierarchy.shares_memory else sys.maxsize
         across = self._hierarchy.counterparts
         self._between = None if across is None else MPITransport(across, inquest=self._inquest)
         self._windows = Windows()
@@ -90,7 +89,11 @@ class NodeTransport(MPITransport):
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """In the window, staged, or by MPI; on several nodes also in the window and then between them."""
-        way = self._way(tensor, call, deadline, also_across=not self._reproducible)
+        if tensor.nbytes < self._least_bytes:  # the quick way to the same answer
+            super().all_reduce(tensor, op, call, deadline)
+            return
+        is_native = self._native(tensor, op) is not None
+        way = self._way(tensor, call, deadline, is_native=is_native, also_across=not self._reproducible)
         if way is None:
             super().all_reduce(tensor, op, call, deadline)
         elif isinstance(way, InWindow) and self._hierarchy.nodes > 1:
@@ -102,7 +105,7 @@ class NodeTransport(MPITransport):
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
     ) -> None:
         """In the window, staged, or by MPI."""
-        way = self._way(block, call, deadline)
+        way = self._way(block, call, deadline, is_native=False)
         if way is None:
             super().reduce_scatter(tensor, block, op, call, deadline)
         else:
@@ -142,12 +145,15 @@ class NodeTransport(MPITransport):
 
     # ---- which way ----
 
-    def _way(self, tensor: torch.Tensor, call: Collective, deadline: Deadline, *, also_across: bool = False) -> Way | None:
+    def _way(
+        self, tensor: torch.Tensor, call: Collective, deadline: Deadline, *, is_native: bool, also_across: bool = False
+    ) -> Way | None:
         """The way of a reduction that all ranks take, None for MPI's. `tensor` is the larger one of the call."""
         window = self._window(tensor, call, deadline, also_across=also_across)
         if window is not None:
             return window
-        slots = self._staging() if tensor.nbytes >= self._crossovers.staged_bytes else None
+        least_bytes = self._crossovers.staged_bytes if is_native else self._crossovers.staged_bytes_not_native
+        slots = self._staging() if tensor.nbytes >= least_bytes else None
         if slots is None:
             return None
         self._met_for = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -57,6 +57,7 @@ class MPITransport(Transport):
         self._inquest = inquest or Inquest(self._private)
         self._meeting = Meeting(self._private, self._inquest)
         self._met_for: Collective | None = None  # the call for which the ranks have met already
+        self._starters: dict[str, Callable[..., MPI.Request]] = {}
 
     def describe(self) -> str:
         """The MPI library's name and version."""
@@ -275,7 +276,7 @@ class MPITransport(Transport):
         CUDA memory is only given to the blocking form: Open MPI crashes in the other.
         """
         if nbytes < MEETING_BYTES and (call.tensor is None or call.tensor.is_cpu):
-            start = getattr(self._communicator, f"I{name.lower()}")
+            start = self._starters.get(name) or self._starter(name)
             self._meeting.run(call, lambda: start(*arguments), deadline)
             return
         if self._met_for is call:  # one meeting is good for one collective
@@ -286,6 +287,11 @@ class MPITransport(Transport):
             getattr(self._communicator, name)(*arguments)
         except MPI.Exception as error:
             raise mapped(error) from error
+
+    def _starter(self, name: str) -> Callable[..., MPI.Request]:
+        """The communicator's non-blocking form of a collective."""
+        start: Callable[..., MPI.Request] = getattr(self._communicator, f"I{name.lower()}")
+        return self._starters.setdefault(name, start)
 
 
 class MPIRequest(Request):
