@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),  # FSDP2 calls what torch has renamed
+    pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning"),  # FSDP2 calls what torch has renamed
 ]
 
 STEPS = 2

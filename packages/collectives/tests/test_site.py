@@ -155,7 +155,7 @@ def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
     settings = ["backend", "timeout_s", "reproducible", "window_bytes", "staged_bytes", "staged_bytes_not_native"]
     assert [entry.name for entry in keys] == settings
     assert all(entry.metadata["doc"] for entry in keys)
-    assert Site() == Site(None, DEFAULT_TIMEOUT_S, False, 32 << 10, 1 << 20, None)
+    assert Site() == Site(None, DEFAULT_TIMEOUT_S, False, 32 << 10, 48 << 20, 64 << 10, None)
 
 
 def test_the_variable_names_the_file(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from syncline.collectives import MisuseError, ProcessGroup
 from syncline.collectives.backends.in_process import create_groups
+from syncline.collectives.torch_backend import TorchProcessGroup
 from syncline.collectives.torch_group import TorchGroup
 from syncline.hooks import allreduce_hook, fp16_compress_hook, noop_hook
 from syncline.hooks.contract import Bucket, group_of
@@ -31,6 +32,12 @@ def bucket_of(group: object) -> Any:
 
 def alone() -> ProcessGroup:
     return create_groups(1)[0]
+
+
+def test_a_torch_group_with_ours_underneath_is_unwrapped() -> None:
+    group = alone()
+
+    assert group_of(TorchProcessGroup(group, dist.HashStore(), "syncline"), bucket_of(alone())) is group
 
 
 def test_a_group_of_ours_is_taken_as_it_is_before_the_buckets() -> None:

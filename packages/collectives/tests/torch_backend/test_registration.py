@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from syncline.collectives import (
     as_process_group,
 )
 from syncline.collectives.launch import detect_launch
+from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.torch_backend import TorchProcessGroup, monitored_barrier, register, registration, rendezvous
 
 pytestmark = pytest.mark.skipif(detect_launch(os.environ) is not None, reason="about processes that nothing launched")
@@ -126,8 +129,13 @@ def _plugin(backend: str):
     creator = dist.Backend._plugins["SYNCLINE-NCCL"].creator_fn
     function = creator.func
     return dist.Backend._BackendPlugin(
-        lambda options, pg_options: function("syncline-nccl", backend, options, pg_options), True
+        lambda options, pg_options: function("syncline-nccl", backend, ["cuda"], options, pg_options), True
     )
+
+
+def test_ranks_that_meet_elsewhere(tmp_path: Path) -> None:
+    """Without a launcher, by another rendezvous of torch's: our Gloo uses its store."""
+    run_processes(Path(__file__).with_name("meeting_job.py"), 2, tmp_path)
 
 
 def test_the_wrong_device() -> None:
@@ -160,6 +168,22 @@ def test_what_torch_asks_a_backend() -> None:
     assert face.options._timeout.total_seconds() == 1800
     with pytest.raises(RuntimeError, match="backend 'syncline' serves tensors on cpu, not on cuda"):
         group._get_backend(torch.device("cuda"))
+
+
+def test_forms_without_options() -> None:
+    """Of torch's methods, which its own functions do not use."""
+    group, tensor = init(), torch.arange(3.0)
+    group.allreduce(tensor, dist.ReduceOp.MAX, timedelta(seconds=5)).wait()
+    group.allreduce([tensor], op=dist.ReduceOp.SUM).wait()
+    group.broadcast(tensor, 0).wait()
+    group.reduce(tensor, 0, dist.ReduceOp.MIN).wait()
+    rows = [torch.zeros(3)]
+    group.allgather(rows, tensor, timedelta(seconds=5)).wait()
+    group.gather(rows, tensor, 0).wait()
+    group.scatter(tensor, rows, 0).wait()
+    group.reduce_scatter(tensor, rows, dist.ReduceOp.AVG).wait()
+    group.barrier(timedelta(seconds=5)).wait()
+    assert tensor.tolist() == rows[0].tolist() == [0.0, 1.0, 2.0]
 
 
 def test_our_group_ends_with_torchs() -> None:

@@ -28,7 +28,7 @@ class Crossovers:
     @property
     def least_bytes(self) -> int:
         """Below it, no other way is taken than the library's own."""
-        return min(getattr(self, field.name) for field in fields(self))
+        return min(self.window_bytes, self.staged_bytes, self.staged_bytes_not_native)
 
     def overridden(self, environ: Mapping[str, str] = os.environ) -> Crossovers:
         """As set by the environment variables SYNCLINE_WINDOW_BYTES and SYNCLINE_STAGED_BYTES, where there are any.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -366,7 +367,13 @@ class TorchProcessGroup(dist.ProcessGroup):
     # ---- the end ----
 
     def shutdown(self) -> None:
-        """Finish what was issued and close. All ranks call it; `destroy_process_group` does."""
+        """Finish what was issued and close. All ranks call it; `destroy_process_group` does.
+
+        While an exception is on its way through, nothing is waited for, as the other ranks may not come.
+        """
+        if sys.exc_info()[0] is not None:
+            self.abort()
+            return
         self.syncline_group.close()
         self._closed()
 
@@ -383,6 +390,8 @@ class TorchProcessGroup(dist.ProcessGroup):
     # ---- shared ----
 
     def _issue(self, title: str, issue: Issue, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        if isinstance(opts, timedelta):  # in the place of the options, as some of torch's forms have it
+            opts, timeout = None, opts
         is_async = getattr(opts, "asyncOp", True)
         limit_s = time_limit_s(getattr(opts, "timeout", None) if timeout is None else timeout)
         starts_only = is_async or limit_s is not None or self._coalesced is not None

@@ -23,12 +23,13 @@ logger = logging.getLogger("syncline.collectives")
 _everybody: dict[str, ProcessGroup] = {}
 
 
-def create(torch_name: str, backend: str | None, options: Any, pg_options: Any) -> TorchProcessGroup:
+def create(torch_name: str, backend: str | None, devices: list[str], options: Any, pg_options: Any) -> TorchProcessGroup:
     """Make the group that torch asks for; what `register_backend` calls. Only the members of the group come here.
 
     Args:
         torch_name: the name under which we are registered.
         backend: our name of the backend; None chooses one for each device.
+        devices: those that torch was told that it may serve.
         options: torch's `DistributedBackendOptions`.
         pg_options: what the caller of `init_process_group` or `new_group` gave.
 
@@ -45,7 +46,7 @@ def create(torch_name: str, backend: str | None, options: Any, pg_options: Any) 
         ours = _connect(torch_name, backend, options, timeout_s)
     else:
         ours = _root(torch_name, members).subset(members, options.group_id, timeout_s=timeout_s)
-    _check_device(torch_name, options, ours)
+    _check_device(torch_name, devices, options, ours)
     is_root = torch_name not in _everybody and ours.size == _world_size(ours)
     if is_root:
         _everybody[torch_name] = ours
@@ -76,7 +77,7 @@ def _root(torch_name: str, members: list[int]) -> ProcessGroup:
 
 def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: float) -> ProcessGroup:
     launch = detect_launch(os.environ)
-    name = _choice() if backend is None else backend
+    name = _choice(options.group_size) if backend is None else backend
     request = ConnectRequest(
         launch,
         options.group_rank,
@@ -94,7 +95,7 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
         ) from error
 
 
-def _choice() -> str:
+def _choice(size: int) -> str:
     """One backend for each device: what the site wants or the launch allows, and NCCL where there is CUDA."""
     launch = detect_launch(os.environ)
     choice = choose_backend(
@@ -102,7 +103,7 @@ def _choice() -> str:
         os.environ,
         launch,
         lambda name: load_backend(name).missing(),
-        rendezvous_given=launch is None and dist.is_torchelastic_launched(),
+        rendezvous_given=size > 1,
         site=load_site(os.environ),
     )
     if ":" in choice.name or not torch.cuda.is_available():
@@ -121,10 +122,13 @@ def _lack_of_nccl() -> str | None:
         return str(error)
 
 
-def _check_device(torch_name: str, options: Any, ours: ProcessGroup) -> None:
-    """Refuse "cuda:syncline-mpi" where the MPI backend does not serve CUDA, rather than at the first collective."""
+def _check_device(torch_name: str, devices: list[str], options: Any, ours: ProcessGroup) -> None:
+    """Refuse "cuda:syncline-mpi" where the MPI backend does not serve CUDA, rather than at the first collective.
+
+    The first of the devices is also what torch asks for when nobody named one.
+    """
     asked = _device_asked_for(options.store)
-    if asked is not None and asked not in ours.device_types:
+    if asked not in (None, devices[0], *ours.device_types):
         ours.close()
         raise InvalidArgumentError(
             f"'{asked}:{torch_name}' was asked for, but this backend ({ours.describe()}) moves tensors on "

@@ -60,7 +60,7 @@ def _register_backend(name: str, backend: str | None, devices: list[str]) -> Non
     if known is not None:
         _check_ours(known.creator_fn, f"backend '{name}'")
         return
-    creator = partial(create, name, backend)
+    creator = partial(create, name, backend, devices)
     # torch takes the first name that comes for a device as its default, unless there is one: cpu and cuda have theirs.
     dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
 

@@ -1,0 +1,327 @@
+"""What torch.distributed offers beside the collectives, over backend "syncline-mpi"."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from syncline.collectives import CollectiveTimeout, InvalidArgumentError, as_process_group
+from syncline.collectives.host_group import HostGroup
+from syncline.collectives.registry import load_backend
+from syncline.collectives.torch_backend import TorchProcessGroup, monitored_barrier
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.filterwarnings("ignore:.* (is|will be) deprecated:FutureWarning"),  # torch 2.13 has new names for some
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def listening(mpi_is_up: None) -> Iterator[tuple[set[str], set[str]]]:
+    """The whole set-up; and the sockets on which this process listened before and after it."""
+    before = listening_sockets()
+    dist.init_process_group("syncline-mpi", init_method="mpi://", timeout=timedelta(seconds=30))
+    yield before, listening_sockets()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def mpi_is_up() -> None:
+    """The MPI library may open ports of its own when it starts."""
+    assert load_backend("mpi").missing() is None
+
+
+def listening_sockets() -> set[str]:
+    """Addresses, by /proc; state 0A is to listen."""
+    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    mine = {os.readlink(path) for path in links if path.is_symlink()}
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    return {entry[1] for entry in lines if entry[3] == "0A" and f"socket:[{entry[9]}]" in mine}
+
+
+def world() -> TorchProcessGroup:
+    group = dist.distributed_c10d._get_default_group()
+    assert isinstance(group, TorchProcessGroup)
+    return group
+
+
+def mine(numel: int = 4) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.float32) + 10 * dist.get_rank()
+
+
+def all_of(numel: int = 4) -> list[torch.Tensor]:
+    return [torch.arange(numel, dtype=torch.float32) + 10 * rank for rank in range(dist.get_world_size())]
+
+
+def summed(numel: int = 4) -> torch.Tensor:
+    return torch.stack(all_of(numel)).sum(0)
+
+
+def test_what_the_group_says() -> None:
+    assert (dist.get_backend(), world().name(), dist.get_backend_config()) == (
+        "syncline-mpi",
+        "syncline-mpi",
+        "cpu:syncline-mpi,cuda:syncline-mpi",
+    )
+    assert dist.get_process_group_ranks(dist.group.WORLD) == list(range(dist.get_world_size()))
+    assert world().group_desc == "default_pg"
+    assert world()._device_types == [torch.device("cpu")]
+
+
+def test_ours_is_underneath() -> None:
+    """Nothing is between our functions and our group."""
+    ours = as_process_group(world())
+    assert type(ours) is HostGroup
+    tensor = mine()
+    ours.all_reduce(tensor)
+    assert torch.equal(tensor, summed())
+
+
+def test_works_and_futures() -> None:
+    tensor = mine()
+    work = dist.all_reduce(tensor, async_op=True)
+    halved = work.get_future().then(lambda done: done.value()[0] / 2)
+    assert work.wait()
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert torch.equal(tensor, summed())
+    assert work.result()[0] is tensor
+    assert torch.equal(halved.wait(), summed() / 2)
+    with pytest.raises(InvalidArgumentError, match="a receive"):
+        work.source_rank()
+
+
+def test_point_to_point() -> None:
+    """Tags, any source, and whom it came from."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank > 0:
+        dist.send(torch.tensor([float(rank)]), 0, tag=4)
+        dist.send(torch.tensor([-float(rank)]), 0, tag=5)
+        return
+    for peer in range(1, size):
+        tensor = torch.zeros(1)
+        assert dist.recv(tensor, peer, tag=5) == peer
+        assert tensor.item() == -peer
+    found = []
+    for _ in range(1, size):
+        tensor = torch.zeros(1)
+        found.append(dist.recv(tensor, tag=4))
+        assert tensor.item() == found[-1]
+    assert sorted(found) == list(range(1, size))
+
+
+def test_batch_isend_irecv() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        pytest.skip("nobody to talk to")
+    tensor = torch.zeros(4)
+    operations = [
+        dist.P2POp(dist.isend, mine(), (rank + 1) % size),
+        dist.P2POp(dist.irecv, tensor, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert torch.equal(tensor, all_of()[(rank - 1) % size])
+
+
+def test_coalesced() -> None:
+    """The fast path collects calls of one kind; the other one, by device, takes what comes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensors = [mine(), mine(3).double(), mine(7)]
+    with _coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    assert [tensor.tolist() for tensor in tensors] == [summed(n).tolist() for n in (4, 3, 7)]
+
+    gathered = [torch.zeros(size * 4), torch.zeros(size * 3)]
+    with _coalescing_manager(async_ops=True) as pending:
+        for into, n in zip(gathered, (4, 3), strict=True):
+            dist.all_gather_single(into, mine(n))
+    pending.wait()
+    assert [into.tolist() for into in gathered] == [torch.cat(all_of(n)).tolist() for n in (4, 3)]
+
+    scattered = [torch.zeros(2), torch.zeros(1)]
+    with _coalescing_manager():
+        for into in scattered:
+            dist.reduce_scatter_single(into, mine(size * into.numel()))
+    for into in scattered:
+        assert torch.equal(into, summed(size * into.numel())[rank * into.numel() :][: into.numel()])
+
+    copied, first = mine(), torch.zeros(4)
+    with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as pending:
+        dist.broadcast(copied, size - 1)
+        dist.scatter(first, all_of() if rank == 0 else None, 0)
+    pending.wait()
+    assert torch.equal(copied, all_of()[-1])
+    assert torch.equal(first, mine())
+
+
+def test_coalesced_calls() -> None:
+    tensors = [mine(), mine(3)]
+    dist.all_reduce_coalesced(tensors)
+    assert [tensor.tolist() for tensor in tensors] == [summed().tolist(), summed(3).tolist()]
+    outputs = [[torch.zeros(4), torch.zeros(3)] for _ in range(dist.get_world_size())]
+    dist.all_gather_coalesced(outputs, [mine(), mine(3)])
+    assert [row[1].tolist() for row in outputs] == [tensor.tolist() for tensor in all_of(3)]
+
+
+def test_objects() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gathered: list[object] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank})
+    assert gathered == [{"rank": peer} for peer in range(size)]
+    told = ["hello", rank] if rank == size - 1 else [None, None]
+    dist.broadcast_object_list(told, size - 1)
+    assert told == ["hello", size - 1]
+    dealt: list[object] = [None]
+    dist.scatter_object_list(dealt, [f"for {peer}" for peer in range(size)] if rank == 0 else None, 0)
+    assert dealt == [f"for {rank}"]
+
+
+def test_sub_groups() -> None:
+    """Each rank makes only the groups that it is in; ours underneath, too, are of those ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    odd = dist.new_group(list(range(1, size, 2)), timeout=timedelta(seconds=20)) if size > 1 else None
+    if rank % 2:
+        tensor = mine()
+        dist.all_reduce(tensor, group=odd)
+        assert torch.equal(tensor, torch.stack(all_of()[1::2]).sum(0))
+        assert as_process_group(odd).ranks == tuple(range(1, size, 2))
+        assert as_process_group(odd).timeout_s == 20.0
+        dist.destroy_process_group(odd)
+    own, everyone = dist.new_subgroups(1)
+    assert dist.get_process_group_ranks(own) == [rank]
+    assert len(everyone) == size
+    backwards = dist.new_group(list(reversed(range(size))), sort_ranks=False)
+    assert dist.get_group_rank(backwards, rank) == size - 1 - rank
+    gathered = [torch.zeros(4) for _ in range(size)]
+    dist.all_gather(gathered, mine(), group=backwards)
+    assert [tensor.tolist() for tensor in gathered] == [tensor.tolist() for tensor in reversed(all_of())]
+
+
+def test_a_group_of_gloos() -> None:
+    """torch's Gloo finds the ranks in the store that goes over MPI."""
+    theirs = dist.new_group(backend="gloo")
+    tensor = mine()
+    dist.all_reduce(tensor, group=theirs)
+    assert torch.equal(tensor, summed())
+
+
+def test_split_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with an accelerator, which torch's function wants to see."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    world().bound_device_id = torch.device("cpu", 0)
+    try:
+        part = dist.split_group(split_ranks=[list(range(size // 2 + 1)), list(range(size // 2 + 1, size)) or [0]])
+    finally:
+        world().bound_device_id = None
+    assert isinstance(part, TorchProcessGroup)
+    members = range(size // 2 + 1) if rank <= size // 2 else range(size // 2 + 1, size)
+    assert dist.get_process_group_ranks(part) == list(members)
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, group=part)
+    assert tensor.item() == sum(members)
+
+
+def test_functional_collectives() -> None:
+    size = dist.get_world_size()
+    if size != 2:
+        pytest.skip("on two ranks: they load torch.compile, which takes seconds")
+    total = functional.all_reduce(mine(), "sum", dist.group.WORLD)
+    assert torch.equal(total + 0, summed())
+    rows = functional.all_gather_tensor(mine(), 0, dist.group.WORLD)
+    assert torch.equal(rows + 0, torch.cat(all_of()))
+    part = functional.reduce_scatter_tensor(mine(2 * size), "avg", 0, dist.group.WORLD)
+    start = 2 * dist.get_rank()
+    assert torch.equal(part + 0, summed(2 * size)[start : start + 2] / size)
+    several = functional.all_reduce_coalesced([mine(), mine(2)], "max", dist.group.WORLD)
+    assert [(tensor + 0).tolist() for tensor in several] == [all_of()[-1].tolist(), all_of(2)[-1].tolist()]
+    exchanged = functional.all_to_all_single(mine(size), None, None, dist.group.WORLD)
+    assert torch.equal(exchanged + 0, torch.stack(all_of(size))[:, dist.get_rank()])
+    assert torch.equal(functional.broadcast(mine(), 0, dist.group.WORLD) + 0, all_of()[0])
+
+
+def test_collectives_with_gradients() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = mine().requires_grad_()
+    (differentiable.all_reduce(tensor.clone()) * (rank + 1)).sum().backward()
+    assert tensor.grad is not None
+    assert tensor.grad.tolist() == [size * (size + 1) / 2] * 4
+    tensor.grad = None
+    rows = differentiable.all_gather(tensor)
+    (torch.stack(rows) * (rank + 1)).sum().backward()
+    assert tensor.grad.tolist() == [size * (size + 1) / 2] * 4
+
+
+def test_device_mesh() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("rows", "columns"))
+    tensor = mine()
+    dist.all_reduce(tensor, group=mesh.get_group("rows"))
+    assert torch.equal(tensor, summed())
+    assert dist.get_process_group_ranks(mesh.get_group("columns")) == [rank]
+
+
+def test_monitored_barriers() -> None:
+    monitored_barrier()
+    monitored_barrier(dist.new_group(), timedelta(seconds=20), wait_all_ranks=True)
+    world().monitored_barrier(timedelta(seconds=20))
+    with pytest.raises(ValueError, match="only implemented for GLOO"):
+        dist.monitored_barrier()
+
+
+def test_time_limits() -> None:
+    """Of one call, of one wait, and of the group from now on."""
+    dist.barrier(timeout=timedelta(seconds=20))
+    work = dist.irecv(torch.zeros(1), 1, tag=77) if dist.get_rank() == 0 < dist.get_world_size() - 1 else None
+    if work is not None:
+        with pytest.raises(CollectiveTimeout, match=r"not over within 0\.01 s"):
+            work.wait(timedelta(milliseconds=10))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.send(torch.zeros(1), 0, tag=77)
+    if work is not None:
+        work.wait()
+    world().set_timeout(timedelta(seconds=29))
+    assert as_process_group(world()).timeout_s == 29.0
+
+
+def test_profiler_ranges() -> None:
+    """By torch's names; that of an asynchronous call lasts until it has finished."""
+    tensor = mine()
+    with torch.profiler.profile() as profile:
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0, async_op=True).wait()
+        dist.all_gather_single(torch.zeros(4 * dist.get_world_size()), tensor)
+        dist.barrier()
+    names = {event.name for event in profile.events()}
+    assert {f"syncline-mpi:{name}" for name in ("all_reduce", "broadcast", "_all_gather_base", "barrier")} <= names
+
+
+def test_refusals_say_what_and_where() -> None:
+    with pytest.raises(InvalidArgumentError, match="moves tensors on cpu, found a tensor on meta"):
+        dist.all_reduce(torch.ones(2, device="meta"))
+    with pytest.raises(InvalidArgumentError, match=rf"rank {dist.get_rank()} of {dist.get_world_size()}"):
+        dist.all_gather([torch.zeros(3)] * (dist.get_world_size() + 1), torch.zeros(3))
+
+
+def test_no_port_is_opened(listening: tuple[set[str], set[str]]) -> None:
+    """Neither the rendezvous nor the group listens anywhere, and yet the ranks share a store."""
+    before, after = listening
+    assert after <= before
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"from {dist.get_rank()}", "here")
+    assert store.get(f"from {dist.get_world_size() - 1}") == b"here"
