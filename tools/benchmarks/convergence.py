@@ -192,17 +192,17 @@ def draw(entries: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    for entry in entries:
+    for number, entry in enumerate(entries):
         x, y = entry["bytes_sent"] / 2**20, entry["accuracy_percent"]
         below, above = y - entry["lowest_percent"], entry["highest_percent"] - y
-        axes.errorbar(x, y, yerr=[[below], [above]], marker="o", capsize=3)
-        axes.annotate(entry["hook"], (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8)
+        marker, label = "os^vDPX"[number % 7], f"{entry['hook']}, {entry['ratio']:.1f}x"
+        axes.errorbar(x, y, yerr=[[below], [above]], marker=marker, linestyle="none", capsize=3, alpha=0.8, label=label)
     base = entries[0]["accuracy_percent"]
     axes.axhspan(base - TOLERANCE_POINTS, base, alpha=0.1, label=f"within {TOLERANCE_POINTS} points of uncompressed")
     axes.set_xscale("log")
     axes.set_xlabel("MiB sent by each rank, logarithmic")
     axes.set_ylabel("test accuracy, percent")
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
