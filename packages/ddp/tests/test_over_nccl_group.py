@@ -10,7 +10,7 @@ import torch
 
 from syncline.collectives import ProcessGroup
 from syncline.collectives.testing.stand_in_group import run_on_stand_ins
-from syncline.ddp import DistributedDataParallel
+from syncline.ddp import DistributedDataParallel, convert_sync_batchnorm
 
 pytestmark = pytest.mark.ranks
 
@@ -50,5 +50,23 @@ def test_training_equals_that_of_the_whole_batch(size: int, hook: Any) -> None:
                 optimizer.zero_grad()
         for expected, found in zip(whole.parameters(), mine.parameters(), strict=True):
             torch.testing.assert_close(found, expected)
+
+    run_on_stand_ins(size, body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_batch_normalisation_sees_the_batches_of_all_ranks(size: int) -> None:
+    torch.manual_seed(4)
+    first = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)).double()
+
+    def body(group: ProcessGroup) -> None:
+        whole, mine = copy.deepcopy(first), copy.deepcopy(first)
+        ddp = DistributedDataParallel(convert_sync_batchnorm(mine, group), process_group=group)
+        inputs = torch.randn(4 * size, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        whole(inputs).square().mean().backward()
+        ddp(inputs[group.rank :: size]).square().mean().backward()
+        for expected, found in zip(whole.parameters(), ddp.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad)
+        torch.testing.assert_close(dict(mine.named_buffers())["1.running_var"], whole[1].running_var)
 
     run_on_stand_ins(size, body)

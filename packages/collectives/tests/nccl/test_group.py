@@ -196,3 +196,19 @@ def test_allocate_and_words() -> None:
     assert group.allocate(3, torch.float16).shape == (3,)
     assert group.describe() == "nccl: NCCL 2.27.7 through CuPy"
     assert group.backend_name == "nccl"
+
+
+@pytest.mark.parametrize("over_host_group", [False, True])
+def test_some_ranks_make_a_group_without_the_others(over_host_group: bool) -> None:
+    def body(group: NcclGroup) -> None:
+        for attempt in range(2):  # a name may come again
+            if group.rank == 1:
+                continue
+            part = group.subset([2, 0], "part")
+            assert (part.rank, part.ranks) == ({0: 1, 2: 0}[group.rank], (2, 0))
+            tensor = torch.full((3,), float(group.rank + attempt))
+            part.all_reduce(tensor)
+            assert tensor.tolist() == [2.0 + 2 * attempt] * 3
+            part.close()
+
+    run_on_stand_ins(3, body, over_host_group=over_host_group)

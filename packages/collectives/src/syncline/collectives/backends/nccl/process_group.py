@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -76,6 +77,7 @@ class NcclGroup(ProcessGroup):
         self._device_types = frozenset({connector.accelerator.device_type})
         self._engine = Engine(connector, self.place, timeout_s, link)
         self._splits_made = itertools.count()
+        self._subsets_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     @property
     def backend_name(self) -> str:
@@ -222,6 +224,18 @@ class NcclGroup(ProcessGroup):
             timeout_s=timeout_s,
             ranks=[self.ranks[member] for member in members],
             link=link,
+            reproducible=self._reproducible,
+            owns_rendezvous=False,
+        )
+
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
+        """The members connect on their own, when they first need it; a name that comes again meets under another number."""
+        asked = (name, tuple(members))
+        self._subsets_made[asked] += 1
+        return NcclGroup(
+            self._connector.part(members, f"{name}/{'-'.join(map(str, members))}.{self._subsets_made[asked]}"),
+            timeout_s=timeout_s,
+            ranks=[self.ranks[member] for member in members],
             reproducible=self._reproducible,
             owns_rendezvous=False,
         )
