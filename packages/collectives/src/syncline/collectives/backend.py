@@ -53,6 +53,11 @@ class Backend(ABC):
     Constructing or importing one must be cheap and must not import mpi4py or CuPy.
     """
 
+    @property
+    def meets_in_store(self) -> bool:
+        """Whether the ranks can meet in a store. If not, `connect` refuses a request with one, for it would be ignored."""
+        return False
+
     @abstractmethod
     def missing(self) -> str | None:
         """What keeps this backend from working here, with the remedy, in one sentence; None if nothing does."""

@@ -149,6 +149,11 @@ def _wait(work: Work, deadline: Deadline) -> None:
 class GlooBackend(Backend):
     """Ranks are processes that find one another through a store."""
 
+    @property
+    def meets_in_store(self) -> bool:
+        """Yes."""
+        return True
+
     def missing(self) -> str | None:
         """Some builds of torch have no Gloo."""
         if dist.is_available() and dist.is_gloo_available():

@@ -86,11 +86,18 @@ class PerDeviceBackend(Backend):
         lacks = (load_backend(name).missing() for name in self._names.values())
         return next((lack for lack in lacks if lack is not None), None)
 
+    @property
+    def meets_in_store(self) -> bool:
+        """Whether any of them does."""
+        return any(load_backend(name).meets_in_store for name in self._names.values())
+
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
-        """Connect each in turn, that of the CPU first: the others may meet over it."""
+        """Connect each in turn, that of the CPU first: the others may meet over it. A store is for those that meet in one."""
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._names, key=lambda device: device != "cpu"):
-            groups[device] = load_backend(self._names[device]).connect(replace(request, host_group=groups.get("cpu")))
+            backend = load_backend(self._names[device])
+            store = request.store if backend.meets_in_store or not self.meets_in_store else None
+            groups[device] = backend.connect(replace(request, store=store, host_group=groups.get("cpu")))
         return PerDeviceGroup({device: groups[device] for device in self._names})
 
 

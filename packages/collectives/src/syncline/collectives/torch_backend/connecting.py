@@ -78,17 +78,18 @@ def _root(torch_name: str, members: list[int]) -> ProcessGroup:
 def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: float) -> ProcessGroup:
     launch = detect_launch(os.environ)
     name = _choice(options.group_size) if backend is None else backend
-    request = ConnectRequest(
-        launch,
-        options.group_rank,
-        options.group_size,
-        None,
-        timeout_s,
-        reproducible=load_site(os.environ).reproducible,
-        store=options.store,
-    )
     try:
-        return load_backend(name).connect(request)
+        chosen = load_backend(name)
+        request = ConnectRequest(
+            launch,
+            options.group_rank,
+            options.group_size,
+            None,
+            timeout_s,
+            reproducible=load_site(os.environ).reproducible,
+            store=options.store if chosen.meets_in_store else None,
+        )
+        return chosen.connect(request)
     except UnknownBackendError as error:
         raise BackendUnavailableError(
             f"backend '{torch_name}' of torch.distributed stands on our backend '{name}': {error}"

@@ -24,6 +24,11 @@ _generations = itertools.count()
 class NcclBackend(Backend):
     """Each rank has a GPU. Connecting costs nothing; NCCL itself connects at the first collective, when the GPU is chosen."""
 
+    @property
+    def meets_in_store(self) -> bool:
+        """Yes."""
+        return True
+
     def missing(self) -> str | None:
         """A GPU, CuPy or NCCL."""
         return library.problem()
@@ -54,7 +59,7 @@ def _in_group(group: ProcessGroup, *, owned: bool) -> tuple[Rendezvous, int, int
 
 def _is_launched_by_mpi(request: ConnectRequest) -> bool:
     launched = request.launch is not None and request.launch.is_mpi
-    return launched and request.init_method is None and load_backend("mpi").missing() is None
+    return launched and request.init_method is None and request.store is None and load_backend("mpi").missing() is None
 
 
 backend = NcclBackend()
