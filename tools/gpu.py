@@ -99,10 +99,11 @@ def pytest_words(path: Path) -> list[str | Path]:
 
 
 def test_files() -> list[Path]:
-    """Those with a test marked `gpu`; importing others may need what is not there."""
+    """Those with a test marked `gpu`; importing others may need what is not there. What needs mpirun is for `ranks`."""
     folders = [ROOT / "packages" / layer / "tests" for layer in LAYERS] + [ROOT / "integration_tests"]
     files = [path for folder in folders for path in sorted(folder.rglob("test_*.py"))]
-    return [path for path in files if "pytest.mark.gpu" in path.read_text(encoding="utf-8")]
+    texts = {path: path.read_text(encoding="utf-8") for path in files}
+    return [path for path, text in texts.items() if "pytest.mark.gpu" in text and "pytestmark = pytest.mark.mpi" not in text]
 
 
 def probe(python: Path, env: dict[str, str]) -> dict[str, list[str]]:

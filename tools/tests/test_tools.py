@@ -100,6 +100,7 @@ def test_backends_are_listed_as_a_distribution_lists_them() -> None:
 
 def test_the_files_with_gpu_tests_are_found() -> None:
     assert {path.name for path in gpu.test_files()} >= {"test_gpu.py"}
+    assert "test_collectives_mpi.py" not in {path.name for path in gpu.test_files()}
     assert "test_datatypes.py" not in {path.name for path in gpu.test_files()}
 
 
@@ -112,7 +113,7 @@ def test_without_a_gpu_the_reason_is_said(
     assert capsys.readouterr().out == f"gpu: skipped, {missing}\n"
 
 
-@pytest.mark.parametrize(("status", "failed"), [(0, 0), (1, 3)])
+@pytest.mark.parametrize(("status", "failed"), [(0, 0), (1, 4)])
 def test_the_summary_of_a_gpu(
     status: int, failed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +122,7 @@ def test_the_summary_of_a_gpu(
     monkeypatch.setattr(gpu, "capture", lambda command, **options: Outcome(status, "what it said"))
     assert gpu.run_all(Path(sys.executable)) == failed
     said = capsys.readouterr().out
-    assert said.count("what it said") == 3
+    assert said.count("what it said") == 4
     for words in (
         "=== summary ===",
         "gpu       A, A",
