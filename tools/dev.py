@@ -16,7 +16,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gpu as on_gpu
@@ -41,7 +40,6 @@ UNDER_MPIEXEC = {
 BENCH_LAUNCH = (2, "mpich")
 ALONE = {"overhead": ("benchmarks.overhead",), "hosts": ("benchmarks.hosts",)}
 RANKS_TIMEOUT_S = 300.0
-WHEELS_TIMEOUT_S = 1800.0
 # Unbuffered, so that a rank that is killed leaves what it said; one thread, for cores are shared.
 RANKS_ENV = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -124,14 +122,9 @@ def gpu(options: argparse.Namespace) -> int:
 def test(options: argparse.Namespace) -> int:
     """Run everything, even after a failure, and end with a table."""
     options.mpi, options.sizes, options.expression, options.paths = None, SIZES, "", []
-    rows = [_timed(lint, options), _timed(types, options)]
-    # Neither keeps two cores busy; what has ranks to itself comes after.
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        wheels_row = beside.submit(_captured, "wheels")
-        rows.append(_timed(unit, options))
-        row, said = wheels_row.result()
-    print(f"\n=== wheels ===\n{said.strip()}", flush=True)
-    rows += [row, _timed(ranks, options)]
+    steps: tuple[Callable[[argparse.Namespace], int], ...]
+    steps = (lint, types, unit, ranks, build_wheels)
+    rows = [_timed(step, options) for step in steps]
     print("\n=== summary ===")
     for name, verdict, taken_s in rows:
         print(f"{name:10}{verdict}{taken_s:8.1f} s")
@@ -225,7 +218,7 @@ def _all_of(*commands: Sequence[str | Path]) -> int:
 
 
 def _timed(step: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> tuple[str, str, float]:
-    name = step.__name__
+    name = "wheels" if step is build_wheels else step.__name__
     print(f"\n=== {name} ===", flush=True)
     start_s = time.monotonic()
     try:
@@ -234,14 +227,6 @@ def _timed(step: Callable[[argparse.Namespace], int], options: argparse.Namespac
         print(f"dev.py: {error}")
         failures = 1
     return name, "FAILED" if failures else "passed", time.monotonic() - start_s
-
-
-def _captured(verb: str) -> tuple[tuple[str, str, float], str]:
-    """Run a verb of this file in a process of its own: its row of the table, and what it said."""
-    start_s = time.monotonic()
-    command = (sys.executable, ROOT / "tools" / "dev.py", verb, "--skip-install")
-    outcome = capture(command, timeout_s=WHEELS_TIMEOUT_S, cwd=ROOT, env={})
-    return (verb, "FAILED" if outcome.status else "passed", time.monotonic() - start_s), outcome.output
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
