@@ -9,6 +9,8 @@ import torch
 
 from syncline.collectives.testing.processes import run_processes
 
+pytestmark = pytest.mark.launch
+
 JOB = Path(__file__).with_name("native_ddp_job.py")
 Gradients = dict[str, list[list[torch.Tensor]]]
 

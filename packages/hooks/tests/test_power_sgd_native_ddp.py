@@ -10,6 +10,8 @@ import torch
 
 from syncline.collectives.testing.processes import run_processes
 
+pytestmark = pytest.mark.launch
+
 JOB = Path(__file__).with_name("power_sgd_job.py")
 CASES = ["rank-1", "rank-2", "rank-4", "batched-shapes", "epsilon", "cold", "no-feedback", "seed"]
 VARIANTS = ["powerSGD_hook", "batched_powerSGD_hook"]

@@ -10,6 +10,8 @@ import torch
 
 from syncline.collectives.testing.processes import run_processes
 
+pytestmark = pytest.mark.launch
+
 JOB = Path(__file__).with_name("resume_job.py")
 RANKS = 2
 # What these send is linear in the gradients: the mean of the ranks' errors is all that matters to them.
