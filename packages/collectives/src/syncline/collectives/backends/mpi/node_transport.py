@@ -89,11 +89,7 @@ class NodeTransport(MPITransport):
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """In the window, staged, or by MPI; on several nodes also in the window and then between them."""
-        if tensor.nbytes < self._least_bytes:  # the quick way to the same answer
-            super().all_reduce(tensor, op, call, deadline)
-            return
-        is_native = self._native(tensor, op) is not None
-        way = self._way(tensor, call, deadline, is_native=is_native, also_across=not self._reproducible)
+        way = self._way(tensor, op, call, deadline, also_across=not self._reproducible)
         if way is None:
             super().all_reduce(tensor, op, call, deadline)
         elif isinstance(way, InWindow) and self._hierarchy.nodes > 1:
@@ -105,7 +101,7 @@ class NodeTransport(MPITransport):
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
     ) -> None:
         """In the window, staged, or by MPI."""
-        way = self._way(block, call, deadline, is_native=False)
+        way = self._way(block, None, call, deadline)
         if way is None:
             super().reduce_scatter(tensor, block, op, call, deadline)
         else:
@@ -146,12 +142,18 @@ class NodeTransport(MPITransport):
     # ---- which way ----
 
     def _way(
-        self, tensor: torch.Tensor, call: Collective, deadline: Deadline, *, is_native: bool, also_across: bool = False
+        self, tensor: torch.Tensor, op: Reduction | None, call: Collective, deadline: Deadline, *, also_across: bool = False
     ) -> Way | None:
-        """The way of a reduction that all ranks take, None for MPI's. `tensor` is the larger one of the call."""
+        """The way of a reduction that all ranks take, None for MPI's.
+
+        `tensor` is the larger one of the call; `op` the reduction, if MPI may know how to do it itself.
+        """
+        if tensor.nbytes < self._least_bytes:
+            return None
         window = self._window(tensor, call, deadline, also_across=also_across)
         if window is not None:
             return window
+        is_native = op is not None and self._native(tensor, op) is not None
         least_bytes = self._crossovers.staged_bytes if is_native else self._crossovers.staged_bytes_not_native
         slots = self._staging() if tensor.nbytes >= least_bytes else None
         if slots is None:
