@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-from ...collective import Collective
+from ...collective import Collective, different_calls
 from ...deadline import Deadline
-from ...errors import DisagreementError
 from .inquest import Inquest
 from .library import mapped, mpi_errors
 from .waiting import wait
@@ -45,7 +44,7 @@ class Meeting:
         spec = (numbers, MPI.INT64_T)
         self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX), deadline)
         if numbers[0] != -numbers[1]:
-            self._complain(call)
+            raise different_calls(self._communicator.allgather(call.signature()))
         return numbers[2] == -numbers[3] != NOWHERE
 
     def run(self, call: Collective, start: Callable[[], MPI.Request], deadline: Deadline) -> None:
@@ -68,8 +67,3 @@ class Meeting:
                 raise
             with mpi_errors():
                 raise TimeoutError(self._inquest.hold(call.signature())) from None
-
-    def _complain(self, call: Collective) -> None:
-        signatures = self._communicator.allgather(call.signature())
-        calls = "; ".join(f"rank {rank}: {signature}" for rank, signature in enumerate(signatures))
-        raise DisagreementError(f"the ranks called different collectives ({calls}); make every rank issue the same ones")
