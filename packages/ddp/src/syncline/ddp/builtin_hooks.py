@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError, ReduceOp
+from syncline.collectives import InvalidArgumentError
 from syncline.reducer import GradBucket
 from syncline.reducer.bucket_reduction import CommunicationHook
+
+from .mixed_precision import average_in
 
 
 def builtin_hook(kind: dist.BuiltinCommHookType) -> CommunicationHook | None:
@@ -27,6 +29,4 @@ def builtin_hook(kind: dist.BuiltinCommHookType) -> CommunicationHook | None:
 
 def average_as_float16(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket as halves. This layer knows no package of hooks; there are more of the kind in `syncline.hooks`."""
-    buffer = bucket.buffer()
-    work = bucket.process_group().all_reduce(buffer.to(torch.float16), ReduceOp.AVG, async_op=True)
-    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+    return average_in(torch.float16, bucket)

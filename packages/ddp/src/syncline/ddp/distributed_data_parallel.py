@@ -162,22 +162,22 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         runs. Buffers are synchronised as in torch: at each forward that follows one in training.
         """
         has_backward = torch.is_grad_enabled()
-        inputs, kwargs, pending = self._before_forward(inputs, kwargs, has_backward)
+        will_reduce = has_backward and self.require_backward_grad_sync
+        inputs, kwargs, pending = self._before_forward(inputs, kwargs, has_backward, will_reduce)
         try:
             outputs = self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
         except BaseException:
             if has_backward:
                 self._withdraw()
             raise
-        self._after_forward(pending, has_backward)
+        self._after_forward(pending, will_reduce)
         return outputs
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
         """Inputs on their device, and what the end of backward shall wait for."""
-        will_reduce = has_backward and self.require_backward_grad_sync
         root = self._meet_ranks_without_inputs(will_reduce)
         pending = self._buffer_sync.before_forward(self.process_group, root)
         if has_backward:
@@ -194,8 +194,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._reducer.withdraw()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _after_forward(self, pending: list[torch.futures.Future[Any]], has_backward: bool) -> None:
-        will_reduce = has_backward and self.require_backward_grad_sync
+    def _after_forward(self, pending: list[torch.futures.Future[Any]], will_reduce: bool) -> None:
         pending += self._buffer_sync.after_forward()
         self._buffer_sync.are_stale = will_reduce
         if will_reduce:
