@@ -63,7 +63,7 @@ def by_pairs(communicator: Any) -> Any:
 @pytest.fixture(scope="module")
 def eager() -> Iterator[Group]:
     """All sizes go through shared memory."""
-    made = Group(crossovers=Crossovers(1, 1, 1))
+    made = Group(crossovers=Crossovers(1, 2**62, 1, 1, 1))
     yield made
     made.group.close()
 
@@ -71,7 +71,7 @@ def eager() -> Iterator[Group]:
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Group]:
     """The same, on nodes of two ranks; the last may have one."""
-    made = Group(crossovers=Crossovers(1, 1, 1), split=by_pairs)
+    made = Group(crossovers=Crossovers(1, 2**62, 1, 1, 1), split=by_pairs)
     yield made
     made.group.close()
 
@@ -183,7 +183,7 @@ def test_other_collectives_on_emulated_nodes(nodes: Group) -> None:
 @pytest.mark.parametrize("split", [None, by_pairs], ids=["one node", "emulated nodes"])
 def test_reproducible_is_in_rank_order_everywhere(split: Callable[[Any], Any] | None) -> None:
     options = {} if split is None else {"split": split}
-    group = Group(reproducible=True, crossovers=Crossovers(1, 2048, 2048), **options).group
+    group = Group(reproducible=True, crossovers=Crossovers(1, 2**62, 1, 2048, 2048), **options).group
     memory = group.allocate(1000, torch.float32)
     for tensor in (memory, memory.clone(), torch.empty(100)):
         terms = [noise(rank, tensor.numel()) for rank in range(group.size)]
@@ -192,13 +192,30 @@ def test_reproducible_is_in_rank_order_everywhere(split: Callable[[Any], Any] | 
     group.close()
 
 
-def test_calls_that_differ_are_told_apart() -> None:
-    group = Group(crossovers=Crossovers(1, 1, 1)).group
+@pytest.mark.parametrize("numel", [5, 300_001])
+def test_small_tensors_and_those_of_two_ranks_are_exchanged(numel: int) -> None:
+    """Also where some rank's tensor is tracked by autograd: what the first call keeps serves the others, too."""
+    made = Group()
+    group = made.group
+    for number in range(4):
+        terms = [noise(rank + number, numel) for rank in range(group.size)]
+        tensor = terms[group.rank].clone().requires_grad_(number < 2 and group.rank == 0)
+        group.all_reduce(tensor)
+        assert torch.allclose(tensor.detach(), torch.stack(terms).sum(0), atol=1e-5)
+        _same_bits(group, tensor.detach())
+    is_exchanged = group.size > 1 and (numel == 5 or group.size == 2)
+    assert made.ways == ["Exchange" if is_exchanged else "NoneType"] * 4
+    group.close()
+
+
+@pytest.mark.parametrize("numel", [4, 100])
+def test_calls_that_differ_are_told_apart(numel: int) -> None:
+    group = Group(crossovers=Crossovers(1 << 7, 2**62, 1, 1, 1)).group
     if group.size == 1:
         group.close()
         return
-    window = group.allocate(100, torch.float32)
-    calls = r"rank 0: all_reduce\(float32\[100\], op=AVG\); rank 1: all_reduce\(float32\[100\], op=SUM\)"
+    window = group.allocate(numel, torch.float32)
+    calls = rf"rank 0: all_reduce\(float32\[{numel}\], op=AVG\); rank 1: all_reduce\(float32\[{numel}\], op=SUM\)"
     with pytest.raises(DisagreementError, match=calls):
         group.all_reduce(window, ReduceOp.AVG if group.rank == 0 else ReduceOp.SUM)
     group.abort()
@@ -221,7 +238,7 @@ def test_without_memory_on_one_rank_all_use_mpi(
     """The first rank cannot make the file, or the last has no memory for its part."""
     from syncline.collectives.backends.mpi import sharing
 
-    made = Group(crossovers=Crossovers(1, 1, 1))
+    made = Group(crossovers=Crossovers(1, 2**62, 1, 1, 1))
     group = made.group
     culprit = 0 if step == "create_file" else group.size - 1
     if group.rank == culprit:
@@ -243,7 +260,7 @@ def _no_memory(*_: Any) -> None:
 
 
 def test_memory_outlives_its_group(world: ProcessGroup) -> None:
-    group = Group(crossovers=Crossovers(1, 1, 1)).group
+    group = Group(crossovers=Crossovers(1, 2**62, 1, 1, 1)).group
     memory = group.allocate(1000, torch.float32)
     group.close()
     assert memory.fill_(3.0).sum().item() == 3000.0

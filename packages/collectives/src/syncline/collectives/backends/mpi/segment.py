@@ -37,17 +37,23 @@ class Segment(mmap.mmap):
     """
 
     mine: int
+    parts: int
     part_bytes: int
 
     def __new__(cls, file: int, parts: int, part_bytes: int, mine: int) -> Segment:  # noqa: D102 - the class says it
         segment = super().__new__(cls, file, parts * padded(part_bytes), **_WITHOUT_DESCRIPTOR)
+        segment.parts = parts
         segment.part_bytes = part_bytes
         segment.mine = mine
         return segment
 
     def view(self, part: int, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements of a part as a flat tensor, which shares the memory; one or more."""
-        return torch.frombuffer(self, dtype=dtype, count=numel, offset=part * padded(self.part_bytes) + offset_bytes)
+        return torch.frombuffer(self, dtype=dtype, count=numel, offset=self.offset_of(part) + offset_bytes)
+
+    def offset_of(self, part: int) -> int:
+        """Where a part begins, in bytes."""
+        return part * padded(self.part_bytes)
 
     def address(self) -> int:
         """Where this rank's part begins in this process."""
