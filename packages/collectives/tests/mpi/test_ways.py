@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
-from syncline.collectives.backends.mpi import board, exchange, in_window, staging
+from syncline.collectives.backends.mpi import board, exchange, in_window, single_copy, staging
 from syncline.collectives.backends.mpi.board import BOARD_BYTES, Board, is_ordered
 from syncline.collectives.backends.mpi.exchange import Exchange
 from syncline.collectives.backends.mpi.in_window import InWindow
+from syncline.collectives.backends.mpi.peer_memory import PeerMemory
 from syncline.collectives.backends.mpi.segment import Segment, create_file, padded
+from syncline.collectives.backends.mpi.single_copy import SingleCopy
 from syncline.collectives.backends.mpi.staging import Slots, Staged
 from syncline.collectives.backends.mpi.way import FullWay, Way
 from syncline.collectives.backends.mpi.windows import Place
@@ -65,6 +67,8 @@ class Rank:
 
     def way(self) -> Way:
         """For one call; all ranks have met, if the way wants that."""
+        if self._name == "single copy":
+            return SingleCopy(self._peers(), self.rank, self.size, self._addresses, self._arrive)
         if self._name != "staged":
             return self.full_way()
         self.group.barrier()
@@ -73,9 +77,20 @@ class Rank:
     def full_way(self) -> FullWay:
         """The same, if it is not staged."""
         if self._name == "exchange":
-            return Exchange(self._board, lambda: self._board.arrive(Deadline(30)))
+            return Exchange(self._board, self._arrive)
         self.group.barrier()
         return InWindow(Place(self._window, OFFSET_BYTES, 0), self.size, self.group.barrier)
+
+    def _arrive(self, key: int = 0) -> None:
+        self._board.arrive(Deadline(30), key=key)
+
+    def _addresses(self, address: int) -> list[int]:
+        self._arrive(address)
+        return self._board.keys()
+
+    def _peers(self) -> PeerMemory:
+        """All in this process, which may read itself."""
+        return PeerMemory([os.getpid()] * self.size)
 
 
 def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:
@@ -94,7 +109,7 @@ def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:
             os.close(file)
 
 
-@pytest.fixture(params=["in window", "staged", "exchange"])
+@pytest.fixture(params=["in window", "staged", "exchange", "single copy"])
 def name(request: pytest.FixtureRequest) -> str:
     return _usable(request.param)
 
@@ -105,7 +120,7 @@ def full_name(request: pytest.FixtureRequest) -> str:
 
 
 def _usable(name: str) -> str:
-    if name == "exchange" and not is_ordered():
+    if name in ("exchange", "single copy") and not is_ordered():
         pytest.skip("this processor reorders writes")
     return name
 
@@ -114,6 +129,7 @@ def _usable(name: str) -> str:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_window, "CHUNK_BYTES", 64)
     monkeypatch.setattr(staging, "SLOT_BYTES", 64)
+    monkeypatch.setattr(single_copy, "CHUNK_BYTES", 64)
     monkeypatch.setattr(board, "SLOT_BYTES", 64)
     monkeypatch.setattr(exchange, "SLOT_BYTES", 64)
 

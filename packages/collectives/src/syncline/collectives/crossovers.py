@@ -14,19 +14,19 @@ class Crossovers:
     """Sizes in bytes; a size that is never reached (such as 2**62) switches a way off.
 
     Attributes:
-        exchange_bytes: up to here, counted over all ranks, ranks of one node show each other what they have, and each does with
-            it what it needs.
-        pair_bytes: from here on, two ranks of one node do that in `all_reduce`.
+        exchange_bytes: up to here, ranks of one node show each other what they have, and each does with it what it needs;
+            counted is what each reads of the others.
         window_bytes: from here on, memory that a group allocates lies in a window that the ranks of a node share, and
             collectives on such memory run there.
-        staged_bytes: from here on, reductions of other memory go through a window of the group, if all ranks are on one node.
+        single_copy_bytes: from here on, ranks of one node read one another's memory to reduce it, where the system allows that.
+        staged_bytes: from here on, reductions of memory that may not be read go through a window of the group.
         staged_bytes_not_native: the same for reductions that the library underneath does not do: those of float16 and bfloat16,
             for example, and every `reduce_scatter`.
     """
 
-    exchange_bytes: int = 128 << 10
-    pair_bytes: int = 64 << 10
+    exchange_bytes: int = 512 << 10
     window_bytes: int = 32 << 10
+    single_copy_bytes: int = 1 << 20
     staged_bytes: int = 48 << 20
     staged_bytes_not_native: int = 64 << 10
 

@@ -55,7 +55,7 @@ class Board:
         self._segment = segment
         self._progress = progress
         self._numbers = memoryview(segment).cast("q")
-        self._lines = [[(segment.offset_of(rank) + turn * _LINE_BYTES) // 8 for rank in range(self.size)] for turn in (0, 1)]
+        self._lines = [self._lines_of(turn) for turn in (0, 1)]
         self._arrivals = 0
         self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
 
@@ -84,20 +84,28 @@ class Board:
             TimeoutError: the deadline passed.
         """
         self._arrivals = arrival = self._arrivals + 1
-        numbers, lines = self._numbers, self._lines[arrival & 1]
-        own = lines[self.mine]
+        numbers, (own, others, _) = self._numbers, self._lines[arrival & 1]
         numbers[own + 1] = what
         numbers[own + 2] = key
         numbers[own] = arrival
-        same, placed = True, key != NOWHERE
-        for line in lines:
+        is_same, is_common = True, key != NOWHERE
+        for line in others:
             if numbers[line] != arrival:
                 self._wait(line, arrival, deadline)
             if numbers[line + 1] != what:
-                same = False
+                is_same = False
             if numbers[line + 2] != key:
-                placed = False
-        return same, placed
+                is_common = False
+        return is_same, is_common
+
+    def keys(self) -> list[int]:
+        """What every rank gave as key at the last arrival; valid until this rank arrives again."""
+        return [self._numbers[line + 2] for line in self._lines[self._arrivals & 1][2]]
+
+    def _lines_of(self, turn: int) -> tuple[int, list[int], list[int]]:
+        """Where this rank writes its numbers, where the others write theirs, and all, in rank order."""
+        lines = [(self._segment.offset_of(rank) + turn * _LINE_BYTES) // 8 for rank in range(self.size)]
+        return lines[self.mine], lines[: self.mine] + lines[self.mine + 1 :], lines
 
     def _wait(self, line: int, arrival: int, deadline: Deadline) -> None:
         numbers = self._numbers

@@ -18,9 +18,8 @@ MOST_RANKS = 8
 class Exchange(FullWay):
     """Each rank copies its tensor to the board, piece by piece, and does with everybody's what it needs.
 
-    A piece costs one arrival (see Note [Arrivals in turn]), and each rank reads p n bytes. That is the fastest where tensors are
-    so small that arrivals are what counts; and for two ranks, who would read no less if each reduced a slice only, at any
-    size. Every rank reduces everything, in rank order, so all get the same bits.
+    A piece costs one arrival (see Note [Arrivals in turn]), and each rank reads p n bytes. That is the fastest where a tensor
+    is so small that arrivals are what counts. Every rank reduces everything, in rank order, so all get the same bits.
 
     Args:
         board: of all ranks of the group.
@@ -35,9 +34,7 @@ class Exchange(FullWay):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Reduce everything."""
         for piece in _pieces(tensor):
-            terms = self._shown(piece)
-            terms[self._mine] = piece
-            reduce_into(piece, op, terms)
+            reduce_into(piece, op, self._shown(piece))
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction) -> None:
         """Reduce this rank's part."""
@@ -74,7 +71,7 @@ class Exchange(FullWay):
         slots = self._board.slots(piece.numel(), piece.dtype)
         slots[self._mine].copy_(piece)
         self._arrive()
-        return slots.copy()
+        return slots
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

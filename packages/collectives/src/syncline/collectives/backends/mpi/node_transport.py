@@ -22,8 +22,9 @@ from .meeting import NOWHERE
 from .node_meeting import NodeMeeting
 from .segment import Segment
 from .sharing import SharingError, share
+from .single_copy import SingleCopy
 from .staging import STAGING_BYTES, Slots, Staged
-from .transport import MPITransport
+from .transport import MEETING_BYTES, MPITransport
 from .way import FullWay, Way
 from .windows import Windows
 
@@ -36,18 +37,17 @@ class NodeTransport(MPITransport):
     Which way a collective takes is the same on every rank: sizes are, and whether all tensors lie at the same place of a window
     is agreed when the ranks meet. They do so on a board (see `NodeMeeting`).
 
-    ======================================== ============ ============================================================
-    tensors                                  ranks on     go
-    ======================================== ============ ============================================================
-    small, of a few ranks                    one node     by `Exchange`: all but `reduce`, `gather`, `scatter`,
-                                                          `all_to_all`
-    in a window                              one node     `InWindow`: `all_reduce`, `broadcast`, `all_gather`,
-                                                          `reduce_scatter`
-    in a window                              several      `all_reduce` there and between counterparts
-    of two ranks                             one node     `all_reduce` by `Exchange`
-    large, elsewhere                         one node     `all_reduce` and `reduce_scatter` `Staged`
-    all others                               any          by MPI
-    ======================================== ============ ============================================================
+    ============================ =========== =================================================================
+    tensors                      ranks on    go
+    ============================ =========== =================================================================
+    small, of a few ranks        one node    by `Exchange`: reductions, `broadcast`, `all_gather`
+    in a window                  one node    `InWindow`: reductions, `broadcast`, `all_gather`
+    in a window                  several     `all_reduce` there and between counterparts, the others by MPI
+    large, elsewhere             one node    reductions by `SingleCopy`; `Staged` where that is refused
+    all others                   any         by MPI
+    ============================ =========== =================================================================
+
+    Reductions are here `all_reduce` and `reduce_scatter`; `reduce` is always MPI's.
 
     Args:
         communicator: as for `MPITransport`.
@@ -77,8 +77,8 @@ class NodeTransport(MPITransport):
         self._slots: Slots | None = None
         self._may_stage = self._is_one_node
         self._node_meeting = NodeMeeting(self._hierarchy, self._private, self._meeting, self._inquest, self._share)
-        self._may_exchange = self._is_one_node and self._size <= MOST_RANKS
-        self._exchange_bytes = self._crossovers.exchange_bytes // self._size
+        is_small = self._is_one_node and self._size <= MOST_RANKS
+        self._most_exchanged = self._crossovers.exchange_bytes // (self._size - 1) if is_small else 0
         self._has_warned = False
 
     # ---- memory ----
@@ -167,30 +167,43 @@ class NodeTransport(MPITransport):
         nbytes = tensor.nbytes
         if not self._is_one_node:
             return self._window(tensor, call, deadline) if op is not None and not self._reproducible else None
-        full = self._full_way(tensor, nbytes, call, deadline)
-        if full is not None:
-            return full
-        if op is not None and self._size == 2 and nbytes >= self._crossovers.pair_bytes:
-            exchange = self._exchange(call, deadline)
-            if exchange is not None:
-                return exchange
+        way: Way | None = self._window(tensor, call, deadline) or self._exchange(nbytes, call, deadline)
+        if way is None and nbytes >= self._crossovers.single_copy_bytes:
+            way = self._single_copy(call, deadline)
         is_native = op is not None and self._native(tensor, op) is not None
         least_bytes = self._crossovers.staged_bytes if is_native else self._crossovers.staged_bytes_not_native
-        return self._staged(call, deadline) if nbytes >= least_bytes else None
+        if way is None and nbytes >= least_bytes:
+            way = self._staged(call, deadline)
+        return way
 
     def _full_way(self, tensor: torch.Tensor, shown_bytes: int, call: Collective, deadline: Deadline) -> FullWay | None:
-        """One of the ways that every collective can take; `shown_bytes` is what a rank would show to the others."""
+        """The way of a move; `shown_bytes` is what a rank would show to the others."""
         if not self._is_one_node:
             return None
-        exchange = self._exchange(call, deadline) if 0 < shown_bytes <= self._exchange_bytes else None
-        return exchange or self._window(tensor, call, deadline)
+        # MPI is as fast. But below this size it does not compare what the ranks are about to do.
+        window = self._window(tensor, call, deadline)
+        return window or (self._exchange(shown_bytes, call, deadline) if shown_bytes < MEETING_BYTES else None)
 
-    def _exchange(self, call: Collective, deadline: Deadline) -> Exchange | None:
-        board = self._node_meeting.board(call, deadline) if self._may_exchange else None
+    def _exchange(self, shown_bytes: int, call: Collective, deadline: Deadline) -> Exchange | None:
+        if not 0 < shown_bytes <= self._most_exchanged:
+            return None
+        board = self._node_meeting.board(call, deadline)
         if board is None:
-            self._may_exchange = False
+            self._most_exchanged = 0
             return None
         return Exchange(board, lambda: self._node_meeting.meet(call, deadline))
+
+    def _single_copy(self, call: Collective, deadline: Deadline) -> SingleCopy | None:
+        peers = self._node_meeting.peers(call, deadline)
+        if peers is None:
+            return None
+        return SingleCopy(
+            peers,
+            self._rank,
+            self._size,
+            lambda address: self._node_meeting.addresses(call, deadline, address),
+            lambda: self._node_barrier(call, deadline),
+        )
 
     def _window(self, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> InWindow | None:
         """Where all ranks have the tensor, if in a window. Unless that is plain from its size, the ranks meet to know."""
