@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp, TransportError, premul_sum
+from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp, RoundRobinGroup, TransportError, premul_sum
 from syncline.collectives.crossovers import Crossovers
 from syncline.collectives.host_group import HostGroup
 from syncline.collectives.reduce_op import DTYPES_OF, Reduction
@@ -262,6 +262,13 @@ def test_calls_that_differ_are_told_apart(numel: int) -> None:
     group.abort()
 
 
+def test_shapes_may_differ_as_in_torch(one_way: tuple[Group, str]) -> None:
+    group = one_way[0].group
+    tensor = torch.full((2, 6) if group.rank % 2 else (12,), float(group.rank))
+    group.all_reduce(tensor)
+    assert tensor.unique().tolist() == [group.size * (group.size - 1) / 2]
+
+
 def test_allocations_that_differ_are_told_apart() -> None:
     group = Group().group
     if group.size == 1:
@@ -305,6 +312,19 @@ def test_memory_outlives_its_group(world: ProcessGroup) -> None:
     memory = group.allocate(1000, torch.float32)
     group.close()
     assert memory.fill_(3.0).sum().item() == 3000.0
+
+
+@pytest.mark.parametrize("way", ["MPI", "Exchange", "SingleCopy", "Staged"])
+def test_groups_that_communicate_at_the_same_time(way: str) -> None:
+    """Each has a thread of its own, and on each rank another one may be first; also when they make their shared memory."""
+    made = [Group(crossovers=WAYS.get(way, Crossovers(1, NEVER, NEVER, NEVER, NEVER))) for _ in range(3)]
+    group = RoundRobinGroup([one.group for one in made])
+    tensors = [torch.full((20_000,), float(group.rank + number)) for number in range(9)]
+    for work in [group.all_reduce(tensor, async_op=True) for tensor in tensors]:
+        work.wait()
+    total = group.size * (group.size - 1) / 2
+    assert [tensor.unique().tolist() for tensor in tensors] == [[total + number * group.size] for number in range(9)]
+    group.close()
 
 
 @pytest.mark.parametrize("made", ["eager", "nodes"])

@@ -16,7 +16,7 @@ from .reduce_op import Reduction
 class Collective(NamedTuple):
     """One call of a collective. A tuple, because one is made for each call and a frozen dataclass costs three times as much.
 
-    All of it must be the same on every rank, of the tensor its shape and dtype. It is put into words only when somebody asks.
+    All of it shall be the same on every rank, of the tensor its shape and dtype. It is put into words only when somebody asks.
 
     Attributes:
         name: the method's name, such as "all_reduce".
@@ -43,18 +43,21 @@ class Collective(NamedTuple):
         return f"{self.name}({', '.join(filter(None, words))})"
 
     def digest(self) -> int:
-        """32 bits of the signature, for a quick comparison."""
+        """32 bits of what must be the same for the ranks not to harm one another: of a tensor its dtype and number of elements.
+
+        Shapes may differ, as torch.distributed lets them, unless `check_calls` compares signatures.
+        """
         tensor = self.tensor
         if tensor is None:
             return _digest(self.name, None, self.op, self.root, self.detail, None)
-        return _digest(self.name, tensor.dtype, self.op, self.root, self.detail, tensor.shape)
+        return _digest(self.name, tensor.dtype, self.op, self.root, self.detail, tensor.numel())
 
 
 @functools.lru_cache(maxsize=4096)
 def _digest(
-    name: str, dtype: torch.dtype | None, op: Reduction | None, root: int | None, detail: str, shape: torch.Size | None
+    name: str, dtype: torch.dtype | None, op: Reduction | None, root: int | None, detail: str, numel: int | None
 ) -> int:
-    return crc32(repr((name, dtype, op, root, detail, shape)).encode())
+    return crc32(repr((name, dtype, op, root, detail, numel)).encode())
 
 
 def different_calls(signatures: Sequence[str]) -> DisagreementError:

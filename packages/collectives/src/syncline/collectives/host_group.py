@@ -411,7 +411,7 @@ class HostGroup(ProcessGroup):
 
     def _compare(self, call: Collective, deadline: Deadline) -> None:
         """Gather what all ranks are about to do: eight bytes of each, and the words only where these differ."""
-        mine = torch.tensor([call.digest()])
+        mine = torch.tensor([crc32(call.signature().encode())])
         digests = self._empty_block(mine)
         self._transport.all_gather(digests, mine, call, deadline)
         if digests.eq(mine).all():

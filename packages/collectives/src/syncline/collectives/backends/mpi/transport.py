@@ -23,8 +23,9 @@ from .waiting import wait
 # MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes.
 PIECE_BYTES = 1 << 30
 
-# From here on the ranks meet first; see Note [Meeting first]. Below, the non-blocking form loses at most 3 us.
+# From here on the ranks meet first; see Note [Meeting first]. Below, Open MPI's non-blocking form loses at most 3 us.
 MEETING_BYTES = 32 << 10
+_BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI"
 
 _TAGS = 32_767  # MPI promises at least as many
 _PAIRWISE = 1  # tag on the private communicator; Inquest has another
@@ -266,25 +267,32 @@ class MPITransport(Transport):
 
         Note [Meeting first]
         ~~~~~~~~~~~~~~~~~~~~
-        A blocking MPI call cannot be given up, so the deadline needs the non-blocking form. But that form may be another,
-        slower algorithm: with Open MPI 5.0 two ranks of a node take 1,000 us instead of 160 to all-reduce 1 MiB, and 7,900
-        instead of 690 for 4 MiB; MPICH 5.0 uses the same for both. So a large collective is preceded by a small
-        non-blocking one, in which the ranks also compare what they are about to do (1-3 us). After it they are all there,
-        for the same call, and the blocking form ends as soon as the data has moved. What no deadline covers any more is a
-        rank that dies or hangs while it moves; the launcher ends the job then.
+        A blocking MPI call cannot be given up, so the deadline needs the non-blocking form. But with Open MPI that is another,
+        slower algorithm: with its version 5.0 two ranks of a node take 1,000 us instead of 160 to all-reduce 1 MiB, and 7,900
+        instead of 690 for 4 MiB. So there a large collective blocks, but only when all ranks are there, for the same call: it
+        ends as soon as the data has moved. What no deadline covers is a rank that dies or hangs while it moves; the launcher
+        ends the job then.
+
+        MPICH and Intel MPI use the same algorithm for both forms, and block all threads of a process while one of them blocks:
+        two groups that communicate at the same time, on each rank another one first, would wait for ever. Theirs is the
+        non-blocking form.
+
+        The meeting is also where the ranks compare what they are about to do.
 
         CUDA memory is only given to the blocking form: Open MPI crashes in the other.
         """
-        if nbytes < MEETING_BYTES and (call.tensor is None or call.tensor.is_cpu):
-            start = self._starters.get(name) or self._starter(name)
-            self._meeting.run(call, lambda: start(*arguments), deadline)
-            return
-        self._meet_once(call, deadline)
-        self._met_for = None  # one meeting is good for one collective of MPI's
-        try:
-            getattr(self._communicator, name)(*arguments)
-        except MPI.Exception as error:
-            raise mapped(error) from error
+        is_on_host = call.tensor is None or call.tensor.is_cpu
+        if nbytes >= MEETING_BYTES or not is_on_host:
+            self._meet_once(call, deadline)
+            self._met_for = None  # one meeting is good for one collective of MPI's
+            if _BLOCKS_WELL or not is_on_host:
+                try:
+                    getattr(self._communicator, name)(*arguments)
+                except MPI.Exception as error:
+                    raise mapped(error) from error
+                return
+        start = self._starters.get(name) or self._starter(name)
+        self._meeting.run(call, lambda: start(*arguments), deadline)
 
     def _meet_once(self, call: Collective, deadline: Deadline) -> None:
         """Meet, unless the ranks have met for that call already."""
