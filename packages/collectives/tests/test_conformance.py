@@ -222,8 +222,8 @@ class QueuedChildren(Progress):
                 self._thread.start()
             self._condition.notify_all()
 
-    def run_here(self, task) -> bool:
-        return False if self.is_running_here() else super().run_here(task)
+    def run_here(self, task, *arguments) -> bool:
+        return False if self.is_running_here() else super().run_here(task, *arguments)
 
 
 @pytest.mark.parametrize(
