@@ -123,10 +123,6 @@ def test_each_way_conforms(one_way: tuple[Group, str], small_pieces: None, check
     assert (way in made.ways) == (made.group.size > 1)
 
 
-def test_each_way_under_delays(one_way: tuple[Group, str], small_pieces: None) -> None:
-    stress(one_way[0].group, repetitions=12)
-
-
 def test_in_the_window(eager: Group, small_pieces: None) -> None:
     group = eager.group
     memory = group.allocate((group.size + 1) * 1003, torch.float32)
@@ -327,26 +323,84 @@ def test_groups_that_communicate_at_the_same_time(way: str) -> None:
     group.close()
 
 
-@pytest.mark.parametrize("made", ["eager", "nodes"])
-def test_ranks_that_overtake_one_another(made: str, small_pieces: None, request: pytest.FixtureRequest) -> None:
-    """In the window and elsewhere in turn, with delays at random; what a rank does next must not be seen by others."""
-    group = request.getfixturevalue(made).group
-    stress(group, repetitions=12)
+PATHS: dict[str, dict[str, Any]] = {
+    **{way: {"crossovers": crossovers} for way, crossovers in WAYS.items()},
+    "MPI": {"crossovers": Crossovers(1, NEVER, NEVER, NEVER, NEVER)},
+    "emulated nodes": {"crossovers": WAYS["Staged"], "split": by_pairs},
+    "emulated nodes by MPI": {"crossovers": Crossovers(1, NEVER, NEVER, NEVER, NEVER), "split": by_pairs},
+}
 
 
-def stress(group: ProcessGroup, repetitions: int) -> None:
-    """Called by hand with more repetitions, too."""
-    window, elsewhere = group.allocate(3001, torch.float64), torch.empty(3001, dtype=torch.float64)
+@pytest.mark.parametrize("path", PATHS)
+def test_ranks_that_overtake_one_another(path: str, small_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every path, in windows and elsewhere: delays at random, also inside; what a rank does next nobody else may see."""
+    from mpi4py import MPI
+
+    group = Group(**PATHS[path]).group
     chance = random.Random(group.rank)
-    for repetition in range(repetitions):
-        tensor = (elsewhere if repetition % 3 == 2 else window)[repetition % 7 :]
-        tensor.copy_(whole(group.rank + repetition, tensor.numel(), torch.float64))
-        if chance.random() < 0.3:
-            time.sleep(chance.random() * 2e-3)
-        group.all_reduce(tensor)
-        terms = [whole(rank + repetition, tensor.numel(), torch.float64) for rank in range(group.size)]
-        assert torch.equal(tensor, torch.stack(terms).sum(0)), repetition
-        tensor.fill_(-1.0)
+    _delay_meetings(monkeypatch, chance)
+    is_long = group.size == 4 and MPI.get_vendor()[0] == "MPICH"
+    windows = group.allocate(4 * 307, torch.float64), group.allocate(307, torch.float64)
+    elsewhere = torch.empty(4 * 307, dtype=torch.float64), torch.empty(307, dtype=torch.float64)
+    for repetition in range(1000 if is_long else 20):
+        large, small = windows if chance_of_all(repetition) else elsewhere
+        _one_of_each_kind(group, large[: group.size * 307], small, repetition)
+        _delay(chance)
+    group.close()
+
+
+def chance_of_all(repetition: int) -> bool:
+    """Heads or tails, on all ranks alike."""
+    return random.Random(repetition).random() < 0.5
+
+
+def _one_of_each_kind(group: ProcessGroup, block: torch.Tensor, tensor: torch.Tensor, repetition: int) -> None:
+    """One collective, and what it must give; afterwards the tensors hold something else."""
+
+    def data(rank: int, like: torch.Tensor) -> torch.Tensor:
+        return whole(rank + repetition, like.numel(), torch.float64)
+
+    mine, ranks = group.rank, range(group.size)
+    kind = repetition % 4
+    if kind == 0:
+        group.all_reduce(block.copy_(data(mine, block)))
+        assert torch.equal(block, torch.stack([data(rank, block) for rank in ranks]).sum(0)), repetition
+    elif kind == 1:
+        group.reduce_scatter_tensor(tensor, block.copy_(data(mine, block)))
+        assert torch.equal(tensor, torch.stack([data(rank, block) for rank in ranks]).sum(0).view(group.size, -1)[mine]), (
+            repetition
+        )
+    elif kind == 2:
+        group.all_gather_into_tensor(block, tensor.copy_(data(mine, tensor)))
+        assert torch.equal(block, torch.cat([data(rank, tensor) for rank in ranks])), repetition
+    else:
+        root = repetition // 4 % group.size
+        group.broadcast(block.copy_(data(mine, block)), root)
+        assert torch.equal(block, data(root, block)), repetition
+    block.fill_(-1.0)
+    tensor.fill_(-2.0)
+
+
+def _delay_meetings(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
+    """Before and after ranks meet: that is, also in the middle of collectives."""
+    from syncline.collectives.backends.mpi.meeting import Meeting
+    from syncline.collectives.backends.mpi.node_meeting import NodeMeeting
+
+    for room, name in ((NodeMeeting, "_arrive"), (Meeting, "run")):
+        plain = getattr(room, name)
+
+        def delayed(*arguments: Any, plain: Any = plain) -> Any:
+            _delay(chance)
+            result = plain(*arguments)
+            _delay(chance)
+            return result
+
+        monkeypatch.setattr(room, name, delayed)
+
+
+def _delay(chance: random.Random) -> None:
+    if chance.random() < 0.02:
+        time.sleep(chance.random() * 1e-3)
 
 
 @pytest.mark.parametrize("as_view", [False, True])

@@ -174,6 +174,8 @@ class NodeTransport(MPITransport):
         least_bytes = self._crossovers.staged_bytes if is_native else self._crossovers.staged_bytes_not_native
         if way is None and nbytes >= least_bytes:
             way = self._staged(call, deadline)
+        if way is not None:
+            self._met_for = None
         return way
 
     def _full_way(self, tensor: torch.Tensor, shown_bytes: int, call: Collective, deadline: Deadline) -> FullWay | None:
@@ -182,7 +184,10 @@ class NodeTransport(MPITransport):
             return None
         # MPI is as fast. But below this size it does not compare what the ranks are about to do.
         window = self._window(tensor, call, deadline)
-        return window or (self._exchange(shown_bytes, call, deadline) if shown_bytes < MEETING_BYTES else None)
+        if window is not None or shown_bytes >= MEETING_BYTES:
+            return window
+        self._met_for = None
+        return self._exchange(shown_bytes, call, deadline)
 
     def _exchange(self, shown_bytes: int, call: Collective, deadline: Deadline) -> Exchange | None:
         if not 0 < shown_bytes <= self._most_exchanged:
@@ -213,7 +218,7 @@ class NodeTransport(MPITransport):
         is_common = self._meet(call, deadline, NOWHERE if place is None else place.key)
         if is_common and place is not None:
             return InWindow(place, self._hierarchy.node.Get_size(), lambda: self._node_barrier(call, deadline))
-        self._met_for = call
+        self._met_for = call if tensor.nbytes >= MEETING_BYTES else None
         return None
 
     def _staged(self, call: Collective, deadline: Deadline) -> Staged | None:
