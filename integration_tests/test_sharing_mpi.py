@@ -138,3 +138,17 @@ def test_beyond_the_limit_of_a_control_group(ranks: Ranks, same: bool, monkeypat
         "rank 0: [Errno 12] no room for 12,288 bytes of each rank: the limit of /slurm/job_7 leaves 8,192 for each of the "
         f"{sharers} rank(s) under it"
     )
+
+
+def test_trying_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the doctor does."""
+    from syncline.collectives.backends.mpi import sharing
+    from syncline.collectives.backends.mpi.sharing_trial import try_sharing
+
+    if ranks.size == 1:
+        assert try_sharing() == "nothing to share: every rank is alone on its node"
+        return
+    assert try_sharing() == "yes: each rank read what the others of its node wrote"
+    if ranks.rank == 1:
+        monkeypatch.setattr(sharing, "reserve", raising(OSError(12, "no memory left")))
+    assert try_sharing() == "no: rank 1: [Errno 12] no memory left"
