@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp, premul_sum
+from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp, TransportError, premul_sum
 from syncline.collectives.crossovers import Crossovers
 from syncline.collectives.host_group import HostGroup
 from syncline.collectives.reduce_op import DTYPES_OF, Reduction
@@ -22,12 +22,19 @@ from syncline.ddp import DistributedDataParallel
 
 pytestmark = pytest.mark.mpi
 
-STAGED = [
+REDUCTIONS = [
     "all_reduce_every_dtype_and_reduction",
     "all_reduce_every_layout",
     "reduce_scatter_sum",
     "reduce_scatter_in_place",
 ]
+NEVER = 2**62
+# The sizes at which each way takes all that it can.
+WAYS = {
+    "Exchange": Crossovers(exchange_bytes=NEVER),
+    "SingleCopy": Crossovers(exchange_bytes=1, single_copy_bytes=1),
+    "Staged": Crossovers(exchange_bytes=1, window_bytes=1, single_copy_bytes=NEVER, staged_bytes=1, staged_bytes_not_native=1),
+}
 # On these values every order of additions gives the same bits.
 EXACT = [
     (op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str) if op not in (ReduceOp.AVG, ReduceOp.PRODUCT)
@@ -62,24 +69,35 @@ def by_pairs(communicator: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def eager() -> Iterator[Group]:
-    """All sizes go through shared memory."""
-    made = Group(crossovers=Crossovers(1, 1, 1))
+    """All sizes go through windows or are staged."""
+    made = Group(crossovers=WAYS["Staged"])
     yield made
+    made.group.close()
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def one_way(request: pytest.FixtureRequest) -> Iterator[tuple[Group, str]]:
+    """A group, and the way that reductions of all sizes take."""
+    made = Group(crossovers=WAYS[request.param])
+    yield made, request.param
     made.group.close()
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Group]:
     """The same, on nodes of two ranks; the last may have one."""
-    made = Group(crossovers=Crossovers(1, 1, 1), split=by_pairs)
+    made = Group(crossovers=WAYS["Staged"], split=by_pairs)
     yield made
     made.group.close()
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi import across, in_window, staging
+    from syncline.collectives.backends.mpi import across, board, exchange, in_window, single_copy, staging
 
+    for room in (board, exchange):
+        monkeypatch.setattr(room, "SLOT_BYTES", 1 << 10)
+    monkeypatch.setattr(single_copy, "CHUNK_BYTES", 1 << 10)
     monkeypatch.setattr(in_window, "CHUNK_BYTES", 1 << 10)
     monkeypatch.setattr(staging, "SLOT_BYTES", 1 << 10)
     monkeypatch.setattr(across, "CROSSING_BYTES", 1 << 10)
@@ -97,11 +115,16 @@ def reduction(op: ReduceOp) -> Reduction:
     return premul_sum(2) if op is ReduceOp.PREMUL_SUM else op
 
 
-@pytest.mark.parametrize("check", STAGED)
-def test_staged_conforms(eager: Group, small_pieces: None, check: str) -> None:
-    eager.ways.clear()
-    CHECKS[check](eager.group)
-    assert ("Staged" in eager.ways) == (eager.group.size > 1)
+@pytest.mark.parametrize("check", REDUCTIONS)
+def test_each_way_conforms(one_way: tuple[Group, str], small_pieces: None, check: str) -> None:
+    made, way = one_way
+    made.ways.clear()
+    CHECKS[check](made.group)
+    assert (way in made.ways) == (made.group.size > 1)
+
+
+def test_each_way_under_delays(one_way: tuple[Group, str], small_pieces: None) -> None:
+    stress(one_way[0].group, repetitions=12)
 
 
 def test_in_the_window(eager: Group, small_pieces: None) -> None:
@@ -183,7 +206,7 @@ def test_other_collectives_on_emulated_nodes(nodes: Group) -> None:
 @pytest.mark.parametrize("split", [None, by_pairs], ids=["one node", "emulated nodes"])
 def test_reproducible_is_in_rank_order_everywhere(split: Callable[[Any], Any] | None) -> None:
     options = {} if split is None else {"split": split}
-    group = Group(reproducible=True, crossovers=Crossovers(1, 2048, 2048), **options).group
+    group = Group(reproducible=True, crossovers=Crossovers(1, 1, 2**62, 2048, 2048), **options).group
     memory = group.allocate(1000, torch.float32)
     for tensor in (memory, memory.clone(), torch.empty(100)):
         terms = [noise(rank, tensor.numel()) for rank in range(group.size)]
@@ -192,13 +215,48 @@ def test_reproducible_is_in_rank_order_everywhere(split: Callable[[Any], Any] | 
     group.close()
 
 
-def test_calls_that_differ_are_told_apart() -> None:
-    group = Group(crossovers=Crossovers(1, 1, 1)).group
+@pytest.mark.parametrize(("numel", "way"), [(5, "Exchange"), (300_001, "SingleCopy")])
+def test_ways_serve_tracked_and_plain_tensors_in_turn(numel: int, way: str) -> None:
+    """What a call keeps for the next, it keeps for those that autograd tracks and for the others."""
+    made = Group()
+    group = made.group
+    for number in range(4):
+        terms = [noise(rank + number, numel) for rank in range(group.size)]
+        tensor = terms[group.rank].clone().requires_grad_(number < 2 and group.rank == 0)
+        group.all_reduce(tensor)
+        assert torch.equal(tensor.detach(), reduce_in_rank_order(ReduceOp.SUM, terms))
+    assert made.ways == [way if group.size > 1 else "NoneType"] * 4
+    group.close()
+
+
+def test_memory_that_one_rank_may_not_read_is_read_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from syncline.collectives.backends.mpi.peer_memory import PeerMemory
+
+    made = Group()
+    group = made.group
+    if group.rank == group.size - 1:
+        monkeypatch.setattr(PeerMemory, "read", _refused)
+    terms = [noise(rank, 300_001, torch.bfloat16) for rank in range(group.size)]
+    for _ in range(2):
+        tensor = terms[group.rank].clone()
+        group.all_reduce(tensor)
+        assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms))
+    assert set(made.ways) == {"Staged" if group.size > 1 else "NoneType"}
+    group.close()
+
+
+def _refused(*_: Any) -> None:
+    raise TransportError("not permitted")
+
+
+@pytest.mark.parametrize("numel", [4, 100])
+def test_calls_that_differ_are_told_apart(numel: int) -> None:
+    group = Group(crossovers=Crossovers(64, 64, 2**62, 1, 1)).group
     if group.size == 1:
         group.close()
         return
-    window = group.allocate(100, torch.float32)
-    calls = r"rank 0: all_reduce\(float32\[100\], op=AVG\); rank 1: all_reduce\(float32\[100\], op=SUM\)"
+    window = group.allocate(numel, torch.float32)
+    calls = rf"rank 0: all_reduce\(float32\[{numel}\], op=AVG\); rank 1: all_reduce\(float32\[{numel}\], op=SUM\)"
     with pytest.raises(DisagreementError, match=calls):
         group.all_reduce(window, ReduceOp.AVG if group.rank == 0 else ReduceOp.SUM)
     group.abort()
@@ -221,7 +279,7 @@ def test_without_memory_on_one_rank_all_use_mpi(
     """The first rank cannot make the file, or the last has no memory for its part."""
     from syncline.collectives.backends.mpi import sharing
 
-    made = Group(crossovers=Crossovers(1, 1, 1))
+    made = Group(crossovers=WAYS["Staged"])
     group = made.group
     culprit = 0 if step == "create_file" else group.size - 1
     if group.rank == culprit:
@@ -243,7 +301,7 @@ def _no_memory(*_: Any) -> None:
 
 
 def test_memory_outlives_its_group(world: ProcessGroup) -> None:
-    group = Group(crossovers=Crossovers(1, 1, 1)).group
+    group = Group(crossovers=WAYS["Staged"]).group
     memory = group.allocate(1000, torch.float32)
     group.close()
     assert memory.fill_(3.0).sum().item() == 3000.0

@@ -11,8 +11,10 @@ from syncline.collectives.crossovers import Crossovers
 def test_the_environment_goes_first() -> None:
     site = Crossovers(window_bytes=10, staged_bytes=20)
     assert site.overridden({}) == site
-    assert site.overridden({"SYNCLINE_WINDOW_BYTES": "7"}) == Crossovers(7, 20)
-    assert site.overridden({"SYNCLINE_STAGED_BYTES": "8", "SYNCLINE_WINDOW_BYTES": ""}) == Crossovers(10, 8)
+    assert site.overridden({"SYNCLINE_WINDOW_BYTES": "7"}) == Crossovers(window_bytes=7, staged_bytes=20)
+    assert site.overridden({"SYNCLINE_STAGED_BYTES": "8", "SYNCLINE_WINDOW_BYTES": ""}) == Crossovers(
+        window_bytes=10, staged_bytes=8
+    )
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "64K", " 7", "٣"])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from syncline.collectives import LaunchError, SiteFileError
+from syncline.collectives.crossovers import Crossovers
 from syncline.collectives.deadline import DEFAULT_TIMEOUT_S
 from syncline.collectives.launch import Launch
 from syncline.collectives.site import (
@@ -152,10 +153,11 @@ def test_site_files_with_mistakes(text: str, words: list[str]) -> None:
 
 def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
     keys = [entry for entry in fields(Site) if entry.metadata]
-    settings = ["backend", "timeout_s", "reproducible", "window_bytes", "staged_bytes", "staged_bytes_not_native"]
+    settings = ["backend", "timeout_s", "reproducible", *(entry.name for entry in fields(Crossovers))]
     assert [entry.name for entry in keys] == settings
     assert all(entry.metadata["doc"] for entry in keys)
-    assert Site() == Site(None, DEFAULT_TIMEOUT_S, False, 32 << 10, 48 << 20, 64 << 10, None)
+    assert Site() == Site(None, DEFAULT_TIMEOUT_S, False)
+    assert Site().crossovers == Crossovers()
 
 
 def test_the_variable_names_the_file(tmp_path: Path) -> None:

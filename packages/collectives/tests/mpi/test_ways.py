@@ -12,12 +12,17 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
-from syncline.collectives.backends.mpi import in_window, staging
+from syncline.collectives.backends.mpi import board, exchange, in_window, single_copy, staging
+from syncline.collectives.backends.mpi.board import BOARD_BYTES, Board, is_ordered
+from syncline.collectives.backends.mpi.exchange import Exchange
 from syncline.collectives.backends.mpi.in_window import InWindow
+from syncline.collectives.backends.mpi.peer_memory import PeerMemory
 from syncline.collectives.backends.mpi.segment import Segment, create_file, padded
+from syncline.collectives.backends.mpi.single_copy import SingleCopy
 from syncline.collectives.backends.mpi.staging import Slots, Staged
-from syncline.collectives.backends.mpi.way import Way
+from syncline.collectives.backends.mpi.way import FullWay, Way
 from syncline.collectives.backends.mpi.windows import Place
+from syncline.collectives.deadline import Deadline
 from syncline.collectives.reduce_op import DTYPES_OF, Reduction
 from syncline.collectives.reduction import reduce_in_rank_order
 from syncline.collectives.testing import run_ranks
@@ -50,35 +55,52 @@ def data(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 class Rank:
     """One rank's ways, and tensors as these want them."""
 
-    def __init__(self, group: ProcessGroup, window: Segment, slots: Slots, name: str) -> None:
+    def __init__(self, group: ProcessGroup, window: Segment, slots: Slots, board: Board, name: str) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
-        self._window, self._slots, self._name = window, slots, name
+        self._window, self._slots, self._board, self._name = window, slots, board, name
 
     def tensor(self, source: torch.Tensor) -> torch.Tensor:
         """A copy, at the same place on every rank, in the window or not."""
-        if self._name == "staged":
+        if self._name != "in window":
             return source.clone()
         return self._window.view(self.rank, OFFSET_BYTES, source.numel(), source.dtype).copy_(source)
 
     def way(self) -> Way:
-        """For one call; all ranks have met."""
+        """For one call; all ranks have met, if the way wants that."""
+        if self._name == "single copy":
+            return SingleCopy(self._peers(), self.rank, self.size, self._addresses, self._arrive)
         if self._name != "staged":
-            return self.window()
+            return self.full_way()
         self.group.barrier()
         return Staged(self._slots, self.group.barrier)
 
-    def window(self) -> InWindow:
-        """The same, if tensors lie in the window."""
+    def full_way(self) -> FullWay:
+        """The same, if it is not staged."""
+        if self._name == "exchange":
+            return Exchange(self._board, self._arrive)
         self.group.barrier()
         return InWindow(Place(self._window, OFFSET_BYTES, 0), self.size, self.group.barrier)
 
+    def _arrive(self, key: int = 0) -> None:
+        self._board.arrive(Deadline(30), key=key)
+
+    def _addresses(self, address: int) -> list[int]:
+        self._arrive(address)
+        return self._board.keys()
+
+    def _peers(self) -> PeerMemory:
+        """All in this process, which may read itself."""
+        return PeerMemory([os.getpid()] * self.size)
+
 
 def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:
-    files = [create_file("test", size * padded(PART_BYTES)) for _ in range(2)]
+    files = [create_file("test", size * padded(nbytes)) for nbytes in (PART_BYTES, PART_BYTES, BOARD_BYTES)]
 
     def run(group: ProcessGroup) -> None:
-        window, slots = (Segment(file, size, PART_BYTES, group.rank) for file in files)
-        body(Rank(group, window, Slots(slots, size), name))
+        window, slots = (Segment(file, size, PART_BYTES, group.rank) for file in files[:2])
+        # Sleeping lets the other threads run; between processes nothing need be done.
+        meeting_place = Board(Segment(files[2], size, BOARD_BYTES, group.rank), lambda: time.sleep(0))
+        body(Rank(group, window, Slots(slots, size), meeting_place, name))
 
     try:
         run_ranks(size, run)
@@ -87,15 +109,29 @@ def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:
             os.close(file)
 
 
-@pytest.fixture(params=["in window", "staged"])
+@pytest.fixture(params=["in window", "staged", "exchange", "single copy"])
 def name(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return _usable(request.param)
+
+
+@pytest.fixture(params=["in window", "exchange"])
+def full_name(request: pytest.FixtureRequest) -> str:
+    return _usable(request.param)
+
+
+def _usable(name: str) -> str:
+    if name in ("exchange", "single copy") and not is_ordered():
+        pytest.skip("this processor reorders writes")
+    return name
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_window, "CHUNK_BYTES", 64)
     monkeypatch.setattr(staging, "SLOT_BYTES", 64)
+    monkeypatch.setattr(single_copy, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(board, "SLOT_BYTES", 64)
+    monkeypatch.setattr(exchange, "SLOT_BYTES", 64)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -134,29 +170,29 @@ def test_reduce_scatter(size: int, name: str, is_part: bool) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("is_part", [False, True])
-def test_all_gather(size: int, is_part: bool) -> None:
+def test_all_gather(size: int, full_name: str, is_part: bool) -> None:
     def body(rank: Rank) -> None:
         for dtype in (torch.float32, torch.bool, torch.complex128, torch.float8_e4m3fn):
             for numel in NUMELS:
                 sources = [data(other, numel, torch.float32).to(dtype) for other in range(size)]
                 block = rank.tensor(torch.zeros(size * numel, dtype=dtype))
                 part = block.view(size, numel)[rank.rank].copy_(sources[rank.rank])
-                rank.window().all_gather(block, part if is_part else sources[rank.rank].clone())
+                rank.full_way().all_gather(block, part if is_part else sources[rank.rank].clone())
                 assert torch.equal(block.view(torch.uint8), torch.cat(sources).view(torch.uint8)), (dtype, numel)
 
-    on_ranks(size, "in window", body)
+    on_ranks(size, full_name, body)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_broadcast(size: int) -> None:
+def test_broadcast(size: int, full_name: str) -> None:
     def body(rank: Rank) -> None:
         for root in range(size):
             for numel in NUMELS:
                 tensor = rank.tensor(data(rank.rank, numel, torch.float64))
-                rank.window().broadcast(tensor, root)
+                rank.full_way().broadcast(tensor, root)
                 assert torch.equal(tensor, data(root, numel, torch.float64))
 
-    on_ranks(size, "in window", body)
+    on_ranks(size, full_name, body)
 
 
 def test_calls_in_a_row_with_delays(name: str) -> None:

@@ -14,24 +14,24 @@ class Crossovers:
     """Sizes in bytes; a size that is never reached (such as 2**62) switches a way off.
 
     Attributes:
+        exchange_bytes: up to here, ranks of one node show each other what they have, and each does with it what it needs;
+            counted is what each reads of the others.
         window_bytes: from here on, memory that a group allocates lies in a window that the ranks of a node share, and
             collectives on such memory run there.
-        staged_bytes: from here on, reductions of other memory go through a window of the group, if all ranks are on one node.
+        single_copy_bytes: from here on, ranks of one node read one another's memory to reduce it, where the system allows that.
+        staged_bytes: from here on, reductions of memory that may not be read go through a window of the group.
         staged_bytes_not_native: the same for reductions that the library underneath does not do: those of float16 and bfloat16,
             for example, and every `reduce_scatter`.
     """
 
+    exchange_bytes: int = 512 << 10
     window_bytes: int = 32 << 10
+    single_copy_bytes: int = 1 << 20
     staged_bytes: int = 48 << 20
     staged_bytes_not_native: int = 64 << 10
 
-    @property
-    def least_bytes(self) -> int:
-        """Below it, no other way is taken than the library's own."""
-        return min(self.window_bytes, self.staged_bytes, self.staged_bytes_not_native)
-
     def overridden(self, environ: Mapping[str, str] = os.environ) -> Crossovers:
-        """As set by the environment variables SYNCLINE_WINDOW_BYTES and SYNCLINE_STAGED_BYTES, where there are any.
+        """As set by environment variables, where there are any: SYNCLINE_ and an attribute's name in capitals.
 
         Raises:
             InvalidArgumentError: one is no positive integer.

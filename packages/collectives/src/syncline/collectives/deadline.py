@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from datetime import timedelta
+from time import monotonic
 
 from .errors import InvalidArgumentError
 
@@ -33,7 +33,7 @@ class Deadline:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.was_cancelled = False
-        self._end = time.monotonic() + timeout_s
+        self._end = monotonic() + timeout_s
 
     def cancel(self) -> None:
         """Let the time be up now. May be called from another thread than the one that waits."""
@@ -42,8 +42,8 @@ class Deadline:
 
     def remaining_s(self) -> float:
         """Seconds left, never below zero."""
-        return max(0.0, self._end - time.monotonic())
+        return max(0.0, self._end - monotonic())
 
     def expired(self) -> bool:
         """Whether the time is up."""
-        return time.monotonic() >= self._end
+        return monotonic() >= self._end

@@ -349,20 +349,17 @@ class HostGroup(ProcessGroup):
         """
         self._check_open(call)
         sequence = next(self._sequence) if is_numbered else None
-        order = None if self._device is None else self._ordered_on(self._device, (*outputs, *inputs))
+        tensors = (*outputs, *inputs)
+        order = None if self._device is None else self._ordered_on(self._device, tensors)
         if order is not None:
             body = order.around(body)
-
-        def run() -> None:
-            self._run(call, sequence, body, (*outputs, *inputs))
-
-        if not async_op and self._progress.run_here(run):
+        if not async_op and self._progress.run_here(self._run, call, sequence, body, tensors):
             if order is not None:
                 order.join()
             return FinishedWork(outputs)
         work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress, order)
         self._in_flight.add(work)
-        if not self._progress.enqueue(lambda: self._run_into(work, run)):
+        if not self._progress.enqueue(lambda: self._run_into(work, call, sequence, body, tensors)):
             self._in_flight.discard(work)
             self._check_open(call)  # another thread has just closed the group
         if not async_op:
@@ -373,9 +370,11 @@ class HostGroup(ProcessGroup):
         owned = [tensor for tensor in tensors if device.owns(tensor)]
         return device.order(owned) if owned else None
 
-    def _run_into(self, work: PendingWork, run: Callable[[], None]) -> None:
+    def _run_into(
+        self, work: PendingWork, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor]
+    ) -> None:
         try:
-            run()
+            self._run(call, sequence, body, tensors)
         except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get it, whatever it is
             self._in_flight.discard(work)
             work.fail(error)

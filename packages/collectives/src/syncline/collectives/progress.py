@@ -51,7 +51,7 @@ class Progress:
         """Whether the calling thread is inside a task, that is, in a callback."""
         return self._running_on == get_ident()
 
-    def run_here(self, task: Task) -> bool:
+    def run_here(self, task: Callable[..., None], *arguments: object) -> bool:
         """Run a task on this thread if nothing comes before it, or if this thread is inside a task already.
 
         Returns:
@@ -59,14 +59,14 @@ class Progress:
         """
         me = get_ident()
         if self._running_on == me:
-            task()
+            task(*arguments)
             return True
         with self._lock:
             if self._running_on is not None or self._queue:
                 return False
             self._running_on = me
         try:
-            task()
+            task(*arguments)
         finally:
             self._release()
         return True

@@ -57,6 +57,9 @@ def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.
 
 def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor]) -> None:
     """As `reduce_in_rank_order`, into a tensor, which may be one of the terms."""
+    if op is ReduceOp.SUM and len(terms) == 2 and out.dtype not in HALVES:  # at once: small ones come often
+        torch.add(terms[0], terms[1], out=out)
+        return
     total = combine(op, terms, out)
     if op is ReduceOp.AVG:
         total.div_(len(terms))

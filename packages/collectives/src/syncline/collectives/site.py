@@ -36,7 +36,9 @@ class Site:
     backend: str | None = _key(str, None, "the backend where init_process_group and SYNCLINE_BACKEND name none")
     timeout_s: float = _key(float, DEFAULT_TIMEOUT_S, "the default of init_process_group's timeout, in seconds")
     reproducible: bool = _key(bool, False, "reduce in an order that gives the same bits in every run")
+    exchange_bytes: int = _key(int, Crossovers.exchange_bytes, "see Crossovers.exchange_bytes")
     window_bytes: int = _key(int, Crossovers.window_bytes, "see Crossovers.window_bytes")
+    single_copy_bytes: int = _key(int, Crossovers.single_copy_bytes, "see Crossovers.single_copy_bytes")
     staged_bytes: int = _key(int, Crossovers.staged_bytes, "see Crossovers.staged_bytes")
     staged_bytes_not_native: int = _key(int, Crossovers.staged_bytes_not_native, "see Crossovers.staged_bytes_not_native")
 
@@ -45,8 +47,8 @@ class Site:
 
     @property
     def crossovers(self) -> Crossovers:
-        """From which size on shared memory is used."""
-        return Crossovers(self.window_bytes, self.staged_bytes, self.staged_bytes_not_native)
+        """From which size on which way is taken."""
+        return Crossovers(**{entry.name: getattr(self, entry.name) for entry in fields(Crossovers)})
 
 
 _KEYS = {entry.name: entry.metadata["kind"] for entry in fields(Site) if "kind" in entry.metadata}

@@ -9,14 +9,14 @@ import torch
 from ...reduce_op import Reduction
 from ...reduction import reduce_into
 from .slicing import chunks, slice_of
-from .way import Barrier, Way
+from .way import Barrier, FullWay
 from .windows import Place
 
 # What is reduced before it is handed out: the result is then still in the cache.
 CHUNK_BYTES = 256 << 10
 
 
-class InWindow(Way):
+class InWindow(FullWay):
     """What one rank of a node does with everybody's memory.
 
     Note [Slices]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -15,34 +14,40 @@ from ...deadline import Deadline
 from ...reduce_op import Reduction
 from ...transport import Transport
 from .across import all_reduce_across
+from .exchange import MOST_RANKS, Exchange
 from .hierarchy import Hierarchy, SplitByNode, split_by_node
 from .in_window import InWindow
 from .library import mpi_errors
 from .meeting import NOWHERE
+from .node_meeting import NodeMeeting
 from .segment import Segment
 from .sharing import SharingError, share
+from .single_copy import SingleCopy
 from .staging import STAGING_BYTES, Slots, Staged
 from .transport import MEETING_BYTES, MPITransport
-from .way import Way
+from .way import FullWay, Way
 from .windows import Windows
 
 logger = logging.getLogger("syncline.collectives")
 
 
 class NodeTransport(MPITransport):
-    """`MPITransport`, but large tensors of ranks on one node travel through memory that these share.
+    """`MPITransport`, but ranks of one node do what gains from it through memory that these share.
 
     Which way a collective takes is the same on every rank: sizes are, and whether all tensors lie at the same place of a window
-    is agreed in the meeting that precedes large collectives anyway (see Note [Meeting first]).
+    is agreed when the ranks meet. They do so on a board (see `NodeMeeting`).
 
-    ============================ ============ ==============================================================
-    where the tensors lie        ranks on     `all_reduce`, `broadcast`, `all_gather`, `reduce_scatter`
-    ============================ ============ ==============================================================
-    in a window                  one node     there
-    in a window                  several      `all_reduce` there and between counterparts, the others by MPI
-    elsewhere, and are large     one node     `all_reduce` and `reduce_scatter` staged, the others by MPI
-    elsewhere                    any          by MPI
-    ============================ ============ ==============================================================
+    ============================ =========== =================================================================
+    tensors                      ranks on    go
+    ============================ =========== =================================================================
+    small, of a few ranks        one node    by `Exchange`: reductions, `broadcast`, `all_gather`
+    in a window                  one node    `InWindow`: reductions, `broadcast`, `all_gather`
+    in a window                  several     `all_reduce` there and between counterparts, the others by MPI
+    large, elsewhere             one node    reductions by `SingleCopy`; `Staged` where that is refused
+    all others                   any         by MPI
+    ============================ =========== =================================================================
+
+    Reductions are here `all_reduce` and `reduce_scatter`; `reduce` is always MPI's.
 
     Args:
         communicator: as for `MPITransport`.
@@ -64,12 +69,16 @@ class NodeTransport(MPITransport):
         self._crossovers = crossovers or Crossovers()
         self._split = split
         self._hierarchy = Hierarchy(self._private, split)
-        self._least_bytes = self._crossovers.least_bytes if self._hierarchy.shares_memory else sys.maxsize
+        self._is_one_node = self._hierarchy.nodes == 1 and self._hierarchy.shares_memory
         across = self._hierarchy.counterparts
         self._between = None if across is None else MPITransport(across, inquest=self._inquest)
         self._windows = Windows()
+        self._has_windows = False
         self._slots: Slots | None = None
-        self._may_stage = self._hierarchy.nodes == 1 and self._hierarchy.shares_memory
+        self._may_stage = self._is_one_node
+        self._node_meeting = NodeMeeting(self._hierarchy, self._private, self._meeting, self._inquest, self._share)
+        is_small = self._is_one_node and self._size <= MOST_RANKS
+        self._most_exchanged = self._crossovers.exchange_bytes // (self._size - 1) if is_small else 0
         self._has_warned = False
 
     # ---- memory ----
@@ -77,22 +86,24 @@ class NodeTransport(MPITransport):
     def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
         """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""
         nbytes = numel * dtype.itemsize
-        if self._hierarchy.shares_memory and nbytes >= self._crossovers.window_bytes:
-            self._meeting.meet(call, deadline)
+        is_used = self._is_one_node or (self._hierarchy.shares_memory and not self._reproducible)
+        if is_used and nbytes >= self._crossovers.window_bytes:
+            self._meet(call, deadline)
             segment = self._share(nbytes)
             if segment is not None:
                 self._windows.add(segment)
+                self._has_windows = True
                 return segment.view(segment.mine, 0, numel, dtype).zero_()  # written, so that no first use pays for it
         return super().allocate(numel, dtype, call, deadline)
 
     # ---- collectives ----
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        """In the window, staged, or by MPI; on several nodes also in the window and then between them."""
-        way = self._way(tensor, op, call, deadline, also_across=not self._reproducible)
+        """In shared memory or by MPI; on several nodes in the window and then between them."""
+        way = self._way(tensor, op, call, deadline)
         if way is None:
             super().all_reduce(tensor, op, call, deadline)
-        elif isinstance(way, InWindow) and self._hierarchy.nodes > 1:
+        elif not self._is_one_node and isinstance(way, InWindow):
             self._all_reduce_across(way, tensor, op, call, deadline)
         else:
             way.all_reduce(tensor, op)
@@ -100,7 +111,7 @@ class NodeTransport(MPITransport):
     def reduce_scatter(
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
     ) -> None:
-        """In the window, staged, or by MPI."""
+        """In shared memory or by MPI."""
         way = self._way(block, None, call, deadline)
         if way is None:
             super().reduce_scatter(tensor, block, op, call, deadline)
@@ -108,20 +119,27 @@ class NodeTransport(MPITransport):
             way.reduce_scatter(tensor, block, op)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
-        """In the window, or by MPI: it moves as many bytes as staging would."""
-        window = self._window(block, call, deadline)
-        if window is None:
+        """In shared memory or by MPI."""
+        way = self._full_way(block, tensor.nbytes, call, deadline)
+        if way is None:
             super().all_gather(block, tensor, call, deadline)
         else:
-            window.all_gather(block, tensor)
+            way.all_gather(block, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
-        """In the window, or by MPI: it moves as many bytes as staging would."""
-        window = self._window(tensor, call, deadline)
-        if window is None:
+        """In shared memory or by MPI."""
+        way = self._full_way(tensor, tensor.nbytes, call, deadline)
+        if way is None:
             super().broadcast(tensor, root, call, deadline)
         else:
-            window.broadcast(tensor, root)
+            way.broadcast(tensor, root)
+
+    def barrier(self, call: Collective, deadline: Deadline) -> None:
+        """On the board, or MPI's."""
+        if self._is_one_node:
+            self._meet(call, deadline)
+        else:
+            super().barrier(call, deadline)
 
     def _all_reduce_across(
         self, window: InWindow, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
@@ -141,41 +159,77 @@ class NodeTransport(MPITransport):
 
     # ---- which way ----
 
-    def _way(
-        self, tensor: torch.Tensor, op: Reduction | None, call: Collective, deadline: Deadline, *, also_across: bool = False
-    ) -> Way | None:
+    def _way(self, tensor: torch.Tensor, op: Reduction | None, call: Collective, deadline: Deadline) -> Way | None:
         """The way of a reduction that all ranks take, None for MPI's.
 
-        `tensor` is the larger one of the call; `op` the reduction, if MPI may know how to do it itself.
+        `tensor` is the larger one of the call; `op` the reduction of an `all_reduce`, None for a `reduce_scatter`.
         """
-        if tensor.nbytes < self._least_bytes:
-            return None
-        window = self._window(tensor, call, deadline, also_across=also_across)
-        if window is not None:
-            return window
+        nbytes = tensor.nbytes
+        if not self._is_one_node:
+            return self._window(tensor, call, deadline) if op is not None and not self._reproducible else None
+        way: Way | None = self._window(tensor, call, deadline) or self._exchange(nbytes, call, deadline)
+        if way is None and nbytes >= self._crossovers.single_copy_bytes:
+            way = self._single_copy(call, deadline)
         is_native = op is not None and self._native(tensor, op) is not None
         least_bytes = self._crossovers.staged_bytes if is_native else self._crossovers.staged_bytes_not_native
-        slots = self._staging() if tensor.nbytes >= least_bytes else None
-        if slots is None:
-            return None
-        self._met_for = None
-        return Staged(slots, lambda: self._node_barrier(call, deadline))
+        if way is None and nbytes >= least_bytes:
+            way = self._staged(call, deadline)
+        return way
 
-    def _window(
-        self, tensor: torch.Tensor, call: Collective, deadline: Deadline, *, also_across: bool = False
-    ) -> InWindow | None:
+    def _full_way(self, tensor: torch.Tensor, shown_bytes: int, call: Collective, deadline: Deadline) -> FullWay | None:
+        """The way of a move; `shown_bytes` is what a rank would show to the others."""
+        if not self._is_one_node:
+            return None
+        # MPI is as fast. But below this size it does not compare what the ranks are about to do.
+        window = self._window(tensor, call, deadline)
+        return window or (self._exchange(shown_bytes, call, deadline) if shown_bytes < MEETING_BYTES else None)
+
+    def _exchange(self, shown_bytes: int, call: Collective, deadline: Deadline) -> Exchange | None:
+        if not 0 < shown_bytes <= self._most_exchanged:
+            return None
+        board = self._node_meeting.board(call, deadline)
+        if board is None:
+            self._most_exchanged = 0
+            return None
+        return Exchange(board, lambda: self._node_meeting.meet(call, deadline))
+
+    def _single_copy(self, call: Collective, deadline: Deadline) -> SingleCopy | None:
+        peers = self._node_meeting.peers(call, deadline)
+        if peers is None:
+            return None
+        return SingleCopy(
+            peers,
+            self._rank,
+            self._size,
+            lambda address: self._node_meeting.addresses(call, deadline, address),
+            lambda: self._node_barrier(call, deadline),
+        )
+
+    def _window(self, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> InWindow | None:
         """Where all ranks have the tensor, if in a window. Unless that is plain from its size, the ranks meet to know."""
-        if tensor.nbytes < self._least_bytes or not (self._hierarchy.nodes == 1 or also_across):
+        if not self._has_windows or tensor.nbytes < self._crossovers.window_bytes:
             return None
         place = self._windows.find(tensor)
-        is_common = self._meeting.meet(call, deadline, NOWHERE if place is None else place.key)
+        is_common = self._meet(call, deadline, NOWHERE if place is None else place.key)
         if is_common and place is not None:
             return InWindow(place, self._hierarchy.node.Get_size(), lambda: self._node_barrier(call, deadline))
-        self._met_for = call if tensor.nbytes >= MEETING_BYTES else None
+        self._met_for = call
         return None
 
+    def _staged(self, call: Collective, deadline: Deadline) -> Staged | None:
+        if not self._may_stage:
+            return None
+        self._meet_once(call, deadline)
+        slots = self._staging()
+        return None if slots is None else Staged(slots, lambda: self._node_barrier(call, deadline))
+
+    # ---- meeting ----
+
+    def _meet(self, call: Collective, deadline: Deadline, key: int = NOWHERE) -> bool:
+        return self._node_meeting.meet(call, deadline, key)
+
     def _node_barrier(self, call: Collective, deadline: Deadline) -> None:
-        self._meeting.run(call, self._hierarchy.node.Ibarrier, deadline)
+        self._node_meeting.barrier(call, deadline)
 
     # ---- shared memory ----
 

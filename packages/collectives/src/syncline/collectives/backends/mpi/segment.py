@@ -37,11 +37,13 @@ class Segment(mmap.mmap):
     """
 
     mine: int
+    parts: int
     part_bytes: int
 
     def __new__(cls, file: int, parts: int, part_bytes: int, mine: int) -> Segment:  # noqa: D102 - the class says it
         nbytes = parts * padded(part_bytes)
         segment = super().__new__(cls, -1, nbytes)
+        segment.parts = parts
         segment.part_bytes = part_bytes
         segment.mine = mine
         map_over(segment.view(0, 0, 1, torch.uint8).data_ptr(), nbytes, file)

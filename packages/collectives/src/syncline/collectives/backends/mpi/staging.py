@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,13 +10,16 @@ import torch
 from ...reduce_op import Reduction
 from ...reduction import reduce_into
 from .segment import Segment
-from .slicing import chunks, slice_of
+from .slicing import chunks
 from .way import Barrier, Way
 
 # Each chunk costs a barrier, which is little where every rank has a core, and much where it has not: so chunks are large.
 SLOT_BYTES = 4 << 20
 SLOTS = 3
 STAGING_BYTES = SLOTS * SLOT_BYTES
+_MOST_SHOWN = 64
+
+Slices = Sequence[torch.Tensor]
 
 
 class Slots:
@@ -39,19 +43,28 @@ class Slots:
         self.others = [rank for rank in range(size) if rank != segment.mine]
         self._segment = segment
         self._next = 0
+        self._shown: dict[tuple[int, int, torch.dtype], list[Slices]] = {}
 
-    def take(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The beginning of the slot whose turn it is, of every rank."""
-        offset_bytes = self._next * SLOT_BYTES
-        self._next = (self._next + 1) % SLOTS
-        return [self._segment.view(rank, offset_bytes, numel, dtype) for rank in range(self.size)]
+    def take(self, numel: int, dtype: torch.dtype) -> list[Slices]:
+        """The slot whose turn it is: for every rank the beginning of it, cut into a slice for each rank."""
+        number = self._next
+        self._next = (number + 1) % SLOTS
+        shown = self._shown.get((number, numel, dtype))
+        if shown is None:
+            if len(self._shown) >= _MOST_SHOWN:
+                self._shown.clear()
+            with torch.inference_mode(False):  # they serve calls outside that mode, too
+                rows = [self._segment.view(rank, number * SLOT_BYTES, numel, dtype) for rank in range(self.size)]
+                shown = [row.tensor_split(self.size) for row in rows]
+            self._shown[number, numel, dtype] = shown
+        return shown
 
 
 class _Chunk(NamedTuple):
     """Some elements of a tensor, cut into a slice for each rank: where they are, and how every rank shows them."""
 
-    here: list[torch.Tensor]
-    shown: list[list[torch.Tensor]]
+    here: Slices
+    shown: list[Slices]
 
 
 class Staged(Way):
@@ -71,8 +84,8 @@ class Staged(Way):
         serves for both.
         """
         chunk: _Chunk | None = None
-        for start, stop in chunks(0, tensor.numel(), SLOT_BYTES // tensor.element_size()):
-            following = self._show(tensor[start:stop])
+        for piece in torch.split(tensor, SLOT_BYTES // tensor.element_size()):
+            following = self._show(piece)
             if chunk is not None:
                 self._reduce(chunk, op)
             self._barrier()
@@ -85,9 +98,7 @@ class Staged(Way):
             self._collect(chunk)
 
     def _show(self, piece: torch.Tensor) -> _Chunk:
-        bounds = [slice(*slice_of(piece.numel(), self._size, rank)) for rank in range(self._size)]
-        rows = self._slots.take(piece.numel(), piece.dtype)
-        chunk = _Chunk([piece[part] for part in bounds], [[row[part] for part in bounds] for row in rows])
+        chunk = _Chunk(piece.tensor_split(self._size), self._slots.take(piece.numel(), piece.dtype))
         for rank in self._others:
             chunk.shown[self._mine][rank].copy_(chunk.here[rank])
         return chunk
@@ -107,7 +118,7 @@ class Staged(Way):
         """Every rank shows the others' parts, and reduces its own: n (p-1)/p is copied."""
         parts = block.view(self._size, tensor.numel())
         for start, stop in chunks(0, tensor.numel(), max(1, SLOT_BYTES // (self._size * tensor.element_size()))):
-            shown = [row.view(self._size, -1) for row in self._slots.take(self._size * (stop - start), tensor.dtype)]
+            shown = self._slots.take(self._size * (stop - start), tensor.dtype)
             for rank in self._others:
                 shown[self._mine][rank].copy_(parts[rank, start:stop])
             self._barrier()

@@ -17,7 +17,7 @@ from ...transport import Request, Transport
 from .datatypes import memory, mpi_reduction
 from .inquest import Inquest
 from .library import library_name, mapped, mpi_errors
-from .meeting import Meeting
+from .meeting import NOWHERE, Meeting
 from .waiting import wait
 
 # MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes.
@@ -106,7 +106,7 @@ class MPITransport(Transport):
         for start in range(0, tensor.numel(), step):
             columns = rows[:, start : start + step].contiguous()
             terms = torch.empty_like(columns)
-            self._exchange(terms, columns, [columns[0].nbytes] * self._size, columns[0].nbytes, call, deadline)
+            self._all_to_all_here(terms, columns, [columns[0].nbytes] * self._size, columns[0].nbytes, call, deadline)
             results.append(reduce_in_rank_order(op, list(terms)))
         if results:
             tensor.copy_(torch.cat(results))
@@ -234,13 +234,13 @@ class MPITransport(Transport):
         """Every rank gets its slice of all tensors and reduces it in rank order."""
         counts = self._byte_counts(tensor)
         terms = tensor.new_empty((self._size, counts[self._rank] // tensor.element_size()))
-        self._exchange(terms, tensor, counts, counts[self._rank], call, deadline)
+        self._all_to_all_here(terms, tensor, counts, counts[self._rank], call, deadline)
         return reduce_in_rank_order(op, list(terms))
 
     def _byte_counts(self, tensor: torch.Tensor) -> list[int]:
         return [piece.nbytes for piece in tensor.tensor_split(self._size)]
 
-    def _exchange(
+    def _all_to_all_here(
         self, terms: torch.Tensor, tensor: torch.Tensor, sent: list[int], received: int, call: Collective, deadline: Deadline
     ) -> None:
         """An all-to-all whose sizes every rank knows; in bytes, at most a piece."""
@@ -279,14 +279,22 @@ class MPITransport(Transport):
             start = self._starters.get(name) or self._starter(name)
             self._meeting.run(call, lambda: start(*arguments), deadline)
             return
-        if self._met_for is call:  # one meeting is good for one collective
-            self._met_for = None
-        else:
-            self._meeting.meet(call, deadline)
+        self._meet_once(call, deadline)
+        self._met_for = None  # one meeting is good for one collective of MPI's
         try:
             getattr(self._communicator, name)(*arguments)
         except MPI.Exception as error:
             raise mapped(error) from error
+
+    def _meet_once(self, call: Collective, deadline: Deadline) -> None:
+        """Meet, unless the ranks have met for that call already."""
+        if self._met_for is not call:
+            self._meet(call, deadline)
+            self._met_for = call
+
+    def _meet(self, call: Collective, deadline: Deadline, key: int = NOWHERE) -> bool:
+        """As `Meeting.meet`, of all ranks."""
+        return self._meeting.meet(call, deadline, key)
 
     def _starter(self, name: str) -> Callable[..., MPI.Request]:
         """The communicator's non-blocking form of a collective."""

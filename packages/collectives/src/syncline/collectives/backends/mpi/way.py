@@ -1,4 +1,4 @@
-"""A way for a reduction to take inside a node."""
+"""A way for a collective to take inside a node."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from ...reduce_op import Reduction
 
-Barrier = Callable[[], None]
+Barrier = Callable[[], object]
 
 
 class Way(ABC):
-    """The reductions that gain from shared memory; made for one call, when all ranks have met. Arguments as in `Transport`."""
+    """The reductions that gain from shared memory; made for one call. Arguments as in `Transport`."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
@@ -22,3 +22,15 @@ class Way(ABC):
     @abstractmethod
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction) -> None:
         """Combine the blocks, in rank order, and leave this rank's part in its tensor."""
+
+
+class FullWay(Way):
+    """Also the moves that gain from it."""
+
+    @abstractmethod
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy rank r's tensor into part r of the block."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Copy the root's tensor to all."""

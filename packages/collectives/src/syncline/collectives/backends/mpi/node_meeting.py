@@ -1,0 +1,121 @@
+"""Where the ranks of a group meet: on a board if they share a node, else by messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from mpi4py import MPI
+
+from ...collective import Collective, different_calls
+from ...deadline import Deadline
+from .board import BOARD_BYTES, Board, is_ordered
+from .hierarchy import Hierarchy
+from .inquest import Inquest
+from .library import mapped, mpi_errors
+from .meeting import NOWHERE, Meeting
+from .peer_memory import Introduction, PeerMemory
+from .segment import Segment
+
+_NO_TAG = 3  # nobody sends with it on the private communicator
+
+
+class NodeMeeting:
+    """Lets all ranks of a group meet, or those of a node, by the fastest means that there is.
+
+    The board is made when the ranks meet for the first time: a group that never communicates has none.
+
+    Args:
+        hierarchy: who is on which node.
+        communicator: of the whole group, private.
+        meeting: by messages, of the whole group.
+        inquest: asks the ranks after a time-out.
+        share: makes memory that the ranks of a node share, or returns None on all ranks.
+    """
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        communicator: MPI.Intracomm,
+        meeting: Meeting,
+        inquest: Inquest,
+        share: Callable[[int], Segment | None],
+    ) -> None:
+        self._hierarchy = hierarchy
+        self._communicator = communicator
+        self._meeting = meeting
+        self._inquest = inquest
+        self._share = share
+        self._is_one_node = hierarchy.nodes == 1
+        self._board: Board | None = None
+        self._peers: PeerMemory | None = None
+        self._may_have_peers = self._is_one_node
+        self._may_have_board = hierarchy.shares_memory and is_ordered()
+
+    def board(self, call: Collective, deadline: Deadline) -> Board | None:
+        """That of this node. All ranks of the group call it at the same point of their order of collectives."""
+        if self._board is None and self._may_have_board:
+            self._meeting.meet(call, deadline)
+            segment = self._share(BOARD_BYTES)
+            if segment is None:
+                self._may_have_board = False
+            else:
+                probe, rank = self._communicator.Iprobe, self._communicator.Get_rank()
+                self._board = Board(segment, lambda: probe(rank, _NO_TAG))
+        return self._board
+
+    def peers(self, call: Collective, deadline: Deadline) -> PeerMemory | None:
+        """The memory of all ranks, if all are on one node and each can read the others'. Called as `board` is."""
+        if self._peers is None and self._may_have_peers:
+            board = self.board(call, deadline)
+            self._peers = None if board is None else self._introduced(board, call, deadline)
+            self._may_have_peers = self._peers is not None
+        return self._peers
+
+    def addresses(self, call: Collective, deadline: Deadline, address: int) -> list[int]:
+        """Let all ranks meet, and return what each gave. There is a board."""
+        self.meet(call, deadline, address)
+        assert self._board is not None
+        return self._board.keys()
+
+    def _introduced(self, board: Board, call: Collective, deadline: Deadline) -> PeerMemory | None:
+        introduction = Introduction()
+        peers = introduction.answered(self._shown(board, introduction.words, call, deadline), board.mine)
+        answers = self._shown(board, [peers is not None], call, deadline)
+        return peers if all(can_read for (can_read,) in answers) else None
+
+    def _shown(self, board: Board, mine: list[int], call: Collective, deadline: Deadline) -> list[list[int]]:
+        """What all ranks show, who have as many integers each."""
+        slots = board.slots(len(mine), torch.int64)
+        slots[board.mine].copy_(torch.tensor(mine))
+        self._arrive(board, call, deadline, 0, NOWHERE)
+        return [slot.tolist() for slot in slots]
+
+    def meet(self, call: Collective, deadline: Deadline, key: int = NOWHERE) -> bool:
+        """As `Meeting.meet`, of all ranks of the group."""
+        board = self._board or self.board(call, deadline)
+        if board is None or not self._is_one_node:
+            return self._meeting.meet(call, deadline, key)
+        is_same, is_common = self._arrive(board, call, deadline, call.digest(), key)
+        if not is_same:
+            with mpi_errors():
+                raise different_calls(self._communicator.allgather(call.signature()))
+        return is_common
+
+    def barrier(self, call: Collective, deadline: Deadline) -> None:
+        """Of the ranks of this node."""
+        if self._board is None:
+            self._meeting.run(call, self._hierarchy.node.Ibarrier, deadline)
+        else:
+            self._arrive(self._board, call, deadline, 0, NOWHERE)
+
+    def _arrive(self, board: Board, call: Collective, deadline: Deadline, what: int, key: int) -> tuple[bool, bool]:
+        try:
+            return board.arrive(deadline, what, key)
+        except MPI.Exception as error:
+            raise mapped(error) from error
+        except TimeoutError:
+            if deadline.was_cancelled:
+                raise
+            with mpi_errors():
+                raise TimeoutError(self._inquest.hold(call.signature())) from None

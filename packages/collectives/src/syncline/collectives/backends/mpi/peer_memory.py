@@ -1,0 +1,86 @@
+"""Reading the memory of other processes of this machine: Linux's cross-memory attach."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from ...errors import TransportError
+
+_TOKEN_BYTES = 16
+
+
+class _Span(ctypes.Structure):
+    """The system's `struct iovec`."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class PeerMemory:
+    """The memory of some processes, each of which may look into the others'.
+
+    A copy from another process costs a system call, and no copy into memory that is shared. Systems may refuse it: to
+    processes of different users or containers, or by a setting (`kernel.yama.ptrace_scope`). `Introduction` finds out.
+
+    Args:
+        pids: of the processes, by rank.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._here, self._there = _Span(), _Span()
+        self._read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        self._read.restype = ctypes.c_ssize_t
+        spans = ctypes.c_void_p, ctypes.c_ulong
+        self._read.argtypes = [ctypes.c_int, *spans, *spans, ctypes.c_ulong]
+        self._spans = ctypes.addressof(self._here), 1, ctypes.addressof(self._there), 1, 0
+
+    def read(self, rank: int, address: int, tensor: torch.Tensor) -> None:
+        """Fill a contiguous tensor with what lies at an address of a rank.
+
+        Raises:
+            TransportError: the process is gone, or refuses.
+        """
+        start, nbytes, done = tensor.data_ptr(), tensor.nbytes, 0
+        while done < nbytes:
+            self._here.start, self._here.nbytes = start + done, nbytes - done
+            self._there.start, self._there.nbytes = address + done, nbytes - done
+            moved = self._read(self._pids[rank], *self._spans)
+            if moved <= 0:
+                raise TransportError(
+                    f"cannot read the memory of rank {rank} of this node (process {self._pids[rank]}): "
+                    f"{os.strerror(ctypes.get_errno())}; did it end?"
+                )
+            done += moved
+
+
+class Introduction:
+    """What a process tells the others, so that they can try whether they can read its memory.
+
+    Attributes:
+        words: four integers of 64 bits: who, where, and a random token that lies there.
+    """
+
+    def __init__(self) -> None:
+        self._token = torch.frombuffer(bytearray(os.urandom(_TOKEN_BYTES)), dtype=torch.int64)
+        self.words = [os.getpid(), self._token.data_ptr(), *self._token.tolist()]
+
+    def answered(self, words: Sequence[Sequence[int]], mine: int) -> PeerMemory | None:
+        """The memory of all, if this process can read what each says; they must not forget their tokens meanwhile."""
+        if sys.platform != "linux":
+            return None
+        try:
+            peers = PeerMemory([pid for pid, *_ in words])
+            for rank, (_, address, *token) in enumerate(words):
+                if rank != mine:
+                    seen = torch.zeros_like(self._token)
+                    peers.read(rank, address, seen)
+                    if seen.tolist() != token:  # another process has that number here: pid namespaces
+                        return None
+        except (TransportError, AttributeError):  # refused, or a C library without it
+            return None
+        return peers

@@ -1,0 +1,108 @@
+"""Ranks (threads here) that meet in shared memory, with delays, many times; and what is said when one does not come."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from syncline.collectives.backends.mpi.board import BOARD_BYTES, SLOT_BYTES, Board, is_ordered
+from syncline.collectives.backends.mpi.meeting import NOWHERE
+from syncline.collectives.backends.mpi.segment import Segment, create_file, padded
+from syncline.collectives.deadline import Deadline
+from syncline.collectives.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's"),
+    pytest.mark.skipif(not is_ordered(), reason="this processor reorders writes"),
+]
+
+
+def on_boards(size: int, body: Callable[[Board], object]) -> list[object]:
+    """What `body` returns on each of some ranks that share a board."""
+    file = create_file("test", size * padded(BOARD_BYTES))
+    # Sleeping lets the other threads run; between processes nothing need be done.
+    boards = [Board(Segment(file, size, BOARD_BYTES, rank), lambda: time.sleep(0)) for rank in range(size)]
+    os.close(file)
+    return run_ranks(size, lambda group: body(boards[group.rank]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_nobody_sees_anything_but_the_same_arrival(size: int) -> None:
+    """1,000 arrivals, with random delays before and between writing, arriving and reading."""
+
+    def body(board: Board) -> int:
+        chance = random.Random(board.mine)
+        for repetition in range(1000):
+            slots = board.slots(4 + repetition % 3, torch.int64)
+            slots[board.mine].fill_(repetition * size + board.mine)
+            _delay(chance)
+            board.arrive(Deadline(30))
+            _delay(chance)
+            for rank, slot in enumerate(slots):
+                if set(slot.tolist()) != {repetition * size + rank}:
+                    return repetition
+        return 1000
+
+    assert on_boards(size, body) == [1000] * size
+
+
+def test_what_they_are_about_to_do_is_compared() -> None:
+    cases = [  # what rank 0 and the others say, their keys, and what all shall hear
+        ((7, 7), (3, 3), (True, True)),
+        ((7, 8), (3, 3), (False, True)),
+        ((7, 7), (3, 4), (True, False)),
+        ((7, 7), (NOWHERE, NOWHERE), (True, False)),
+        ((-(2**63), -(2**63)), (2**63 - 1, 2**63 - 1), (True, True)),
+    ]
+
+    def body(board: Board) -> list[tuple[bool, bool]]:
+        other = board.mine > 0
+        return [board.arrive(Deadline(30), what[other], key[other]) for what, key, _ in cases]
+
+    assert on_boards(3, body) == [[heard for _, _, heard in cases]] * 3
+
+
+def test_a_rank_that_does_not_come_is_a_timeout_and_messages_go_on_meanwhile() -> None:
+    file = create_file("test", 2 * padded(BOARD_BYTES))
+    calls: list[None] = []
+    board = Board(Segment(file, 2, BOARD_BYTES, 0), lambda: calls.append(None))
+    os.close(file)
+    with pytest.raises(TimeoutError):
+        board.arrive(Deadline(0.05))
+    assert calls
+
+
+def test_views_serve_inside_and_outside_of_inference_mode() -> None:
+    file = create_file("test", padded(BOARD_BYTES))
+    board = Board(Segment(file, 1, BOARD_BYTES, 0), lambda: None)
+    os.close(file)
+    with torch.inference_mode():
+        board.slots(3, torch.float32)[0].fill_(1.0)
+    board.slots(3, torch.float32)[0].fill_(2.0)
+
+
+def test_a_slot_ends_before_the_next_begins() -> None:
+    file = create_file("test", 2 * padded(BOARD_BYTES))
+    board = Board(Segment(file, 2, BOARD_BYTES, 0), lambda: None)
+    peer = Board(Segment(file, 2, BOARD_BYTES, 1), lambda: None)
+    os.close(file)
+    slots = []
+    for _ in range(2):
+        slots += board.slots(SLOT_BYTES, torch.uint8)
+        for side in (board, peer):
+            side._arrivals += 1
+    for number, slot in enumerate(slots):
+        slot.fill_(number + 1)
+    assert [set(slot.tolist()) for slot in slots] == [{1}, {2}, {3}, {4}]
+
+
+def _delay(chance: random.Random) -> None:
+    if chance.random() < 0.02:
+        time.sleep(chance.random() * 1e-3)
