@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -152,3 +153,20 @@ def test_trying_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     if ranks.rank == 1:
         monkeypatch.setattr(sharing, "reserve", raising(OSError(12, "no memory left")))
     assert try_sharing() == "no: rank 1: [Errno 12] no memory left"
+
+
+def test_the_warning(ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from syncline.collectives.backends.mpi import sharing
+    from syncline.collectives.backends.mpi.node_transport import NodeTransport
+    from syncline.collectives.host_group import HostGroup
+
+    monkeypatch.setattr(sharing, "reserve", raising(OSError(12, "no memory left")))
+    group = HostGroup(NodeTransport(ranks.all.Dup()), ranks.rank, ranks.size, timeout_s=30)
+    with caplog.at_level(logging.WARNING, "syncline.collectives"):
+        group.allocate(100_000, torch.float32)
+    group.close()
+    others = f" (and {ranks.size - 1} more rank(s))"
+    said = f"in a group of {ranks.size} ranks those of a node cannot share memory (rank 0: [Errno 12] no memory left{others}). "
+    assert [record.getMessage().partition("They use")[0] for record in caplog.records] == [said] * (
+        ranks.rank == 0 < ranks.size - 1
+    )

@@ -125,6 +125,8 @@ HEADROOM_MIB = HEADROOM_BYTES // MIB
         ([[limit(0, HEADROOM_MIB + 100)], [limit(0, HEADROOM_MIB + 100), limit(1, HEADROOM_MIB + 30)]], 30, "limit 1", 1),
         # Each in a container of its own: that two together want more than one may have is no matter.
         ([[limit(1, HEADROOM_MIB + 60)], [limit(2, HEADROOM_MIB + 70)]], 60, "limit 1", 1),
+        # Mounted twice, it is one limit for one process.
+        ([[limit(0, HEADROOM_MIB + 100)] * 2] * 2, 50, "limit 0", 2),
         # Read at different times.
         ([[limit(0, HEADROOM_MIB + 100)], [limit(0, HEADROOM_MIB + 90)]], 45, "limit 0", 2),
     ],

@@ -48,7 +48,7 @@ class Room(NamedTuple):
 def room_for_each(limits: Sequence[Sequence[Limit]]) -> Room | None:
     """What the processes of a node can have, given the limits that each is under; None if nobody knows any. A pure function."""
     known = [limit for own in limits for limit in own]
-    sharers = Counter(limit.identity for limit in known)
+    sharers = Counter(identity for own in limits for identity in {limit.identity for limit in own})
     rooms = (
         Room(max(0, limit.left_bytes - HEADROOM_BYTES) // sharers[limit.identity], limit, sharers[limit.identity])
         for limit in known
