@@ -19,6 +19,8 @@ def test_doctor_speaks_once_for_all_ranks(run_job) -> None:
     assert "1 node(s), 2 rank(s)" in job.output
     assert "MPI_THREAD_MULTIPLE" in job.output
     assert "mpi (launched by" in job.output
+    assert "yes: each rank read what the others of its node wrote" in job.output
+    assert "left for each of 2 rank(s)" in job.output
 
 
 def test_doctor_checks_the_backend_that_is_set(run_job) -> None:

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from syncline.collectives.backends.mpi.memory_limit import HEADROOM_BYTES, Limit
 from syncline.collectives.doctor import Finding, MPIFacts, Observation, Status, diagnose
 from syncline.collectives.doctor import diagnosis as d
+from syncline.collectives.doctor import memory as m
 from syncline.collectives.doctor.finding import exit_status, in_text, ok, summary
 from syncline.collectives.doctor.observation import _abi, nccl_version_in_words
 from syncline.collectives.placement import HostIdentity
@@ -15,6 +17,7 @@ from syncline.collectives.site import BackendChoice
 
 A, B = HostIdentity("a", "1"), HostIdentity("b", "2")
 GIB = 2**30
+MIB = 2**20
 MPICH = MPIFacts("MPICH 5.0.2", "5.0", "mpich", "MULTIPLE", 2, "4.1.2")
 FINE = Observation(
     host=A,
@@ -29,6 +32,8 @@ FINE = Observation(
     threads=1,
     shm_total_bytes=2 * GIB,
     shm_free_bytes=GIB,
+    memory_limits=(Limit((0, 0), "the memory of the machine", 10 * GIB),),
+    sharing="yes: each rank read what the others of its node wrote",
 )
 GPU = replace(FINE, gpus=("H200",), cuda_aware="yes: MPI moved and reduced CUDA memory correctly", cupy="14.0", nccl="2.27.3")
 MPI_CHOSEN = BackendChoice("mpi", "launched by Open MPI")
@@ -37,11 +42,27 @@ MPI_CHOSEN = BackendChoice("mpi", "launched by Open MPI")
 def test_a_healthy_job() -> None:
     findings = diagnose([FINE, FINE], MPI_CHOSEN, None)
     assert [finding.name for finding in findings] == [
-        *("software", "launcher", "MPI", "MPI threads", "nodes", "cores", "/dev/shm", "GPUs", "backend", "connection")
+        *(
+            "software",
+            "launcher",
+            "MPI",
+            "MPI threads",
+            "nodes",
+            "cores",
+            "shared memory",
+            "memory",
+            "/dev/shm",
+            "GPUs",
+            "backend",
+            "connection",
+        )
     ]
     assert {finding.status for finding in findings} == {Status.OK}
     assert exit_status(findings) == 0
     assert summary(findings) == "everything is fine"
+
+
+SMALL = Limit((1, 7), "the limit of /slurm/job_7", HEADROOM_BYTES + 2 * 127 * MIB)
 
 
 def one(findings: list[Finding] | Finding) -> Finding:
@@ -125,17 +146,47 @@ ROWS = {
         "share 1 of 2 core(s) on b",
         "--cpus-per-task",
     ),
-    "small shared memory": (
-        lambda: d.shared_memory([FINE, replace(FINE, host=B, shm_total_bytes=64 * 2**20, shm_free_bytes=63 * 2**20)]),
-        Status.WARN,
-        "64 MiB, 63 MiB free, for 1 rank(s) on b",
-        "--shm-size",
+    "the first node is worse": (
+        lambda: d.cores([replace(FINE, cores=frozenset({0}))] * 2 + [replace(FINE, host=B, threads=2)] * 2),
+        Status.WRONG,
+        "share 1 of 2 core(s) on a",
+        "--bind-to none",
     ),
-    "shared memory for many": (
-        lambda: d.shared_memory([FINE] * 9),
+    "no shared memory": (
+        lambda: m.memory([replace(FINE, sharing="no: rank 1: [Errno 13] Permission denied")] * 2),
         Status.WARN,
-        "for 9 rank(s) on a",
-        "have 1.1 GiB free",
+        "rank 1: [Errno 13] Permission denied",
+        "in one container",
+    ),
+    "little memory on the second node": (
+        lambda: m.memory([FINE] + [replace(FINE, host=B, memory_limits=(*FINE.memory_limits, SMALL))] * 2),
+        Status.WARN,
+        "127 MiB left for each of 2 rank(s) on b, by the limit of /slurm/job_7",
+        "have 128 MiB or more for the buckets of gradients: give the job more memory (Slurm's --mem",
+    ),
+    "few threads on one rank": (
+        lambda: d.mpi([FINE, FINE, replace(FINE, mpi=replace(MPICH, thread_level="FUNNELED"))]),
+        Status.WRONG,
+        "ranks 0, 1: MPI_THREAD_MULTIPLE; ranks 2: MPI_THREAD_FUNNELED",
+        "MPI_THREAD_MULTIPLE",
+    ),
+    "launcher of another MPI on one rank": (
+        lambda: d.mpi([FINE, replace(FINE, mpi=replace(MPICH, world_size=1))]),
+        Status.WRONG,
+        "ranks 0: the same number; ranks 1: Open MPI started 2 process(es), MPICH 5.0.2 sees 1",
+        "MPI4PY_LIBMPI",
+    ),
+    "no MPI on the first rank": (
+        lambda: d.mpi([replace(FINE, mpi=None), FINE]),
+        Status.WRONG,
+        "ranks 0: none; ranks 1: MPICH 5.0.2",
+        "same MPI module",
+    ),
+    "no CUDA-awareness on one rank": (
+        lambda: d.gpus([GPU, FINE, replace(GPU, cuda_aware="no: MPI crashed on CUDA memory (signal 11)")]),
+        Status.WARN,
+        "ranks 1: not tried; ranks 2: no: MPI crashed on CUDA memory (signal 11)",
+        "pinned host memory",
     ),
     "no CUDA-awareness": (
         lambda: d.gpus([replace(GPU, cuda_aware="no: MPI crashed on CUDA memory (signal 11)"), GPU]),
@@ -169,6 +220,25 @@ def test_gpus_that_are_fine() -> None:
         "1 visible to rank 1: H200",
         "yes: MPI moved and reduced CUDA memory correctly",
         "NCCL 2.27.3 through CuPy 14.0",
+    ]
+
+
+def test_no_gpu_could_be_tried() -> None:
+    assert d.gpus([replace(GPU, cuda_aware=None)])[1].found == "not tried: MPI cannot be used where there are GPUs"
+
+
+def test_a_small_dev_shm_is_no_matter() -> None:
+    """What the ranks share does not lie there."""
+    small = replace(FINE, host=B, shm_total_bytes=64 * MIB, shm_free_bytes=3 * MIB)
+    assert {finding.status for finding in m.memory([FINE, small] + [FINE] * 9)} == {Status.OK}
+    assert m.memory([FINE, small])[2].found == "64 MiB, 3 MiB free on b (MPI libraries use it, Syncline does not)"
+
+
+def test_memory_of_which_nothing_is_known() -> None:
+    unknown = replace(FINE, sharing=None, memory_limits=())
+    assert [finding.found for finding in m.memory([unknown])[:2]] == [
+        "not tried: the ranks are not connected by MPI",
+        "this system does not say how much is left",
     ]
 
 

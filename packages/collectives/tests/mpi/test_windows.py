@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import resource
 import sys
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from syncline.collectives.backends.mpi.segment import Segment, create_file, open_file, padded, reserve
+from syncline.collectives.backends.mpi.segment import Segment, create_file, padded, reserve
 from syncline.collectives.backends.mpi.windows import Windows
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's")
 
 PAGE = padded(1)
+SORTED = "syncline.collectives.backends.mpi.windows.sorted"  # what `add` calls in its middle
 
 
 def segments(size: int, part_bytes: int) -> list[Segment]:
@@ -36,18 +41,6 @@ def test_what_one_rank_writes_another_reads() -> None:
     assert theirs.address() == theirs.view(1, 0, 1, torch.int8).data_ptr()
 
 
-def test_the_file_of_another_process_is_known_by_its_name() -> None:
-    file = create_file("test-name", PAGE)
-    other = open_file(os.getpid(), file, "test-name")
-    assert os.path.sameopenfile(file, other)
-    with pytest.raises(OSError, match="is not the memory that rank 0 of the node made"):
-        open_file(os.getpid(), file, "another-name")
-    os.close(other)
-    os.close(file)
-    with pytest.raises(OSError, match="No such file"):
-        open_file(os.getpid(), file, "test-name")
-
-
 def test_it_is_in_no_file_system() -> None:
     before = set(os.listdir("/dev/shm"))
     segment, _ = segments(2, PAGE)
@@ -55,6 +48,63 @@ def test_it_is_in_no_file_system() -> None:
     assert names == {"/memfd:test"}
     assert not any("test" in name for name in set(os.listdir("/dev/shm")) - before)
     del segment
+
+
+def test_it_keeps_no_descriptor() -> None:
+    """A process may have 1,024 descriptors, and a model more buckets than that."""
+    before = os.listdir("/proc/self/fd")
+    kept = [segments(2, PAGE) for _ in range(5)]
+    assert os.listdir("/proc/self/fd") == before
+    assert kept[4][0].view(0, 0, 1, torch.uint8).item() == 0
+
+
+def test_it_is_a_buffer() -> None:
+    mine, theirs = segments(2, PAGE)
+    numbers = memoryview(mine).cast("q")
+    numbers[mine.offset_of(1) // 8 + 2] = 77
+    assert theirs.view(1, 16, 1, torch.int64).item() == 77
+    assert (mine.offset_of(0), mine.offset_of(1)) == (0, PAGE)
+
+
+def test_what_is_unmapped_is_all_that_was_mapped() -> None:
+    def mapped() -> list[str]:
+        return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:test" in line]
+
+    gc.collect()
+    before = len(mapped())
+    pair = segments(2, 3 * PAGE)
+    tensor = pair[0].view(0, 0, 1, torch.uint8)
+    assert len(mapped()) == before + 2
+    del pair
+    gc.collect()
+    assert len(mapped()) == before + 1
+    del tensor
+    gc.collect()
+    assert len(mapped()) == before
+
+
+def test_a_python_without_memfd_create(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that was built on an old C library, to run everywhere."""
+    monkeypatch.delattr(os, "memfd_create")
+    file = create_file("test-old", PAGE)
+    assert os.readlink(f"/proc/self/fd/{file}") == "/memfd:test-old (deleted)"
+    assert not os.get_inheritable(file)
+    assert os.fstat(file).st_size == PAGE
+    os.close(file)
+    with pytest.raises(OSError, match="Invalid argument"):
+        create_file("x" * 300, PAGE)
+    monkeypatch.setattr(platform, "machine", lambda: "pdp11")
+    with pytest.raises(OSError, match="on pdp11 has no memory that processes share"):
+        create_file("test-old", PAGE)
+
+
+def test_a_file_that_cannot_be_mapped() -> None:
+    read_only = os.open("/proc/self/exe", os.O_RDONLY)
+    try:
+        with pytest.raises(PermissionError):
+            Segment(read_only, 1, PAGE, 0)
+    finally:
+        os.close(read_only)
 
 
 def test_a_lack_of_memory_is_an_error_at_once() -> None:
@@ -111,17 +161,60 @@ def test_memory_lasts_as_long_as_tensors_and_no_longer() -> None:
     assert len(windows) == 0
 
 
-def test_numbers_go_on_when_segments_go() -> None:
+def key_of(windows: Windows, segment: Segment, offset_bytes: int = 0) -> int:
+    place = windows.find(segment.view(segment.mine, offset_bytes, 1, torch.uint8))
+    assert place is not None
+    return place.key
+
+
+def test_keys_are_of_one_place_for_ever() -> None:
     """Another rank may still have its tensor in the first."""
-    windows = Windows()
-    first, second = segments(1, 100) + segments(1, 100)
-    windows.add(first)
-    del first
+    windows, alone = Windows(), Windows()
+    (first,), (second,), (third,) = segments(1, 100), segments(1, 1), segments(1, 100)
+    for segment in (first, second, third):
+        windows.add(segment)
+    keys = [key_of(windows, first, offset) for offset in range(100)]
+    keys += [key_of(windows, second), *(key_of(windows, third, offset) for offset in range(100))]
+    assert len(set(keys)) == 201
+    del first, second
     gc.collect()
-    windows.add(second)
-    found, alone = windows.find(second.view(0, 0, 1, torch.int8)), Windows()
-    alone.add(second)
-    other = alone.find(second.view(0, 0, 1, torch.int8))
-    assert found is not None
-    assert other is not None
-    assert found.key != other.key
+    assert key_of(windows, third, 3) == keys[-97]
+    alone.add(third)
+    assert key_of(alone, third) != key_of(windows, third)
+
+
+def test_keys_last_for_programs_that_allocate_in_every_step() -> None:
+    windows = Windows()
+    (segment,) = segments(1, 100)
+    windows._next_key = 2**20 * 2**40  # a million allocations of a TiB
+    windows.add(segment)
+    assert 0 <= key_of(windows, segment, 99) < 2**63
+
+
+def test_one_goes_while_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another thread, in the middle of `add`: neither undoes what the other does."""
+    windows, (leaving,), (coming,) = Windows(), segments(1, 1), segments(1, 1)
+    windows.add(leaving)
+    gone = threading.Thread(target=lambda kept: kept.clear(), args=([leaving],))
+    del leaving
+
+    def interrupted(entries: Iterable[Any], key: Callable[[Any], int]) -> list[Any]:
+        found = sorted(entries, key=key)
+        gone.start()
+        gone.join(0.1)  # it has to wait until `add` is done
+        return found
+
+    monkeypatch.setattr(SORTED, interrupted, raising=False)
+    windows.add(coming)
+    gone.join()
+    assert len(windows) == 1
+    assert key_of(windows, coming) == 2
+
+
+def test_one_goes_in_the_middle_of_add_on_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the garbage is collected there: `add` does not wait for itself."""
+    windows, kept, (coming,) = Windows(), segments(1, 1), segments(1, 1)
+    windows.add(kept[0])
+    monkeypatch.setattr(SORTED, lambda entries, key: kept.clear() or sorted(entries, key=key), raising=False)
+    windows.add(coming)
+    assert key_of(windows, coming) == 2

@@ -38,13 +38,15 @@ class CudaAwareness:
     in_words: str
 
 
-def try_cuda_awareness(environ: Mapping[str, str] = os.environ, child: str = _CHILD) -> CudaAwareness:
+def try_cuda_awareness(
+    environ: Mapping[str, str] = os.environ, child: str = _CHILD, timeout_s: float = TIMEOUT_S
+) -> CudaAwareness:
     """Transfer and reduce CUDA memory by MPI in a child process of one rank."""
     own = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
     try:
-        done = subprocess.run([sys.executable, "-c", child], env=own, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run([sys.executable, "-c", child], env=own, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return CudaAwareness(False, f"no: a transfer of CUDA memory by MPI did not end within {TIMEOUT_S:g} s")
+        return CudaAwareness(False, f"no: a transfer of CUDA memory by MPI did not end within {timeout_s:g} s")
     if done.returncode == 0 and "aware" in done.stdout:
         return CudaAwareness(True, "yes: MPI moved and reduced CUDA memory correctly")
     if done.returncode < 0:

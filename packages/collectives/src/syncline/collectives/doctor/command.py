@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 
 import torch
 
@@ -11,7 +12,6 @@ from ..devices.cuda_awareness import try_cuda_awareness
 from ..errors import SynclineError
 from ..launch import detect_launch
 from ..objects import exchange_objects
-from ..placement import placement_of
 from ..process_group import ProcessGroup
 from ..registry import what_is_missing
 from ..site import BackendChoice, choose_backend, load_site
@@ -21,6 +21,7 @@ from .finding import exit_status, in_text
 from .observation import Observation, observe
 
 CONNECT_TIMEOUT_S = 60.0
+_CUDA_TIMEOUT_S = 45.0  # ranks without a GPU wait meanwhile, for no longer than the above
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     ranks: list[Observation] = []
     try:
         choice = _choice(arguments.backend)
+        aware = _cuda_awareness()
         group = init_process_group(choice.name, timeout=CONNECT_TIMEOUT_S)
-        ranks, problem = _gather(group)
+        ranks, problem = _gather(group, aware)
     except SynclineError as error:
         problem = str(error)
     findings = diagnose(ranks or [_observe_alone()], choice, problem)
@@ -49,13 +51,24 @@ def _choice(argument: str | None) -> BackendChoice:
     return choose_backend(argument, os.environ, detect_launch(os.environ), what_is_missing, site=load_site(os.environ))
 
 
-def _gather(group: ProcessGroup) -> tuple[list[Observation], str | None]:
-    placement = placement_of(group)
-    aware = None
-    if placement.local_rank == 0 and torch.cuda.is_available() and what_is_missing("mpi") is None:
-        aware = try_cuda_awareness().in_words
-    ranks = exchange_objects(observe(os.environ, what_is_missing("mpi"), aware), group=group)
-    return ranks, _wrong_sum(group)
+def _cuda_awareness() -> str | None:
+    """Before connecting, so that a transfer that hangs is not taken for ranks that do not come."""
+    if not torch.cuda.is_available() or what_is_missing("mpi") is not None:
+        return None
+    return try_cuda_awareness(timeout_s=_CUDA_TIMEOUT_S).in_words
+
+
+def _gather(group: ProcessGroup, aware: str | None) -> tuple[list[Observation], str | None]:
+    observation = observe(os.environ, what_is_missing("mpi"), aware, _sharing(group))
+    return exchange_objects(observation, group=group), _wrong_sum(group)
+
+
+def _sharing(group: ProcessGroup) -> str | None:
+    if "mpi" not in re.split("[:,]", group.backend_name):
+        return None
+    from ..backends.mpi.sharing_trial import try_sharing
+
+    return try_sharing()
 
 
 def _wrong_sum(group: ProcessGroup) -> str | None:

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 from ..placement import place
 from ..site import BackendChoice
-from .finding import Finding, Status, ok
+from .finding import Finding, Status, ok, worst
+from .memory import memory
 from .observation import Observation
-
-# Buckets of 25 MiB, a few at a time, on both sides: below this a model's gradients do not fit.
-SHM_PER_RANK_BYTES = 128 * 2**20
 
 Observations = Sequence[Observation]
 
@@ -29,8 +27,8 @@ def diagnose(ranks: Observations, choice: BackendChoice | None, problem: str | N
         launcher(ranks),
         *mpi(ranks),
         nodes(ranks),
-        *cores(ranks),
-        shared_memory(ranks),
+        cores(ranks),
+        *memory(ranks),
         *gpus(ranks),
         backend(choice),
         connection(len(ranks), problem),
@@ -59,17 +57,17 @@ def launcher(ranks: Observations) -> Finding:
 
 def mpi(ranks: Observations) -> list[Finding]:
     """The library, its ABI, its thread level, and whether it belongs to the launcher."""
-    first = ranks[0]
-    if first.mpi is None:
-        return [_mpi_not_loaded(first)]
-    facts = first.mpi
+    loaded = [rank.mpi for rank in ranks if rank.mpi is not None]
+    if not loaded:
+        return [_mpi_not_loaded(ranks[0])]
+    facts = loaded[0]
     libraries = [rank.mpi.library if rank.mpi else "none" for rank in ranks]
     found = f"{facts.library}, standard {facts.standard}, ABI {facts.abi}, mpi4py {facts.mpi4py}"
     if len(set(libraries)) > 1:
         library = Finding("MPI", Status.WRONG, _differing(libraries), "load the same MPI module on every node")
     else:
         library = ok("MPI", found)
-    return [library, _thread_level(facts.thread_level), *_other_mpi(first)]
+    return [library, _thread_level(ranks), *_other_mpi(ranks)]
 
 
 def nodes(ranks: Observations) -> Finding:
@@ -86,36 +84,11 @@ def nodes(ranks: Observations) -> Finding:
     return ok("nodes", found)
 
 
-def cores(ranks: Observations) -> list[Finding]:
+def cores(ranks: Observations) -> Finding:
     """For the worst node: enough cores for the ranks, and for their threads?"""
     placement = place(0, [rank.host for rank in ranks])
-    worst: list[Finding] = []
-    for node in range(placement.nodes):
-        members = placement.ranks_on_node(node)
-        findings = _cores_of_node(placement.hostnames[members[0]], [ranks[rank] for rank in members])
-        if node == 0 or any(finding.status is not Status.OK for finding in findings):
-            worst = findings
-    return worst
-
-
-def shared_memory(ranks: Observations) -> Finding:
-    """Is there room in the smallest /dev/shm for what the ranks of a node share?"""
-    local = Counter(rank.host for rank in ranks)
-    tightest = min(ranks, key=lambda rank: rank.shm_free_bytes / local[rank.host])
-    wanted = SHM_PER_RANK_BYTES * local[tightest.host]
-    found = (
-        f"{_in_bytes(tightest.shm_total_bytes)}, {_in_bytes(tightest.shm_free_bytes)} free, for {local[tightest.host]} "
-        f"rank(s) on {tightest.host.hostname}"
-    )
-    if tightest.shm_free_bytes >= wanted:
-        return ok("/dev/shm", found)
-    return Finding(
-        "/dev/shm",
-        Status.WARN,
-        found,
-        f"have {_in_bytes(wanted)} free, or gradients travel by plain MPI: remove stale files there, and start containers with "
-        "`--ipc=host` or `--shm-size=2g`",
-    )
+    members = (placement.ranks_on_node(node) for node in range(placement.nodes))
+    return worst([_cores_of_node([ranks[rank] for rank in node]) for node in members])
 
 
 def gpus(ranks: Observations) -> list[Finding]:
@@ -125,7 +98,7 @@ def gpus(ranks: Observations) -> list[Finding]:
     first = next(rank for rank in ranks if rank.gpus)
     return [
         ok("GPUs", f"{len(first.gpus)} visible to rank {list(ranks).index(first)}: {', '.join(sorted(set(first.gpus)))}"),
-        _cuda_awareness(next((rank.cuda_aware for rank in ranks if rank.cuda_aware), None)),
+        _cuda_awareness([rank.cuda_aware for rank in ranks]),
         _nccl(first),
     ]
 
@@ -155,44 +128,52 @@ def _mpi_not_loaded(rank: Observation) -> Finding:
     return Finding("MPI", Status.WRONG, f"cannot be used, though {rank.launcher} launched this process", rank.mpi_lack)
 
 
-def _thread_level(level: str) -> Finding:
-    if level == "MULTIPLE":
+def _thread_level(ranks: Observations) -> Finding:
+    levels = [f"MPI_THREAD_{rank.mpi.thread_level}" if rank.mpi else "none" for rank in ranks]
+    if set(levels) <= {"MPI_THREAD_MULTIPLE", "none"}:
         return ok("MPI threads", "MPI_THREAD_MULTIPLE")
     return Finding(
         "MPI threads",
         Status.WRONG,
-        f"MPI_THREAD_{level}",
+        _differing(levels),
         "backend 'mpi' needs MPI_THREAD_MULTIPLE: do not lower mpi4py.rc.thread_level, or use another MPI build",
     )
 
 
-def _other_mpi(rank: Observation) -> list[Finding]:
+def _other_mpi(ranks: Observations) -> list[Finding]:
     """Mpiexec of one MPI, library of another: every process believes that it is alone."""
-    told = rank.launch_world_size
-    if rank.mpi is None or told is None or told == rank.mpi.world_size:
+    contradictions = [_contradiction(rank) for rank in ranks]
+    if not any(contradictions):
         return []
     return [
         Finding(
             "MPI world",
             Status.WRONG,
-            f"{rank.launcher} started {told} process(es), {rank.mpi.library} sees {rank.mpi.world_size}",
+            _differing([contradiction or "the same number" for contradiction in contradictions]),
             "the launcher and the library belong to different MPIs: use the library's own mpiexec, or set MPI4PY_LIBMPI to the "
             "launcher's libmpi.so",
         )
     ]
 
 
-def _cores_of_node(hostname: str, ranks: Observations) -> list[Finding]:
+def _contradiction(rank: Observation) -> str:
+    told = rank.launch_world_size
+    if rank.mpi is None or told is None or told == rank.mpi.world_size:
+        return ""
+    return f"{rank.launcher} started {told} process(es), {rank.mpi.library} sees {rank.mpi.world_size}"
+
+
+def _cores_of_node(ranks: Observations) -> Finding:
     usable = frozenset[int]().union(*(rank.cores for rank in ranks))
     threads = max(rank.threads for rank in ranks)
-    shares = f"{len(ranks)} rank(s) share {len(usable)} of {ranks[0].node_cores} core(s) on {hostname}"
+    shares = f"{len(ranks)} rank(s) share {len(usable)} of {ranks[0].node_cores} core(s) on {ranks[0].host.hostname}"
     if len(usable) < len(ranks):
-        return [_too_few_cores(shares, len(ranks), len(usable), ranks[0].node_cores)]
+        return _too_few_cores(shares, len(ranks), len(usable), ranks[0].node_cores)
     found = f"{shares}, {threads} thread(s) each"
     if threads * len(ranks) > len(usable) and len(ranks) > 1:
         share = max(1, len(usable) // len(ranks))
-        return [Finding("cores", Status.WARN, found, f"set OMP_NUM_THREADS={share}, or the ranks take each other's cores")]
-    return [ok("cores", found)]
+        return Finding("cores", Status.WARN, found, f"set OMP_NUM_THREADS={share}, or the ranks take each other's cores")
+    return ok("cores", found)
 
 
 def _too_few_cores(shares: str, ranks: int, usable: int, node_cores: int) -> Finding:
@@ -204,14 +185,18 @@ def _too_few_cores(shares: str, ranks: int, usable: int, node_cores: int) -> Fin
     )
 
 
-def _cuda_awareness(result: str | None) -> Finding:
+def _cuda_awareness(results: Sequence[str | None]) -> Finding:
     name = "CUDA-aware MPI"
-    if result is None:
-        return ok(name, "not tried: MPI is not in use")
-    if result.startswith("yes"):
-        return ok(name, result)
+    tried = [result for result in results if result is not None]
+    if not tried:
+        return ok(name, "not tried: MPI cannot be used where there are GPUs")
+    if all(result.startswith("yes") for result in tried):
+        return ok(name, tried[0])
     return Finding(
-        name, Status.WARN, result, "CUDA tensors travel through pinned host memory; a CUDA-aware MPI or NCCL is faster"
+        name,
+        Status.WARN,
+        _differing([result or "not tried" for result in results]),
+        "CUDA tensors travel through pinned host memory; a CUDA-aware MPI or NCCL is faster",
     )
 
 
@@ -237,7 +222,3 @@ def _span(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))
-
-
-def _in_bytes(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

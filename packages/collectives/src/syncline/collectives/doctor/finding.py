@@ -37,6 +37,12 @@ class Finding:
             raise ValueError(f"finding '{self.name}': expected a remedy if and only if something is not ok")
 
 
+def worst(findings: Sequence[Finding]) -> Finding:
+    """The first of those that are worst; one or more are given."""
+    severity = list(Status).index
+    return max(findings, key=lambda finding: severity(finding.status))
+
+
 def ok(name: str, found: str) -> Finding:
     """A finding with nothing to do."""
     return Finding(name, Status.OK, found)

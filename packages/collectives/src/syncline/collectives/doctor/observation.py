@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..backends.mpi.memory_limit import Limit, memory_limits
 from ..errors import LaunchError
 from ..launch import detect_launch
 from ..placement import HostIdentity, host_identity
@@ -57,6 +58,8 @@ class Observation:
         node_cores: the number of cores of the node.
         threads: how many threads torch computes with.
         shm_total_bytes, shm_free_bytes: the size of /dev/shm; both 0 if there is none.
+        memory_limits: the limits on memory that this process is under.
+        sharing: the result of sharing memory with the other ranks of the node, in words; None if it was not tried.
         gpus: the names of the visible CUDA devices.
         cupy, nccl: CuPy's version and that of the NCCL it finds, or None.
         cuda_aware: the result of a transfer of CUDA memory by MPI, in words; None if it was not tried.
@@ -74,13 +77,17 @@ class Observation:
     threads: int
     shm_total_bytes: int
     shm_free_bytes: int
+    memory_limits: tuple[Limit, ...] = ()
+    sharing: str | None = None
     gpus: tuple[str, ...] = ()
     cupy: str | None = None
     nccl: str | None = None
     cuda_aware: str | None = None
 
 
-def observe(environ: Mapping[str, str], mpi_lack: str | None, cuda_aware: str | None = None) -> Observation:
+def observe(
+    environ: Mapping[str, str], mpi_lack: str | None, cuda_aware: str | None = None, sharing: str | None = None
+) -> Observation:
     """Look around. Not a collective; starts no MPI that is not started already."""
     launcher, problem, world_size = _launch(environ)
     shm_total, shm_free = _shared_memory()
@@ -98,6 +105,8 @@ def observe(environ: Mapping[str, str], mpi_lack: str | None, cuda_aware: str | 
         threads=torch.get_num_threads(),
         shm_total_bytes=shm_total,
         shm_free_bytes=shm_free,
+        memory_limits=tuple(memory_limits()),
+        sharing=sharing,
         gpus=_gpus(),
         cupy=cupy,
         nccl=nccl,

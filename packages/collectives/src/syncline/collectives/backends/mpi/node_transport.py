@@ -259,7 +259,11 @@ class NodeTransport(MPITransport):
     def _warn(self, error: SharingError) -> None:
         if self._rank == 0 and not self._has_warned:
             logger.warning(
-                "the ranks of a node cannot share %s; they use MPI instead, which is slower. The results are the same", error
+                "in a group of %d ranks those of a node cannot share memory (%s). They use MPI instead, which is slower; the "
+                "results are equal up to rounding. Leave the job more memory, or start the ranks of a node in one container; "
+                "`syncline doctor` tries whether they can share any",
+                self._size,
+                error,
             )
         self._has_warned = True
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
-from typing import Any
 
 import torch
 
-# Python before 3.13 keeps a descriptor of its own open for each mapping.
-_WITHOUT_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+from .libc import create_memory_file, map_over
 
 
 def padded(nbytes: int) -> int:
@@ -29,6 +26,9 @@ class Segment(mmap.mmap):
     The mapping lasts as long as this object, and each tensor made by `view` refers to it: the memory can neither vanish under
     a tensor nor outlive the last one on all ranks. Nobody calls `close`.
 
+    It needs no descriptor. Python's mmap would keep one of its own open for each file, so it maps no file at first, only
+    memory, and the file then takes the place of that memory. Python unmaps an address in the end, whatever is there.
+
     Args:
         file: a descriptor of a file of `parts` padded parts; may be closed afterwards.
         parts: how many.
@@ -41,10 +41,12 @@ class Segment(mmap.mmap):
     part_bytes: int
 
     def __new__(cls, file: int, parts: int, part_bytes: int, mine: int) -> Segment:  # noqa: D102 - the class says it
-        segment = super().__new__(cls, file, parts * padded(part_bytes), **_WITHOUT_DESCRIPTOR)
+        nbytes = parts * padded(part_bytes)
+        segment = super().__new__(cls, -1, nbytes)
         segment.parts = parts
         segment.part_bytes = part_bytes
         segment.mine = mine
+        map_over(segment.view(0, 0, 1, torch.uint8).data_ptr(), nbytes, file)
         return segment
 
     def view(self, part: int, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -68,31 +70,20 @@ def create_file(name: str, nbytes: int) -> int:
     Raises:
         OSError: this system has no such files, or does not allow one of that size.
     """
-    if not hasattr(os, "memfd_create"):
-        raise OSError("this system has no memfd_create")
-    file = os.memfd_create(name)
+    file = create_memory_file(name)
     try:
         os.ftruncate(file, nbytes)
-    except OSError:
+    except BaseException:
         os.close(file)
         raise
     return file
 
 
-def open_file(pid: int, file: int, name: str) -> int:
-    """A descriptor of the file that another process of this machine made by `create_file`.
-
-    Raises:
-        OSError: the process cannot be looked into (another user, another container), or the file is another.
-    """
-    path = f"/proc/{pid}/fd/{file}"
-    if os.readlink(path) != f"/memfd:{name} (deleted)":
-        raise OSError(f"{path} is not the memory that rank 0 of the node made; do the ranks live in different containers?")
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-
-
 def reserve(file: int, part_bytes: int, part: int) -> None:
     """Let the pages of a part exist, so that a lack of memory is an error now and not a bus error later.
+
+    An error, that is, of the machine or of a limit on the size of files. Beyond the limit of a control group the kernel ends a
+    process instead: ask `memory_limit` before.
 
     Raises:
         OSError: there is no memory left.

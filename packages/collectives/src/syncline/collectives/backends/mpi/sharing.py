@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 
 from mpi4py import MPI
 
+from .handover import Offer, ask, open_file, receive
 from .hierarchy import Hierarchy
-from .segment import Segment, create_file, open_file, padded, reserve
+from .memory_limit import Limit, Room, memory_limits, room_for_each
+from .segment import Segment, create_file, padded, reserve
 
 
 class SharingError(Exception):
@@ -20,43 +25,110 @@ def share(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_bytes: int) ->
     Raises:
         SharingError: a rank did not get it.
     """
-    file, complaint = _common_file(hierarchy.node, part_bytes)
-    segment = None
+    attempt = _Attempt(hierarchy.node, part_bytes)
     try:
-        if not complaint:
-            segment, complaint = _mapped(hierarchy.node, file, part_bytes)
-        _agree(communicator, complaint)  # from here on nobody needs the descriptor of the rank that made the file
+        segment = attempt.segment()
+        _agree(communicator, attempt.complaint())  # from here on nobody needs the descriptor of the rank that made the file
     finally:
-        if file >= 0:
-            os.close(file)
+        attempt.close()
     assert segment is not None
     return segment
 
 
-def _common_file(node: MPI.Intracomm, part_bytes: int) -> tuple[int, str]:
-    """A descriptor of one file on all ranks of the node, or why there is none."""
-    name, file, complaint = f"syncline-{os.urandom(8).hex()}", -1, ""
-    try:
-        if node.Get_rank() == 0:
-            file = create_file(name, node.Get_size() * padded(part_bytes))
-    except OSError as error:
-        complaint = str(error)
-    pid, creators, name, complaint = node.bcast((os.getpid(), file, name, complaint))
-    try:
-        if node.Get_rank() != 0 and not complaint:
-            file = open_file(pid, creators, name)
-    except OSError as error:
-        complaint = str(error)
-    return file, complaint
+class _Attempt:
+    """One rank's part in making a file that all ranks of its node have.
+
+    Whatever goes wrong on a rank, it takes part in everything that the others wait in, and complains afterwards.
+
+    Args:
+        node: its ranks.
+        part_bytes: for each of them.
+    """
+
+    def __init__(self, node: MPI.Intracomm, part_bytes: int) -> None:
+        self._complaints: list[str] = []
+        self._node = node
+        self._part_bytes = part_bytes
+        self._is_first = node.Get_rank() == 0
+        self._file = -1
+
+    def segment(self) -> Segment | None:
+        """Each rank reserves its own part, whose pages so lie in the memory next to its core. None if something went wrong."""
+        origin = self._create()
+        if origin is not None and self._open(*origin):
+            with self._complaining():
+                reserve(self._file, self._part_bytes, self._node.Get_rank())
+                return Segment(self._file, self._node.Get_size(), self._part_bytes, self._node.Get_rank())
+        return None
+
+    def complaint(self) -> str:
+        """What went wrong on this rank, or nothing."""
+        return "; ".join(self._complaints)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self._file >= 0:
+            os.close(self._file)
+
+    def _create(self) -> tuple[int, int, str] | None:
+        """The first rank makes the file, if there is room for it. Where it is, on all ranks of the node, or None."""
+        limits: list[Limit] = []
+        with self._complaining():
+            limits = memory_limits()
+        everybodys = self._node.gather(limits)
+        name = f"syncline-{os.urandom(8).hex()}"
+        if everybodys is not None:
+            with self._complaining():
+                _check_room(room_for_each(everybodys), padded(self._part_bytes))
+                self._file = create_file(name, self._node.Get_size() * padded(self._part_bytes))
+        origin: tuple[int, int, str] | None = self._node.bcast(None if self._file < 0 else (os.getpid(), self._file, name))
+        return origin
+
+    def _open(self, pid: int, file: int, name: str) -> bool:
+        """The other ranks open the file where the first one has it, or are handed it."""
+        if not self._is_first:
+            with self._complaining():
+                self._file = open_file(pid, file, name)
+        askers = sum(self._node.allgather(self._file < 0))
+        if askers:
+            self._hand_over(askers)
+        return self._file >= 0
+
+    def _hand_over(self, askers: int) -> None:
+        """The second way, if some rank could not go the first."""
+        with ExitStack() as stack:
+            offer, connection = None, None
+            if self._is_first:
+                with self._complaining():
+                    offer = stack.enter_context(closing(Offer(self._file, askers)))
+            where = self._node.bcast(None if offer is None else (offer.address, offer.token))
+            if self._file < 0 and where is not None:
+                with self._complaining():
+                    connection = stack.enter_context(ask(*where))
+            self._node.Barrier()  # all who ask have asked
+            if offer is not None:
+                with self._complaining():
+                    offer.serve()
+            if connection is not None:
+                with self._complaining():
+                    self._file = receive(connection)
+                    self._complaints.clear()
+
+    @contextmanager
+    def _complaining(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - all ranks hear of it
+            self._complaints.append(str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
 
 
-def _mapped(node: MPI.Intracomm, file: int, part_bytes: int) -> tuple[Segment | None, str]:
-    """Each rank reserves its own part, whose pages so lie in the memory next to its core."""
-    try:
-        reserve(file, part_bytes, node.Get_rank())
-        return Segment(file, node.Get_size(), part_bytes, node.Get_rank()), ""
-    except (OSError, ValueError) as error:
-        return None, str(error)
+def _check_room(room: Room | None, part_bytes: int) -> None:
+    if room is not None and part_bytes > room.each_bytes:
+        raise OSError(
+            errno.ENOMEM,
+            f"no room for {part_bytes:,} bytes of each rank: {room.limit.name} leaves {room.each_bytes:,} for each of the "
+            f"{room.sharers} rank(s) under it",
+        )
 
 
 def _agree(communicator: MPI.Intracomm, complaint: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from bisect import bisect_right
 from typing import NamedTuple
@@ -9,8 +10,6 @@ from typing import NamedTuple
 import torch
 
 from .segment import Segment
-
-_OFFSET_BITS = 44
 
 
 class Place(NamedTuple):
@@ -29,12 +28,15 @@ class Place(NamedTuple):
 
 class _Entry(NamedTuple):
     start: int
-    number: int
+    first_key: int
     segment: weakref.ref[Segment]
 
 
 class Windows:
-    """The segments that tensors were allocated in, in this process; numbered alike on all ranks.
+    """The segments that tensors were allocated in, in this process.
+
+    The keys of places are addresses in a space of their own, in which all segments that ever were lie one after the other. All
+    ranks make the same segments in the same order, so they agree on it; 63 bits last for 8 EiB of allocations.
 
     It does not keep them alive: a segment goes when this rank's last tensor in it has gone. So what was allocated and is not
     needed any more (a reducer's first buckets) costs nothing, without anybody having to say so.
@@ -42,14 +44,17 @@ class Windows:
 
     def __init__(self) -> None:
         self._entries: tuple[_Entry, ...] = ()  # by start; replaced as a whole, for a segment may go at any moment
-        self._allocated = 0
+        self._changing = threading.RLock()  # on any thread, also on the one that is in `add`
+        self._next_key = 0
 
     def add(self, segment: Segment) -> None:
         """Remember a segment. All ranks do, in the same order."""
-        entry = _Entry(segment.address(), self._allocated, weakref.ref(segment, self._forget))
-        self._allocated += 1
-        alive = (known for known in self._entries if known.segment() is not None)
-        self._entries = tuple(sorted((*alive, entry), key=lambda known: known.start))
+        with self._changing:
+            entry = _Entry(segment.address(), self._next_key, weakref.ref(segment, self._forget))
+            self._next_key += segment.part_bytes + 1  # its end is a place, too
+            # One that goes just now may stay until the next one is added: `find` does not mind.
+            alive = (known for known in self._entries if known.segment() is not None)
+            self._entries = tuple(sorted((*alive, entry), key=lambda known: known.start))
 
     def find(self, tensor: torch.Tensor) -> Place | None:
         """Where a contiguous tensor lies, if it lies in this rank's part of a segment from end to end."""
@@ -62,10 +67,11 @@ class Windows:
         offset = address - entries[index].start
         if offset + tensor.nbytes > segment.part_bytes:
             return None
-        return Place(segment, offset, entries[index].number << _OFFSET_BITS | offset)
+        return Place(segment, offset, entries[index].first_key + offset)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def _forget(self, dead: weakref.ref[Segment]) -> None:
-        self._entries = tuple(entry for entry in self._entries if entry.segment is not dead)
+        with self._changing:
+            self._entries = tuple(entry for entry in self._entries if entry.segment is not dead)

@@ -1,0 +1,172 @@
+"""Making memory that the ranks of a node share: what each of them may run into, and what becomes of it for all."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from syncline.collectives.backends.mpi.hierarchy import Hierarchy
+
+pytestmark = pytest.mark.mpi
+
+PART_BYTES = 5000
+
+
+class Ranks:
+    """All ranks, on the node where they are."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        from syncline.collectives.backends.mpi.hierarchy import Hierarchy
+
+        self.all = MPI.COMM_WORLD.Dup()
+        self.hierarchy: Hierarchy = Hierarchy(self.all)
+        self.rank, self.size = self.all.Get_rank(), self.all.Get_size()
+
+    def share(self, part_bytes: int = PART_BYTES) -> str:
+        """Why they share no memory, or nothing if they do: each reads what the others wrote."""
+        from syncline.collectives.backends.mpi.sharing import SharingError, share
+
+        before = len(os.listdir("/proc/self/fd"))
+        try:
+            segment = share(self.hierarchy, self.all, part_bytes)
+        except SharingError as error:
+            return str(error)
+        finally:
+            assert len(os.listdir("/proc/self/fd")) == before
+        segment.view(segment.mine, 0, 9, torch.float64).copy_(torch.arange(9) * (self.rank + 1))
+        self.all.Barrier()
+        for rank in range(self.size):
+            assert torch.equal(segment.view(rank, 0, 9, torch.float64), torch.arange(9).double() * (rank + 1))
+        self.all.Barrier()
+        return ""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    made.hierarchy.node.Free()
+    made.all.Free()
+
+
+def raising(error: Exception) -> Any:
+    def raise_it(*_: Any) -> None:
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize("step", ["memory_limits", "create_file", "open_file", "reserve", "Segment"])
+def test_any_error_of_one_rank_is_told_to_all(ranks: Ranks, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is, nobody waits for that rank. (Who cannot open the file asks for it, which fails here as well.)"""
+    from syncline.collectives.backends.mpi import sharing
+
+    culprit = 0 if step == "create_file" else ranks.size - 1
+    if ranks.rank == culprit:
+        monkeypatch.setattr(sharing, step, raising(OverflowError("too large for an int")))
+        monkeypatch.setattr(sharing, "ask", raising(MemoryError()))
+    said = ranks.share()
+    if step == "open_file" and ranks.size == 1:
+        assert said == ""
+    else:
+        also = "; MemoryError: " if step == "open_file" else ""
+        assert said == f"rank {culprit}: OverflowError: too large for an int{also}"
+    monkeypatch.undo()
+    assert ranks.share() == ""
+
+
+def test_a_size_that_is_no_size(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody knows how much memory there is, the system says it, in its own way."""
+    from syncline.collectives.backends.mpi import sharing
+
+    assert "no room for" in ranks.share(2**61)
+    monkeypatch.setattr(sharing, "memory_limits", list)
+    assert "rank 0: " in ranks.share(2**63)
+
+
+@pytest.mark.parametrize("only_last", [True, False])
+def test_ranks_that_may_not_look_into_one_another(ranks: Ranks, only_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that each have users of their own: the file is handed over at a socket."""
+    from syncline.collectives.backends.mpi import sharing
+
+    asked = []
+    if ranks.rank == ranks.size - 1 or not only_last:
+        ask = sharing.ask
+        monkeypatch.setattr(sharing, "open_file", raising(PermissionError(13, "Permission denied")))
+        monkeypatch.setattr(sharing, "ask", lambda *where: asked.append(where) or ask(*where))
+    assert ranks.share() == ""
+    assert len(asked) == int(ranks.rank > 0 and (ranks.rank == ranks.size - 1 or not only_last))
+
+
+@pytest.mark.parametrize("step", ["ask", "Offer", "receive"])
+def test_neither_way_is_open(ranks: Ranks, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network namespaces of their own, too: the first complaint says why each way was closed."""
+    from syncline.collectives.backends.mpi import sharing
+
+    monkeypatch.setattr(sharing, "open_file", raising(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(sharing, step, raising(ConnectionRefusedError(111, "Connection refused")))
+    said = ranks.share()
+    if ranks.size == 1:
+        assert said == ""
+    elif step == "Offer":
+        assert said.startswith("rank 0: [Errno 111] Connection refused (and ")
+    else:
+        assert said.startswith("rank 1: [Errno 13] Permission denied; [Errno 111] Connection refused")
+    monkeypatch.undo()
+    assert ranks.share() == ""
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_beyond_the_limit_of_a_control_group(ranks: Ranks, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would kill a rank. They may be under one limit, or each under its own."""
+    from syncline.collectives.backends.mpi import sharing
+    from syncline.collectives.backends.mpi.memory_limit import HEADROOM_BYTES, Limit
+
+    identity = (1, 0 if same else ranks.rank)
+    sharers = ranks.size if same else 1
+    left = HEADROOM_BYTES + sharers * 8192
+    monkeypatch.setattr(sharing, "memory_limits", lambda: [Limit(identity, "the limit of /slurm/job_7", left)])
+    assert ranks.share(8192) == ""
+    assert ranks.share(8193) == (
+        "rank 0: [Errno 12] no room for 12,288 bytes of each rank: the limit of /slurm/job_7 leaves 8,192 for each of the "
+        f"{sharers} rank(s) under it"
+    )
+
+
+def test_trying_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the doctor does."""
+    from syncline.collectives.backends.mpi import sharing
+    from syncline.collectives.backends.mpi.sharing_trial import try_sharing
+
+    if ranks.size == 1:
+        assert try_sharing() == "nothing to share: every rank is alone on its node"
+        return
+    assert try_sharing() == "yes: each rank read what the others of its node wrote"
+    if ranks.rank == 1:
+        monkeypatch.setattr(sharing, "reserve", raising(OSError(12, "no memory left")))
+    assert try_sharing() == "no: rank 1: [Errno 12] no memory left"
+
+
+def test_the_warning(ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from syncline.collectives.backends.mpi import sharing
+    from syncline.collectives.backends.mpi.node_transport import NodeTransport
+    from syncline.collectives.host_group import HostGroup
+
+    monkeypatch.setattr(sharing, "reserve", raising(OSError(12, "no memory left")))
+    group = HostGroup(NodeTransport(ranks.all.Dup()), ranks.rank, ranks.size, timeout_s=30)
+    with caplog.at_level(logging.WARNING, "syncline.collectives"):
+        group.allocate(100_000, torch.float32)
+    group.close()
+    others = f" (and {ranks.size - 1} more rank(s))"
+    said = f"in a group of {ranks.size} ranks those of a node cannot share memory (rank 0: [Errno 12] no memory left{others}). "
+    assert [record.getMessage().partition("They use")[0] for record in caplog.records] == [said] * (
+        ranks.rank == 0 < ranks.size - 1
+    )

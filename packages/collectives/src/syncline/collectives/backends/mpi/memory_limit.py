@@ -1,0 +1,146 @@
+"""How much memory the processes of a node can still have, before the kernel ends one of them.
+
+The machine has what /proc/meminfo calls available. A job often has less: Slurm and containers put it into a control group, and
+who exceeds the limit of that gets no error, but SIGKILL.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+# What must be left, for the next page that anybody touches would be the one too many.
+HEADROOM_BYTES = 32 << 20
+_UNLIMITED = 1 << 62  # how the first version of control groups says "max", more or less
+
+
+class Limit(NamedTuple):
+    """A bound on the memory of some processes.
+
+    Attributes:
+        identity: equal for processes that are under the same limit.
+        name: for messages.
+        left_bytes: how much is left of it, with what the kernel would take back from the cache of files.
+    """
+
+    identity: tuple[int, int]
+    name: str
+    left_bytes: int
+
+
+class Room(NamedTuple):
+    """What each of some processes can have.
+
+    Attributes:
+        each_bytes: by each of them, all at once.
+        limit: the one that is reached first.
+        sharers: how many of the processes are under it.
+    """
+
+    each_bytes: int
+    limit: Limit
+    sharers: int
+
+
+def room_for_each(limits: Sequence[Sequence[Limit]]) -> Room | None:
+    """What the processes of a node can have, given the limits that each is under; None if nobody knows any. A pure function."""
+    known = [limit for own in limits for limit in own]
+    sharers = Counter(identity for own in limits for identity in {limit.identity for limit in own})
+    rooms = (
+        Room(max(0, limit.left_bytes - HEADROOM_BYTES) // sharers[limit.identity], limit, sharers[limit.identity])
+        for limit in known
+    )
+    return min(rooms, key=lambda room: room.each_bytes, default=None)
+
+
+def memory_limits(proc: Path = Path("/proc")) -> list[Limit]:
+    """The limits that this process is under, as far as it can see. What cannot be read is no limit.
+
+    Args:
+        proc: where the kernel tells.
+    """
+    available = _fields(proc / "meminfo").get("MemAvailable:")
+    machine = [] if available is None else [Limit((0, 0), "the memory of the machine", available * 1024)]
+    return machine + [limit for kind, folder in _groups(proc) if (limit := _limit(folder, kind)) is not None]
+
+
+class _Kind(NamedTuple):
+    """How a version of control groups names its files."""
+
+    filesystem: str
+    controller: str  # in /proc/self/cgroup
+    limit: str
+    usage: str
+    cache: tuple[str, str]  # in memory.stat, with all groups inside
+
+
+_KINDS = (
+    _Kind("cgroup2", "", "memory.max", "memory.current", ("inactive_file", "active_file")),
+    _Kind(
+        "cgroup",
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
+
+
+@functools.cache
+def _groups(proc: Path) -> tuple[tuple[_Kind, Path], ...]:
+    """Found once: launchers put a process where it belongs before it starts."""
+    return tuple((kind, folder) for kind in _KINDS for folder in _folders(kind, proc))
+
+
+def _folders(kind: _Kind, proc: Path) -> Iterator[Path]:
+    """That of this process's control group, and those around it, as far up as they are mounted."""
+    own = _own_group(kind, proc)
+    for line in _lines(proc / "self/mountinfo"):
+        mount, _, source = line.partition(" - ")
+        filesystem, _, options = (*source.split(), "", "", "")[:3]
+        if own is None or filesystem != kind.filesystem or (kind.controller and kind.controller not in options.split(",")):
+            continue
+        root, mounted_at = mount.split()[3:5]
+        inside = own.relative_to(root) if own.is_relative_to(root) else PurePosixPath()
+        folder = Path(mounted_at)
+        yield folder
+        for part in inside.parts:
+            folder /= part
+            yield folder
+
+
+def _own_group(kind: _Kind, proc: Path) -> PurePosixPath | None:
+    for line in _lines(proc / "self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if kind.controller in controllers.split(","):
+            return PurePosixPath(path)
+    return None
+
+
+def _limit(folder: Path, kind: _Kind) -> Limit | None:
+    try:
+        most = int((folder / kind.limit).read_text())
+        if most >= _UNLIMITED:
+            return None
+        used, status = int((folder / kind.usage).read_text()), folder.stat()
+    except (OSError, ValueError):  # no such file at the top, or "max"
+        return None
+    statistics = _fields(folder / "memory.stat")
+    cached = sum(statistics.get(name, 0) for name in kind.cache)
+    return Limit((status.st_dev, status.st_ino), f"the limit of {folder}", max(0, most - used + cached))
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Lines of a name and a number, and perhaps a unit."""
+    rows = (line.split() for line in _lines(path))
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
