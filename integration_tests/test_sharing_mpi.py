@@ -36,7 +36,7 @@ class Ranks:
 
         before = len(os.listdir("/proc/self/fd"))
         try:
-            segment = share(self.hierarchy, self.all, part_bytes)
+            segment = share(self.hierarchy, self.all, part_bytes, lambda start: start().Wait())
         except SharingError as error:
             return str(error)
         finally:

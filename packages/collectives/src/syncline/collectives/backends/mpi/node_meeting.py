@@ -39,7 +39,7 @@ class NodeMeeting:
         communicator: MPI.Intracomm,
         meeting: Meeting,
         inquest: Inquest,
-        share: Callable[[int], Segment | None],
+        share: Callable[[int, Collective, Deadline], Segment | None],
     ) -> None:
         self._hierarchy = hierarchy
         self._communicator = communicator
@@ -56,7 +56,7 @@ class NodeMeeting:
         """That of this node. All ranks of the group call it at the same point of their order of collectives."""
         if self._board is None and self._may_have_board:
             self._meeting.meet(call, deadline)
-            segment = self._share(BOARD_BYTES)
+            segment = self._share(BOARD_BYTES, call, deadline)
             if segment is None:
                 self._may_have_board = False
             else:

@@ -89,7 +89,7 @@ class NodeTransport(MPITransport):
         is_used = self._is_one_node or (self._hierarchy.shares_memory and not self._reproducible)
         if is_used and nbytes >= self._crossovers.window_bytes:
             self._meet(call, deadline)
-            segment = self._share(nbytes)
+            segment = self._share(nbytes, call, deadline)
             if segment is not None:
                 self._windows.add(segment)
                 self._has_windows = True
@@ -225,7 +225,7 @@ class NodeTransport(MPITransport):
         if not self._may_stage:
             return None
         self._meet_once(call, deadline)
-        slots = self._staging()
+        slots = self._staging(call, deadline)
         return None if slots is None else Staged(slots, lambda: self._node_barrier(call, deadline))
 
     # ---- meeting ----
@@ -238,20 +238,20 @@ class NodeTransport(MPITransport):
 
     # ---- shared memory ----
 
-    def _staging(self) -> Slots | None:
+    def _staging(self, call: Collective, deadline: Deadline) -> Slots | None:
         """Made when it is first needed; the ranks have met."""
         if self._slots is None and self._may_stage:
-            segment = self._share(STAGING_BYTES)
+            segment = self._share(STAGING_BYTES, call, deadline)
             if segment is None:
                 self._may_stage = False
             else:
                 self._slots = Slots(segment, self._size)
         return self._slots
 
-    def _share(self, part_bytes: int) -> Segment | None:
+    def _share(self, part_bytes: int, call: Collective, deadline: Deadline) -> Segment | None:
         try:
             with mpi_errors():
-                return share(self._hierarchy, self._private, part_bytes)
+                return share(self._hierarchy, self._private, part_bytes, lambda start: self._meeting.run(call, start, deadline))
         except SharingError as error:
             self._warn(error)
             return None
@@ -280,6 +280,7 @@ class NodeTransport(MPITransport):
 
     def close(self) -> None:
         """Free all communicators; memory lasts as long as tensors lie in it."""
+        self._slots = None
         if self._between is not None:
             self._between.close()
         self._hierarchy.node.Free()

@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from typing import TypeVar
 
 from mpi4py import MPI
 
 from .handover import Offer, ask, open_file, receive
 from .hierarchy import Hierarchy
 from .memory_limit import Limit, Room, memory_limits, room_for_each
+from .objects import Run, all_gather
 from .segment import Segment, create_file, padded, reserve
+
+_T = TypeVar("_T")
 
 
 class SharingError(Exception):
     """The memory cannot be had. All ranks of the group raise it together; it says where and why."""
 
 
-def share(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_bytes: int) -> Segment:
-    """Memory with a part for each rank of a node. All ranks of the group call it, and have met just before.
+def share(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_bytes: int, run: Run) -> Segment:
+    """Memory with a part for each rank of a node. All ranks of the group call it.
+
+    Args:
+        hierarchy: of the group.
+        communicator: of the group.
+        part_bytes: for each rank.
+        run: an MPI operation, to its end.
 
     Raises:
         SharingError: a rank did not get it.
     """
-    attempt = _Attempt(hierarchy.node, part_bytes)
+    attempt = _Attempt(hierarchy.node, part_bytes, run)
     try:
         segment = attempt.segment()
-        _agree(communicator, attempt.complaint())  # from here on nobody needs the descriptor of the rank that made the file
+        _agree(
+            all_gather(communicator, attempt.complaint(), run)
+        )  # from here on nobody needs the descriptor of the rank that made the file
     finally:
         attempt.close()
     assert segment is not None
@@ -43,9 +55,11 @@ class _Attempt:
     Args:
         node: its ranks.
         part_bytes: for each of them.
+        run: an MPI operation, to its end.
     """
 
-    def __init__(self, node: MPI.Intracomm, part_bytes: int) -> None:
+    def __init__(self, node: MPI.Intracomm, part_bytes: int, run: Run) -> None:
+        self._run = run
         self._complaints: list[str] = []
         self._node = node
         self._part_bytes = part_bytes
@@ -75,21 +89,20 @@ class _Attempt:
         limits: list[Limit] = []
         with self._complaining():
             limits = memory_limits()
-        everybodys = self._node.gather(limits)
+        everybodys = self._all_gather(limits)
         name = f"syncline-{os.urandom(8).hex()}"
-        if everybodys is not None:
+        if self._is_first:
             with self._complaining():
                 _check_room(room_for_each(everybodys), padded(self._part_bytes))
                 self._file = create_file(name, self._node.Get_size() * padded(self._part_bytes))
-        origin: tuple[int, int, str] | None = self._node.bcast(None if self._file < 0 else (os.getpid(), self._file, name))
-        return origin
+        return self._all_gather(None if self._file < 0 else (os.getpid(), self._file, name))[0]
 
     def _open(self, pid: int, file: int, name: str) -> bool:
         """The other ranks open the file where the first one has it, or are handed it."""
         if not self._is_first:
             with self._complaining():
                 self._file = open_file(pid, file, name)
-        askers = sum(self._node.allgather(self._file < 0))
+        askers = sum(self._all_gather(self._file < 0))
         if askers:
             self._hand_over(askers)
         return self._file >= 0
@@ -101,11 +114,11 @@ class _Attempt:
             if self._is_first:
                 with self._complaining():
                     offer = stack.enter_context(closing(Offer(self._file, askers)))
-            where = self._node.bcast(None if offer is None else (offer.address, offer.token))
+            where = self._all_gather(None if offer is None else (offer.address, offer.token))[0]
             if self._file < 0 and where is not None:
                 with self._complaining():
                     connection = stack.enter_context(ask(*where))
-            self._node.Barrier()  # all who ask have asked
+            self._all_gather(None)  # all who ask have asked
             if offer is not None:
                 with self._complaining():
                     offer.serve()
@@ -113,6 +126,9 @@ class _Attempt:
                 with self._complaining():
                     self._file = receive(connection)
                     self._complaints.clear()
+
+    def _all_gather(self, mine: _T) -> list[_T]:
+        return all_gather(self._node, mine, self._run)
 
     @contextmanager
     def _complaining(self) -> Iterator[None]:
@@ -131,8 +147,7 @@ def _check_room(room: Room | None, part_bytes: int) -> None:
         )
 
 
-def _agree(communicator: MPI.Intracomm, complaint: str) -> None:
-    complaints = communicator.allgather(complaint)
+def _agree(complaints: Sequence[str]) -> None:
     found = [f"rank {rank}: {said}" for rank, said in enumerate(complaints) if said]
     if found:
         raise SharingError(found[0] if len(found) == 1 else f"{found[0]} (and {len(found) - 1} more rank(s))")

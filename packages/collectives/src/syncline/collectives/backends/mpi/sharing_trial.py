@@ -31,7 +31,7 @@ def _result(hierarchy: Hierarchy, communicator: MPI.Intracomm) -> str:
     if not hierarchy.shares_memory:
         return "nothing to share: every rank is alone on its node"
     try:
-        segment = share(hierarchy, communicator, torch.int64.itemsize)
+        segment = share(hierarchy, communicator, torch.int64.itemsize, lambda start: start().Wait())
     except SharingError as error:
         return f"no: {error}"
     segment.view(segment.mine, 0, 1, torch.int64).fill_(communicator.Get_rank())
