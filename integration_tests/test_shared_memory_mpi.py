@@ -47,19 +47,22 @@ class Group:
     def __init__(self, **options: Any) -> None:
         from mpi4py import MPI
 
-        from syncline.collectives.backends.mpi.node_transport import NodeTransport
-
-        self.ways = ways = []
-
-        class Recording(NodeTransport):
-            def _way(self, *arguments: Any, **flags: Any) -> Any:
-                way = super()._way(*arguments, **flags)
-                ways.append(type(way).__name__)
-                return way
+        from syncline.collectives.backends.mpi.node.transport import NodeTransport
 
         world = MPI.COMM_WORLD
-        self.transport = Recording(world.Dup(), **options)
+        self.transport = NodeTransport(world.Dup(), **options)
         self.group = HostGroup(self.transport, world.Get_rank(), world.Get_size(), timeout_s=30)
+        self.ways: list[str] = []
+        chooser = self.transport._ways
+        name = "of_reduction" if self.transport._is_one_node else "window"
+        plain = getattr(chooser, name)
+
+        def recording(*arguments: Any) -> Any:
+            way = plain(*arguments)
+            self.ways.append(type(way).__name__)
+            return way
+
+        setattr(chooser, name, recording)
 
 
 def by_pairs(communicator: Any) -> Any:
@@ -93,7 +96,7 @@ def nodes() -> Iterator[Group]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi import across, board, exchange, in_window, single_copy, staging
+    from syncline.collectives.backends.mpi.node import across, board, exchange, in_window, single_copy, staging
 
     for room in (board, exchange):
         monkeypatch.setattr(room, "SLOT_BYTES", 1 << 10)
@@ -226,7 +229,7 @@ def test_ways_serve_tracked_and_plain_tensors_in_turn(numel: int, way: str) -> N
 
 
 def test_memory_that_one_rank_may_not_read_is_read_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.peer_memory import PeerMemory
+    from syncline.collectives.backends.mpi.node.peer_memory import PeerMemory
 
     made = Group()
     group = made.group
@@ -280,7 +283,7 @@ def test_without_memory_on_one_rank_all_use_mpi(
     step: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank cannot make the file, or the last has no memory for its part."""
-    from syncline.collectives.backends.mpi import sharing
+    from syncline.collectives.backends.mpi.node import sharing
 
     made = Group(crossovers=WAYS["Staged"])
     group = made.group
@@ -384,7 +387,7 @@ def _one_of_each_kind(group: ProcessGroup, block: torch.Tensor, tensor: torch.Te
 def _delay_meetings(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
     """Before and after ranks meet: that is, also in the middle of collectives."""
     from syncline.collectives.backends.mpi.meeting import Meeting
-    from syncline.collectives.backends.mpi.node_meeting import NodeMeeting
+    from syncline.collectives.backends.mpi.node.meeting import NodeMeeting
 
     for room, name in ((NodeMeeting, "_arrive"), (Meeting, "run")):
         plain = getattr(room, name)
@@ -406,7 +409,7 @@ def _delay(chance: random.Random) -> None:
 @pytest.mark.parametrize("as_view", [False, True])
 def test_buckets_of_ddp_lie_in_windows(eager: Group, as_view: bool) -> None:
     """Also those that it makes after the first backward, and the first are then given back."""
-    group, windows = eager.group, eager.transport._windows
+    group, windows = eager.group, eager.transport._memory.windows
     gc.collect()
     before = len(windows)
     torch.manual_seed(0)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 
 import pytest
@@ -29,7 +28,7 @@ def test_seconds_refuses(timeout: timedelta | float) -> None:
 
 def test_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr("syncline.collectives.deadline.monotonic", lambda: now_s)
     deadline = Deadline(5.0)
     assert (deadline.remaining_s(), deadline.expired()) == (5.0, False)
     now_s = 104.0

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from syncline.collectives.backends.mpi.memory_limit import HEADROOM_BYTES, Limit
+from syncline.collectives.backends.mpi.node.memory_limit import HEADROOM_BYTES, Limit
 from syncline.collectives.doctor import Finding, MPIFacts, Observation, Status, diagnose
 from syncline.collectives.doctor import diagnosis as d
 from syncline.collectives.doctor import memory as m

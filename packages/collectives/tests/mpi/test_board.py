@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from syncline.collectives.backends.mpi.board import BOARD_BYTES, SLOT_BYTES, Board, is_ordered
 from syncline.collectives.backends.mpi.meeting import NOWHERE
-from syncline.collectives.backends.mpi.segment import Segment, create_file, padded
+from syncline.collectives.backends.mpi.node.board import BOARD_BYTES, SLOT_BYTES, Board, is_ordered
+from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded
 from syncline.collectives.deadline import Deadline
 from syncline.collectives.testing import run_ranks
 

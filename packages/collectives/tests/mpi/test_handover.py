@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from syncline.collectives.backends.mpi import handover
-from syncline.collectives.backends.mpi.handover import Offer, ask, open_file, receive
-from syncline.collectives.backends.mpi.segment import create_file, padded
+from syncline.collectives.backends.mpi.node import handover
+from syncline.collectives.backends.mpi.node.handover import Offer, ask, open_file, receive
+from syncline.collectives.backends.mpi.node.segment import create_file, padded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets and memfd_create are Linux's")
 

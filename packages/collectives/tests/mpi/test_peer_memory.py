@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from syncline.collectives import TransportError
-from syncline.collectives.backends.mpi.peer_memory import Introduction, PeerMemory
+from syncline.collectives.backends.mpi.node.peer_memory import Introduction, PeerMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cross-memory attach is Linux's")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives.backends.mpi.slicing import chunks, slice_of
+from syncline.collectives.backends.mpi.node.slicing import chunks, slice_of
 
 
 @pytest.mark.parametrize(

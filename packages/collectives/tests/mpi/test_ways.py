@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
-from syncline.collectives.backends.mpi import board, exchange, in_window, single_copy, staging
-from syncline.collectives.backends.mpi.board import BOARD_BYTES, Board, is_ordered
-from syncline.collectives.backends.mpi.exchange import Exchange
-from syncline.collectives.backends.mpi.in_window import InWindow
-from syncline.collectives.backends.mpi.peer_memory import PeerMemory
-from syncline.collectives.backends.mpi.segment import Segment, create_file, padded
-from syncline.collectives.backends.mpi.single_copy import SingleCopy
-from syncline.collectives.backends.mpi.staging import Slots, Staged
-from syncline.collectives.backends.mpi.way import FullWay, Way
-from syncline.collectives.backends.mpi.windows import Place
+from syncline.collectives.backends.mpi.node import board, exchange, in_window, single_copy, staging
+from syncline.collectives.backends.mpi.node.board import BOARD_BYTES, Board, is_ordered
+from syncline.collectives.backends.mpi.node.exchange import Exchange
+from syncline.collectives.backends.mpi.node.in_window import InWindow
+from syncline.collectives.backends.mpi.node.peer_memory import PeerMemory
+from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded
+from syncline.collectives.backends.mpi.node.single_copy import SingleCopy
+from syncline.collectives.backends.mpi.node.staging import Slots, Staged
+from syncline.collectives.backends.mpi.node.way import FullWay, Way
+from syncline.collectives.backends.mpi.node.windows import Place
 from syncline.collectives.deadline import Deadline
 from syncline.collectives.reduce_op import DTYPES_OF, Reduction
 from syncline.collectives.reduction import reduce_in_rank_order

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives.backends.mpi.segment import Segment, create_file, padded, reserve
-from syncline.collectives.backends.mpi.windows import Windows
+from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded, reserve
+from syncline.collectives.backends.mpi.node.windows import Windows
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's")
 
 PAGE = padded(1)
-SORTED = "syncline.collectives.backends.mpi.windows.sorted"  # what `add` calls in its middle
+SORTED = "syncline.collectives.backends.mpi.node.windows.sorted"  # what `add` calls in its middle
 
 
 def segments(size: int, part_bytes: int) -> list[Segment]:

@@ -66,7 +66,7 @@ def _gather(group: ProcessGroup, aware: str | None) -> tuple[list[Observation], 
 def _sharing(group: ProcessGroup) -> str | None:
     if "mpi" not in re.split("[:,]", group.backend_name):
         return None
-    from ..backends.mpi.sharing_trial import try_sharing
+    from ..backends.mpi.node.sharing_trial import try_sharing
 
     return try_sharing()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..backends.mpi.memory_limit import Limit, memory_limits
+from ..backends.mpi.node.memory_limit import Limit, memory_limits
 from ..errors import LaunchError
 from ..launch import detect_launch
 from ..placement import HostIdentity, host_identity

@@ -50,7 +50,7 @@ class MPIBackend(Backend):
         from mpi4py import MPI
 
         from .leaving import abort_on_uncaught
-        from .node_transport import NodeTransport
+        from .node.transport import NodeTransport
         from .transport import MPITransport
 
         if not MPI.Is_initialized():

@@ -57,7 +57,6 @@ class MPITransport(Transport):
         self._private = communicator.Dup()
         self._inquest = inquest or Inquest(self._private)
         self._meeting = Meeting(self._private, self._inquest)
-        self._met_for: Collective | None = None  # the call for which the ranks have met already
         self._starters: dict[str, Callable[..., MPI.Request]] = {}
 
     def describe(self) -> str:
@@ -283,8 +282,7 @@ class MPITransport(Transport):
         """
         is_on_host = call.tensor is None or call.tensor.is_cpu
         if nbytes >= MEETING_BYTES or not is_on_host:
-            self._meet_once(call, deadline)
-            self._met_for = None  # one meeting is good for one collective of MPI's
+            self._meet(call, deadline)
             if _BLOCKS_WELL or not is_on_host:
                 try:
                     getattr(self._communicator, name)(*arguments)
@@ -293,12 +291,6 @@ class MPITransport(Transport):
                 return
         start = self._starters.get(name) or self._starter(name)
         self._meeting.run(call, lambda: start(*arguments), deadline)
-
-    def _meet_once(self, call: Collective, deadline: Deadline) -> None:
-        """Meet, unless the ranks have met for that call already."""
-        if self._met_for is not call:
-            self._meet(call, deadline)
-            self._met_for = call
 
     def _meet(self, call: Collective, deadline: Deadline, key: int = NOWHERE) -> bool:
         """As `Meeting.meet`, of all ranks."""

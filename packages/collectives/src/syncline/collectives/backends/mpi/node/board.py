@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...deadline import Deadline
-from .meeting import NOWHERE
+from ....deadline import Deadline
+from ..meeting import NOWHERE
 from .segment import Segment
 
 # A rank's part: two lines of numbers, for arrivals in turn, then two slots for what the rank shows.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...errors import TransportError
+from ....errors import TransportError
 
 _TOKEN_BYTES = 16
 

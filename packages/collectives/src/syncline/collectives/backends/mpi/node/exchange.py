@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ...reduce_op import Reduction
-from ...reduction import reduce_into
+from ....reduce_op import Reduction
+from ....reduction import reduce_into
 from .board import SLOT_BYTES, Board
 from .way import Barrier, FullWay
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...reduce_op import Reduction
-from ...reduction import reduce_into
+from ....reduce_op import Reduction
+from ....reduction import reduce_into
 from .peer_memory import PeerMemory
 from .slicing import chunks, slice_of
 from .way import Barrier, Way

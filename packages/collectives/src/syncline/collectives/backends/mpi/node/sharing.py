@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
+from ..objects import Run, all_gather
 from .handover import Offer, ask, open_file, receive
 from .hierarchy import Hierarchy
 from .memory_limit import Limit, Room, memory_limits, room_for_each
-from .objects import Run, all_gather
 from .segment import Segment, create_file, padded, reserve
 
 _T = TypeVar("_T")

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from mpi4py import MPI
 
-from ...collective import Collective, different_calls
-from ...deadline import Deadline
+from ....collective import Collective, different_calls
+from ....deadline import Deadline
+from ..inquest import Inquest
+from ..library import mapped, mpi_errors
+from ..meeting import NOWHERE, Meeting
 from .board import BOARD_BYTES, Board, is_ordered
 from .hierarchy import Hierarchy
-from .inquest import Inquest
-from .library import mapped, mpi_errors
-from .meeting import NOWHERE, Meeting
 from .peer_memory import Introduction, PeerMemory
 from .segment import Segment
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...reduce_op import ReduceOp, Reduction
-from ...reduction import combine, core_op
+from ....reduce_op import ReduceOp, Reduction
+from ....reduction import combine, core_op
 from .in_window import InWindow
 from .slicing import slice_of
 

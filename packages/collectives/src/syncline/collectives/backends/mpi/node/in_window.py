@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ...reduce_op import Reduction
-from ...reduction import reduce_into
+from ....reduce_op import Reduction
+from ....reduction import reduce_into
 from .slicing import chunks, slice_of
 from .way import Barrier, FullWay
 from .windows import Place

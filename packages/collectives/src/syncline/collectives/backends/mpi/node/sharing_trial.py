@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from mpi4py import MPI
 
+from ..library import mpi_errors
 from .hierarchy import Hierarchy
-from .library import mpi_errors
 from .sharing import SharingError, share
 
 

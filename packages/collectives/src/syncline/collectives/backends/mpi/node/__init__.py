@@ -1,0 +1,1 @@
+"""What ranks do that share a node: memory, meeting places, and the ways that collectives take there."""

@@ -1,0 +1,153 @@
+"""The collectives that gain from memory which the ranks of a node share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mpi4py import MPI
+
+from ....collective import Collective
+from ....crossovers import Crossovers
+from ....deadline import Deadline
+from ....reduce_op import Reduction
+from ....transport import Transport
+from ..meeting import NOWHERE
+from ..transport import MPITransport
+from .across import all_reduce_across
+from .hierarchy import Hierarchy, SplitByNode, split_by_node
+from .in_window import InWindow
+from .meeting import NodeMeeting
+from .memory import NodeMemory
+from .ways import Ways
+
+
+class NodeTransport(MPITransport):
+    """`MPITransport`, but ranks of one node do what gains from it through memory that these share.
+
+    ============= =======================================================================================
+    ranks on      `all_reduce`, `reduce_scatter`, `broadcast`, `all_gather`, `barrier`
+    ============= =======================================================================================
+    one node      take one of the `Ways`, or MPI's
+    several       `all_reduce` of tensors in a window there, and between counterparts; all others MPI's
+    ============= =======================================================================================
+
+    Args:
+        communicator: as for `MPITransport`.
+        reproducible: as for `MPITransport`. All goes by MPI then where there are several nodes: the order of what is done in a
+            node and between nodes depends on who is where.
+        crossovers: the same on all ranks.
+        split: says who shares memory with whom.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        *,
+        reproducible: bool = False,
+        crossovers: Crossovers | None = None,
+        split: SplitByNode = split_by_node,
+    ) -> None:
+        super().__init__(communicator, reproducible=reproducible)
+        self._crossovers = crossovers or Crossovers()
+        self._split = split
+        self._hierarchy = Hierarchy(self._private, split)
+        self._is_one_node = self._hierarchy.nodes == 1 and self._hierarchy.shares_memory
+        across = self._hierarchy.counterparts
+        self._between = None if across is None else MPITransport(across, inquest=self._inquest)
+        self._memory = NodeMemory(self._hierarchy, self._private, self._meeting)
+        self._node_meeting = NodeMeeting(self._hierarchy, self._private, self._meeting, self._inquest, self._memory.share)
+        self._ways = Ways(self._hierarchy, self._memory, self._node_meeting, self._crossovers)
+
+    def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
+        """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""
+        is_used = self._is_one_node or (self._hierarchy.shares_memory and not self._reproducible)
+        if is_used and numel * dtype.itemsize >= self._crossovers.window_bytes:
+            self._meet(call, deadline)
+            made = self._memory.allocate(numel, dtype, call, deadline)
+            if made is not None:
+                return made
+        return super().allocate(numel, dtype, call, deadline)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """In shared memory or by MPI; on several nodes in the window and then between them."""
+        if self._is_one_node:
+            way = self._ways.of_reduction(tensor, self._native(tensor, op) is not None, call, deadline)
+            if way is not None:
+                way.all_reduce(tensor, op)
+                return
+        elif not self._reproducible:
+            window = self._ways.window(tensor, call, deadline)
+            if window is not None:
+                self._all_reduce_across(window, tensor, op, call, deadline)
+                return
+        super().all_reduce(tensor, op, call, deadline)
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        """In shared memory or by MPI."""
+        way = self._ways.of_reduction(block, False, call, deadline) if self._is_one_node else None
+        if way is None:
+            super().reduce_scatter(tensor, block, op, call, deadline)
+        else:
+            way.reduce_scatter(tensor, block, op)
+
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+        """In shared memory or by MPI."""
+        way = self._ways.of_move(block, tensor.nbytes, call, deadline) if self._is_one_node else None
+        if way is None:
+            super().all_gather(block, tensor, call, deadline)
+        else:
+            way.all_gather(block, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
+        """In shared memory or by MPI."""
+        way = self._ways.of_move(tensor, tensor.nbytes, call, deadline) if self._is_one_node else None
+        if way is None:
+            super().broadcast(tensor, root, call, deadline)
+        else:
+            way.broadcast(tensor, root)
+
+    def barrier(self, call: Collective, deadline: Deadline) -> None:
+        """On the board, or MPI's."""
+        if self._is_one_node:
+            self._meet(call, deadline)
+        else:
+            super().barrier(call, deadline)
+
+    def _all_reduce_across(
+        self, window: InWindow, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        between = self._between
+        if between is not None:
+            all_reduce_across(
+                window,
+                tensor,
+                op,
+                self._hierarchy.node.Get_rank(),
+                self._hierarchy.owners,
+                self._size,
+                lambda total, core: between.all_reduce(total, core, call, deadline),
+            )
+        self._node_meeting.barrier(call, deadline)
+
+    def _meet(self, call: Collective, deadline: Deadline, key: int = NOWHERE) -> bool:
+        return self._node_meeting.meet(call, deadline, key)
+
+    def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
+        """As `MPITransport`, with windows of its own."""
+        return NodeTransport(
+            self._communicator_of(members, number),
+            reproducible=self._reproducible,
+            crossovers=self._crossovers,
+            split=self._split,
+        )
+
+    def close(self) -> None:
+        """Free all communicators; memory lasts as long as tensors lie in it."""
+        self._ways.forget()
+        if self._between is not None:
+            self._between.close()
+        self._hierarchy.node.Free()
+        super().close()

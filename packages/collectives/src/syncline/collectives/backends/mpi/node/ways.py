@@ -1,0 +1,130 @@
+"""Which way a collective takes inside a node."""
+
+from __future__ import annotations
+
+import torch
+
+from ....collective import Collective
+from ....crossovers import Crossovers
+from ....deadline import Deadline
+from ..meeting import NOWHERE
+from ..transport import MEETING_BYTES
+from .exchange import MOST_RANKS, Exchange
+from .hierarchy import Hierarchy
+from .in_window import InWindow
+from .meeting import NodeMeeting
+from .memory import NodeMemory
+from .single_copy import SingleCopy
+from .staging import STAGING_BYTES, Slots, Staged
+from .way import FullWay, Way
+
+
+class Ways:
+    """Chooses; all ranks alike, because sizes are the same, and what lies where is agreed when the ranks meet.
+
+    ============================ =======================================================
+    tensors                      way
+    ============================ =======================================================
+    in a window                  `InWindow`
+    small, of a few ranks        `Exchange`
+    large                        `SingleCopy`, but moves, which MPI does as well
+    the same, if that is refused `Staged`, where it gains from it
+    others                       none: MPI
+    ============================ =======================================================
+
+    Args:
+        hierarchy: of the group. Ranks on several nodes have windows only.
+        memory: of the group.
+        meeting: of the group.
+        crossovers: the same on all ranks.
+    """
+
+    def __init__(self, hierarchy: Hierarchy, memory: NodeMemory, meeting: NodeMeeting, crossovers: Crossovers) -> None:
+        self._rank = hierarchy.node.Get_rank()
+        self._size = hierarchy.node.Get_size()
+        self._is_one_node = hierarchy.nodes == 1 and hierarchy.shares_memory
+        self._memory = memory
+        self._meeting = meeting
+        self._crossovers = crossovers
+        self._slots: Slots | None = None
+        self._may_stage = True
+        is_small = self._is_one_node and self._size <= MOST_RANKS
+        self._most_exchanged = crossovers.exchange_bytes // (self._size - 1) if is_small else 0
+
+    def of_reduction(self, tensor: torch.Tensor, is_native: bool, call: Collective, deadline: Deadline) -> Way | None:
+        """For an `all_reduce` or `reduce_scatter` on one node.
+
+        Args:
+            tensor: the larger one of the call.
+            is_native: whether MPI could do it itself.
+            call: that one.
+            deadline: of the call.
+        """
+        nbytes = tensor.nbytes
+        way: Way | None = self.window(tensor, call, deadline) or self._exchange(nbytes, call, deadline)
+        if way is None and nbytes >= self._crossovers.single_copy_bytes:
+            way = self._single_copy(call, deadline)
+        least_bytes = self._crossovers.staged_bytes if is_native else self._crossovers.staged_bytes_not_native
+        if way is None and nbytes >= least_bytes:
+            way = self._staged(call, deadline)
+        return way
+
+    def of_move(self, tensor: torch.Tensor, shown_bytes: int, call: Collective, deadline: Deadline) -> FullWay | None:
+        """For a `broadcast` or `all_gather` on one node.
+
+        Args:
+            tensor: the larger one of the call.
+            shown_bytes: what a rank would show to the others.
+            call: that one.
+            deadline: of the call.
+        """
+        window = self.window(tensor, call, deadline)
+        if window is not None or shown_bytes >= MEETING_BYTES:
+            return window
+        # MPI would be as fast, but below this size it does not compare what the ranks are about to do.
+        return self._exchange(shown_bytes, call, deadline)
+
+    def window(self, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> InWindow | None:
+        """Where all ranks have the tensor, if in a window. Unless that is plain from its size, the ranks meet to know."""
+        if not self._memory.has_windows or tensor.nbytes < self._crossovers.window_bytes:
+            return None
+        place = self._memory.find(tensor)
+        is_common = self._meeting.meet(call, deadline, NOWHERE if place is None else place.key)
+        if place is None or not is_common:
+            return None
+        return InWindow(place, self._size, lambda: self._meeting.barrier(call, deadline))
+
+    def forget(self) -> None:
+        """Give back what is kept for the next call."""
+        self._slots = None
+
+    def _exchange(self, shown_bytes: int, call: Collective, deadline: Deadline) -> Exchange | None:
+        if not 0 < shown_bytes <= self._most_exchanged:
+            return None
+        board = self._meeting.board(call, deadline)
+        if board is None:
+            self._most_exchanged = 0
+            return None
+        return Exchange(board, lambda: self._meeting.meet(call, deadline))
+
+    def _single_copy(self, call: Collective, deadline: Deadline) -> SingleCopy | None:
+        peers = self._meeting.peers(call, deadline)
+        if peers is None:
+            return None
+        return SingleCopy(
+            peers,
+            self._rank,
+            self._size,
+            lambda address: self._meeting.addresses(call, deadline, address),
+            lambda: self._meeting.barrier(call, deadline),
+        )
+
+    def _staged(self, call: Collective, deadline: Deadline) -> Staged | None:
+        if self._may_stage:
+            self._meeting.meet(call, deadline)
+            if self._slots is None:
+                segment = self._memory.share(STAGING_BYTES, call, deadline)
+                self._slots = None if segment is None else Slots(segment, self._size)
+                self._may_stage = self._slots is not None
+        slots = self._slots
+        return None if slots is None else Staged(slots, lambda: self._meeting.barrier(call, deadline))
