@@ -30,13 +30,14 @@ class SkippingTrainer:
     """Gradients add up locally; every n-th backward reduces them, and the optimizer steps.
 
     Args:
-        ddp: ours or torch's.
+        ddp: ours or torch's, or a module that nothing synchronises.
         every: n.
         learning_rate: of plain SGD.
     """
 
     def __init__(self, ddp: Any, every: int, learning_rate: float = 1e-3) -> None:
         self._ddp = ddp
+        self._no_sync = getattr(ddp, "no_sync", nullcontext)
         self._every = every
         self._optimizer = torch.optim.SGD(ddp.parameters(), lr=learning_rate)
         self._iteration = 0
@@ -45,7 +46,7 @@ class SkippingTrainer:
         """One forward and backward; returns the loss."""
         is_last = synchronizes(self._iteration, self._every)
         self._iteration += 1
-        with nullcontext() if is_last else self._ddp.no_sync():
+        with nullcontext() if is_last else self._no_sync():
             loss = case.loss(self._ddp(batch), batch)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's
         if is_last:
