@@ -34,7 +34,14 @@ class Summary:
 
     def in_ms(self) -> str:
         """Median and quartiles as a cell of a table."""
-        return f"{1e3 * self.median_s:.2f} [{1e3 * self.p25_s:.2f} {1e3 * self.p75_s:.2f}]"
+        return self._in(1e3)
+
+    def in_us(self) -> str:
+        """The same in microseconds."""
+        return self._in(1e6)
+
+    def _in(self, per_second: float) -> str:
+        return f"{per_second * self.median_s:.2f} [{per_second * self.p25_s:.2f} {per_second * self.p75_s:.2f}]"
 
 
 def ratio_of_costs(ours: Summary, theirs: Summary) -> float | None:

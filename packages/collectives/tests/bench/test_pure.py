@@ -119,6 +119,29 @@ def test_no_gpu_is_said_before_connecting(monkeypatch: pytest.MonkeyPatch) -> No
         command.run(options("--device", "cuda"))
 
 
+def test_each_rank_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(command, "default_device", lambda group: torch.device("cuda", group))
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert command._device("cuda", 3) == torch.device("cuda", 3)  # type: ignore[arg-type]
+    assert command._device("cpu", 3) == torch.device("cpu")  # type: ignore[arg-type]
+    assert taken == [torch.device("cuda", 3)]
+
+
+def test_all_tensors_lie_on_the_device() -> None:
+    asked: list[tuple[int, torch.dtype, torch.device]] = []
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        asked.append((numel, dtype, device))
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    meta = torch.device("meta")
+    common = Buffers(0, 2, 4, torch.float16, device=meta)
+    for buffers in (common, common.like(allocate)):
+        assert {buffers.block.device, buffers.part.device, buffers.output.device, buffers.pattern(1, 4).device} == {meta}
+    assert asked == [(4, torch.float16, meta)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 20, 31, 100])
 @pytest.mark.parametrize("dtype", sorted(DTYPES_OF[ReduceOp.SUM], key=str))
 def test_sums_of_the_data_are_exact(dtype: torch.dtype, size: int) -> None:
