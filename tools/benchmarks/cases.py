@@ -42,11 +42,12 @@ class Scale:
     vocabulary: int = 8000
     layers: int = 4
     channels: int = 32
+    image_side: int = 32
     many: int = 500
 
 
 FULL = Scale()
-QUICK = Scale(width=16, model_width=16, vocabulary=50, channels=1, layers=1, many=8)
+QUICK = Scale(width=16, model_width=16, vocabulary=50, channels=1, layers=1, image_side=8, many=8)
 
 
 def mlp(batch_size: int, scale: Scale = FULL) -> Case:
@@ -117,7 +118,9 @@ def residual_cnn(batch_size: int, scale: Scale = FULL) -> Case:
         blocks = [Residual(*way) for way in ways]
         return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(third, 10))
 
-    return Case(f"residual CNN 32 x 32, batch {batch_size}", model, lambda: torch.randn(batch_size, 3, 32, 32))
+    side = scale.image_side
+    name = f"residual CNN {side} x {side}, batch {batch_size}"
+    return Case(name, model, lambda: torch.randn(batch_size, 3, side, side))
 
 
 class ManyTiny(nn.Module):

@@ -100,7 +100,8 @@ def _collective(options: argparse.Namespace, group: ProcessGroup, report: Report
     report.judge(HOSTS_OVER_RAW, found[in_window].median_s / found[RAW_MPI].median_s, in_window)
     figures = {name: {**asdict(summary), "sent_bytes": sent[name], "minimum_bytes": least} for name, summary in found.items()}
     report.keep("collective", figures)
-    picture.bars(report.picture("collective"), f"{group.size} ranks on two hosts", {what: found})
+    unit = picture.Unit("time [ms], median and quartiles", 1e3)
+    picture.bars(report.picture("collective"), f"{group.size} ranks on two hosts", {what: found}, unit)
     for subject in subjects:
         subject.close()
 
@@ -133,6 +134,8 @@ def _hooks(options: argparse.Namespace, group: ProcessGroup, report: Report) -> 
     figures = {name: {**asdict(summary), "sent_bytes": sent[name]} for name, summary in found.items()}
     report.keep("hooks", {"case": case.name, "steps": figures})
     picture.bars(report.picture("hooks"), f"{group.size} ranks on two hosts", {case.name: found})
+    if node is not None:
+        node.close()
 
 
 def _maker(make: Callable[[ProcessGroup | None], object], node: ProcessGroup | None) -> Callable[[torch.nn.Module], object]:

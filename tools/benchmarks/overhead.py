@@ -37,7 +37,7 @@ GRAPHS: dict[str, dict[str, bool]] = {
     "find-unused": {"find_unused_parameters": True},
 }
 NUMEL = 16
-CLOCKS = ("wall_s", "processor_s")
+CLOCKS = ("wall", "processor")
 
 
 class Cost(NamedTuple):
@@ -71,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(graph: str, options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
     count = session.scale(options).many
     taken = interleaved(_steps(graph, count, group), group, options.steps)
-    found = {clock: costs({name: [getattr(cost, clock) for cost in taken[name]] for name in taken}, count) for clock in CLOCKS}
+    found = {
+        clock: costs({name: [getattr(cost, f"{clock}_s") for cost in taken[name]] for name in taken}, count) for clock in CLOCKS
+    }
     ratios = {(clock, name): ratio_to_torchs(found[clock], name) for clock in CLOCKS for name in found[clock]}
     rows = [
         [name, *(cell for clock in CLOCKS for cell in (found[clock][name].in_us(), as_times(ratios[clock, name])))]

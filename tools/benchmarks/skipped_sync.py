@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -101,11 +102,16 @@ def _iterate(trainer: SkippingTrainer, images: torch.Tensor, digits: torch.Tenso
 
 
 def _batches(rank: int, ranks: int, batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    from sklearn.datasets import load_digits
-
-    pixels, digits = load_digits(return_X_y=True)
-    images, labels = torch.from_numpy(pixels).float()[rank::ranks] / 16, torch.from_numpy(digits).long()[rank::ranks]
+    images, labels = (part[rank::ranks] for part in _digits())
     generator = torch.Generator().manual_seed(rank)
     while True:
         chosen = torch.randint(len(images), (batch_size,), generator=generator)
         yield images[chosen], labels[chosen]
+
+
+@functools.cache
+def _digits() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits
+
+    pixels, digits = load_digits(return_X_y=True)
+    return torch.from_numpy(pixels).float() / 16, torch.from_numpy(digits).long()

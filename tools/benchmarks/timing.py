@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from syncline.collectives import ProcessGroup, exchange_objects
 
-WARM_UP = 3
+WARM_UP = 2
 """Rounds of two steps. In the first, memory is allocated, buckets are rebuilt, and PowerSGD has not started yet."""
 
 
