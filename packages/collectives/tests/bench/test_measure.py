@@ -112,6 +112,29 @@ def test_a_refusal_by_one_rank_is_one_by_all(when: str) -> None:
         ]
 
 
+def test_sums_of_what_a_late_refusal_left_do_not_grow() -> None:
+    """Rank 1 refuses once the data are there; the others then repeat their sums a hundred times."""
+    left: list[float] = []
+
+    class Looking(GroupSubject):
+        def prepare(self, collective: str, buffers: Buffers) -> Callable[[], object]:
+            call = super().prepare(collective, buffers)
+
+            def look() -> None:
+                call()
+                left.append(float(buffers.block.abs().max()))
+
+            return look
+
+    def body(group: ProcessGroup) -> list[Measurement]:
+        subjects = [Looking(group, owned=False), Picky(group.rank, "call")]
+        return measure(Case("all_reduce", torch.float32, 512), subjects, group, 0.001)
+
+    assert all(isinstance(result, list) for result in on_ranks(2, body))
+    assert left[0] > 0  # verified on data
+    assert left[-1] == 0
+
+
 def test_a_ring_needs_two_ranks() -> None:
     (result,) = on_ranks(
         1, lambda group: measure(Case("send_recv", torch.float32, 4), [GroupSubject(group, owned=False)], group)

@@ -70,6 +70,7 @@ def measure(
             calls[subject.name] = _verified(case, subject, common, control)
         except _RefusedError as refused:
             refusals[subject.name] = str(refused)
+    common.clear()  # who refused late may have left data there
     samples = _sample_in_turn(list(calls.values()), control, budget_s, device)
     taken = dict(zip(calls, samples, strict=True))
     return [
