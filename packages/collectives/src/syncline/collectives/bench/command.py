@@ -108,7 +108,7 @@ def _dtype(name: str) -> torch.dtype:
     if dtype not in _DTYPES:
         known = ", ".join(sorted(str(known).removeprefix("torch.") for known in _DTYPES))
         raise InvalidArgumentError(
-            f"expected a dtype of numbers such as float32, bfloat16 or int64, found {name!r}; those that can be measured are {known}"
+            f"expected a dtype of numbers such as float32, bfloat16 or int64, found {name!r}; known are {known}"
         )
     return cast(torch.dtype, dtype)
 
