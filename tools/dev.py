@@ -32,13 +32,19 @@ SIZES = (1, 2, 3, 4)
 BENCHMARKS = ROOT / "tools" / "benchmarks"
 # Each is a module; those under mpiexec, and those that start what they need themselves.
 UNDER_MPIEXEC = {
-    "collectives": ("syncline.collectives", "bench"),
+    "collectives": ("benchmarks.collectives",),
     "step": ("benchmarks.step",),
     "paper": ("benchmarks.paper",),
     "hooks": ("benchmarks.hooks",),
+    "torch_backend": ("benchmarks.torch_backend",),
 }
 BENCH_LAUNCH = (2, "mpich")
-ALONE = {"overhead": ("benchmarks.overhead",), "hosts": ("benchmarks.hosts",)}
+ALONE = {
+    "overhead": ("benchmarks.overhead",),
+    "hosts": ("benchmarks.hosts",),
+    "convergence": ("benchmarks.convergence",),
+    "nccl": ("benchmarks.nccl",),
+}
 RANKS_TIMEOUT_S = 300.0
 # Unbuffered, so that a rank that is killed leaves what it said; one thread, for cores are shared.
 RANKS_ENV = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -6,7 +6,7 @@ Every rank has data of its own; the models are the same everywhere, for they fol
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -42,11 +42,12 @@ class Scale:
     vocabulary: int = 8000
     layers: int = 4
     channels: int = 32
+    image_side: int = 32
     many: int = 500
 
 
 FULL = Scale()
-QUICK = Scale(width=16, model_width=16, vocabulary=50, channels=1, layers=1, many=8)
+QUICK = Scale(width=16, model_width=16, vocabulary=50, channels=1, layers=1, image_side=8, many=8)
 
 
 def mlp(batch_size: int, scale: Scale = FULL) -> Case:
@@ -117,16 +118,45 @@ def residual_cnn(batch_size: int, scale: Scale = FULL) -> Case:
         blocks = [Residual(*way) for way in ways]
         return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(third, 10))
 
-    return Case(f"residual CNN 32 x 32, batch {batch_size}", model, lambda: torch.randn(batch_size, 3, 32, 32))
+    side = scale.image_side
+    name = f"residual CNN {side} x {side}, batch {batch_size}"
+    return Case(name, model, lambda: torch.randn(batch_size, 3, side, side))
+
+
+class ManyTiny(nn.Module):
+    """Square layers beside a shortcut each, scaled so that what comes out neither vanishes nor grows with their number."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(count))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            values = torch.add(values, layer(values), alpha=1 / len(self.layers))
+        return values
 
 
 def many_tiny(scale: Scale = FULL) -> Case:
     """500 parameters of 16 elements: what the reducer itself costs."""
+    return Case(f"{scale.many} tiny parameters", lambda: ManyTiny(scale.many), lambda: torch.randn(4, 4))
 
-    def model() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(scale.many)))
 
-    return Case(f"{scale.many} tiny parameters", model, lambda: torch.randn(4, 4))
+class WithUnused(nn.Module):
+    """A module, and a layer that nothing reaches."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.unused = nn.Linear(64, 64)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.module(values)
+        return output
+
+
+def with_unused(case: Case) -> Case:
+    """The same with parameters that get no gradient."""
+    return replace(case, name=f"{case.name}, some unused", model=lambda: WithUnused(case.model()))
 
 
 def all_cases(scale: Scale = FULL) -> list[Case]:

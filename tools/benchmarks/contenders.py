@@ -19,6 +19,8 @@ from .trainer import Trainer
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
 
 OURS, NATIVE, ALONE = "ours", "torch", "none"
+VIEWS = ", views"
+"""Appended to a name: with gradient_as_bucket_view."""
 
 
 def ours(group: ProcessGroup, **options: Any) -> Wrap:
@@ -45,6 +47,22 @@ def with_hook(wrap: Wrap, make_state: Callable[[torch.nn.Module], object], hook:
         return ddp  # type: ignore[no-any-return]
 
     return wrapped
+
+
+def with_and_without_views(group: ProcessGroup, **options: Any) -> dict[str, Wrap]:
+    """Ours and torch's, gradients as views of the buckets or not, and no synchronisation."""
+    return {
+        OURS: ours(group, **options),
+        OURS + VIEWS: ours(group, gradient_as_bucket_view=True, **options),
+        NATIVE: native(**options),
+        NATIVE + VIEWS: native(gradient_as_bucket_view=True, **options),
+        ALONE: alone,
+    }
+
+
+def counterpart(name: str) -> str:
+    """The contender of torch's that one of those is compared with."""
+    return NATIVE + VIEWS if name.endswith(VIEWS) else NATIVE
 
 
 def trainers(case: Case, wraps: dict[str, Wrap]) -> dict[str, Step]:

@@ -1,23 +1,21 @@
 """Communication hooks side by side: ours and torch's, on torch's own DDP over Gloo.
 
-    mpiexec -n 2 python tools/benchmarks/hooks.py [--steps 30] [--only TEXT] [--json PATH]
+    python3 tools/dev.py bench hooks [--parts mlp] [--only TEXT] [--json PATH] [--plot FOLDER]
 
-Each hook gets the same bucket: all gradients of a model. All take turns in one process, so that whatever the machine does
-meanwhile hits them alike; every rank computes with one thread. Printed are milliseconds from the call of the hook until
-backward returns (compression, communication and writing back; no backward), the slowest rank's, as medians with quartiles, and
-the median of ours divided by torch's.
+Each hook gets the same bucket: all gradients of a model. Ours and torch's take turns, one pair after the other: compare the two
+of a pair, not pairs. Measured is the time from the call of the hook until backward returns: compression, communication and
+writing back; no backward. The parts are the models: mlp, 24 MiB in 12 tensors; resnet, 43 MiB in 62.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import statistics
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,15 +24,20 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
 
 from syncline import hooks
-from syncline.collectives import ProcessGroup, destroy_process_group, exchange_objects, init_process_group
+from syncline.collectives import ProcessGroup
 
-WARM_UP = 4
+from . import picture, session
+from .contenders import NATIVE, OURS
+from .report import Report
+from .summary import Summary
+from .timing import Phases, interleaved
+
 START = 2  # steps before PowerSGD compresses; part of the warm-up
 Shapes = Sequence[tuple[int, ...]]
 
 
 def resnet18() -> Shapes:
-    """The parameters of ResNet-18 for 10 classes: 43 MiB, 62 tensors."""
+    """The parameters of ResNet-18 for 10 classes."""
 
     def convolution(outputs: int, inputs: int, size: int) -> list[tuple[int, ...]]:
         return [(outputs, inputs, size, size), (outputs,), (outputs,)]
@@ -50,11 +53,12 @@ def resnet18() -> Shapes:
 
 
 def mlp() -> Shapes:
-    """Six layers of 1024: 24 MiB, 12 tensors, six of one shape."""
+    """Six layers of 1024: six matrices of one shape."""
     return [(1024, 1024), (1024,)] * 6
 
 
-MODELS: dict[str, Callable[[], Shapes]] = {"ResNet-18": resnet18, "MLP 6 x 1024": mlp}
+QUICK: Shapes = [(16, 16), (16,)] * 2
+MODELS: dict[str, tuple[str, Shapes]] = {"resnet": ("ResNet-18", resnet18()), "mlp": ("MLP 6 x 1024", mlp())}
 
 
 class Gradients(torch.nn.Module):
@@ -107,66 +111,42 @@ class Contender:
         self._called_at = time.perf_counter()
         return hook(state, bucket)
 
-    def step_ms(self) -> float:
-        """One backward."""
+    def step(self) -> Phases:
+        """One backward, from the hook on."""
         self._ddp.zero_grad()
         self._ddp().backward()
-        return 1e3 * (time.perf_counter() - self._called_at)
+        return Phases.undivided(time.perf_counter() - self._called_at)
 
 
-def measure(contenders: Sequence[Contender], group: ProcessGroup, steps: int) -> list[list[float]]:
-    """Milliseconds of each step of each contender; the slowest rank's."""
-    taken: list[list[float]] = [[] for _ in contenders]
-    for step in range(WARM_UP + steps):
-        for contender, times in zip(contenders, taken, strict=True):
-            group.barrier()
-            took_ms = contender.step_ms()
-            if step >= WARM_UP:
-                times.append(took_ms)
-    per_rank = exchange_objects(taken, group=group)
-    return [[max(step) for step in zip(*(rank[n] for rank in per_rank), strict=True)] for n in range(len(contenders))]
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Every rank of the job calls it."""
+    parser = session.parser(__doc__, list(PARTS))
+    parser.add_argument("--only", default="", metavar="TEXT", help="hooks whose name holds it")
+    return session.play_parsed("hooks", PARTS, session.parse(parser, arguments))
 
 
-def row(model: str, hook: str, ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    """Medians and quartiles of one pair, in milliseconds."""
-    quartiles = {"ours": statistics.quantiles(ours, n=4), "torch": statistics.quantiles(theirs, n=4)}
-    ratio = statistics.median(ours) / statistics.median(theirs)
-    return {"model": model, "hook": hook, "quartiles_ms": quartiles, "ours_vs_torch": ratio}
+def _measure(part: str, options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    model, shapes = ("tiny", QUICK) if options.quick else MODELS[part]
+    found = {name: _of_pair(pair, shapes, options.steps, group) for name, pair in pairs().items() if options.only in name}
+    rows = [
+        [name, pair[OURS].in_ms(), pair[NATIVE].in_ms(), f"{pair[OURS].median_s / pair[NATIVE].median_s:.2f}"]
+        for name, pair in found.items()
+    ]
+    report.table(part, f"{model}, ms: median [quartiles]", ["hook", OURS, NATIVE, "ratio"], rows)
+    figures = {name: {who: asdict(summary) for who, summary in pair.items()} for name, pair in found.items()}
+    report.keep(part, {"model": model, "hooks": figures})
+    picture.bars(report.picture(part), f"hooks, {model}, {group.size} ranks", found)
 
 
-def line(entry: dict[str, Any]) -> str:
-    """One line of the table."""
-    cells = [f"{q[1]:6.1f} [{q[0]:6.1f} {q[2]:6.1f}]" for q in entry["quartiles_ms"].values()]
-    return f"{entry['model']:<13} {entry['hook']:<34} {'  '.join(cells)}   {entry['ours_vs_torch']:.2f}"
+def _of_pair(
+    pair: tuple[tuple[Any, Any], tuple[Any, Any]], shapes: Shapes, rounds: int, group: ProcessGroup
+) -> dict[str, Summary]:
+    steps = {name: Contender(*hook, shapes, group).step for name, hook in zip((OURS, NATIVE), pair, strict=True)}
+    taken = interleaved(steps, group, rounds)
+    return {name: Summary.of([step.total_s for step in taken[name]]) for name in steps}
 
 
-def main() -> None:
-    """Run every pair and print the table on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--only", default="", metavar="TEXT", help="hooks and models whose line holds it")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    group = init_process_group()
-    folder = exchange_objects(tempfile.mkdtemp() if group.rank == 0 else None, group=group)[0]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=group.rank, world_size=group.size)
-    rows = []
-    if group.rank == 0:
-        print(f"{'model':<13} {'hook':<34} {'ours, ms [quartiles]':<22}  {'torch, ms [quartiles]':<22}   ratio", flush=True)
-    for model, shapes in MODELS.items():
-        for name, pair in pairs().items():
-            if options.only not in f"{model} {name}":
-                continue
-            ours, theirs = measure([Contender(*one, shapes(), group) for one in pair], group, options.steps)
-            rows.append(row(model, name, ours, theirs))
-            if group.rank == 0:
-                print(line(rows[-1]), flush=True)
-    if group.rank == 0 and options.json:
-        options.json.write_text(json.dumps(rows, indent=2))
-    dist.destroy_process_group()
-    destroy_process_group()
-
+PARTS: dict[str, session.Part] = {part: partial(_measure, part) for part in MODELS}
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,9 +5,9 @@
 Needs Linux, root and iproute2, and starts MPICH's mpiexec itself. The ranks share one machine: what they compute competes for
 its cores, what they send goes over an emulated wire whose bytes the kernel counts. The parts, for each number of ranks:
 
-collective  one all-reduce of 25 MiB: ours, MPI's own (raw-mpi), torch's Gloo; and the bytes on the wire against the minimum,
-            2 (H - 1) / H of the size for each of H hosts
-hooks       steps of an MLP: MPI's own all-reduce, ours, each compression hook, torch's DDP; and their bytes on the wire
+collective  one all-reduce of 25 MiB: ours on memory of its own and on plain memory, MPI's own (raw-mpi), torch's Gloo; and the
+            bytes on the wire against the minimum, 2 (H - 1) / H of the size for each of H hosts
+hooks       steps of an MLP: MPI's own all-reduce, ours, each hook of ours, torch's DDP; and their bytes on the wire
 buckets     steps by bucket size, from one reduction a parameter to one in all
 overlap     steps with buckets reduced during backward, after it, and not at all
 """

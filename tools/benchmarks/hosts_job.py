@@ -12,23 +12,28 @@ from typing import Any
 import torch
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.bench.kinds import Buffers
+from syncline.collectives.bench.kinds import Buffers, plain_memory
 from syncline.collectives.bench.measure import Case as CollectiveCase
 from syncline.collectives.bench.measure import measure
 from syncline.collectives.bench.sizes import in_words
-from syncline.collectives.bench.subjects import RAW_MPI, TORCH_GLOO, Subject, connect_subject
+from syncline.collectives.bench.subjects import IN_WINDOW, RAW_MPI, TORCH_GLOO, Subject, connect_subject
+from syncline.collectives.placement import placement_of
 from syncline.hooks import (
     CompressionState,
     Int8,
     OneBit,
+    PostLocalSGDState,
     PowerSGDState,
     RandomK,
     TopK,
     allreduce_hook,
     batched_powerSGD_hook,
     bf16_compress_hook,
+    bf16_compress_wrapper,
     compression_hook,
     fp16_compress_hook,
+    fp16_compress_wrapper,
+    post_localSGD_hook,
     powerSGD_hook,
 )
 
@@ -40,57 +45,72 @@ from .emulated_hosts import DEVICE
 from .flat_mpi import over_flat_mpi
 from .report import Report
 from .summary import Summary
+from .targets import BUCKETED, HOSTS_OVER_RAW, POWER_SGD_FASTER, WIRE
 from .timing import interleaved
 from .wire import host_count, measure_sent, minimum_bytes
 
 WIRE_REPEATS = 3
 FLAT = "flat MPI"
 POWER_SGD = "PowerSGD rank 1"
-# Two steps before it starts: buckets are rebuilt after the first.
-_power_sgd = partial(PowerSGDState, None, 1, 2)
-HOOKS: dict[str, tuple[Callable[[], object], Callable[..., Any]]] = {
-    "fp16": (lambda: None, fp16_compress_hook),
-    "bf16": (lambda: None, bf16_compress_hook),
-    "int8": (lambda: CompressionState(Int8()), compression_hook),
-    "one bit": (lambda: CompressionState(OneBit()), compression_hook),
-    "top 1 %": (lambda: CompressionState(TopK(0.01)), compression_hook),
-    "random 1 %": (lambda: CompressionState(RandomK(0.01)), compression_hook),
+LOCAL_SGD = "post-local SGD, between averagings"
+START = 2
+"""Steps before PowerSGD and local SGD begin: buckets are rebuilt after the first."""
+
+
+def _power_sgd(_: ProcessGroup | None) -> PowerSGDState:
+    return PowerSGDState(None, 1, START)
+
+
+HOOKS: dict[str, tuple[Callable[[ProcessGroup | None], object], Callable[..., Any]]] = {
+    "fp16": (lambda _: None, fp16_compress_hook),
+    "bf16": (lambda _: None, bf16_compress_hook),
+    "int8": (lambda _: CompressionState(Int8()), compression_hook),
+    "one bit": (lambda _: CompressionState(OneBit()), compression_hook),
+    "top 1 %": (lambda _: CompressionState(TopK(0.01)), compression_hook),
+    "random 1 %": (lambda _: CompressionState(RandomK(0.01)), compression_hook),
     POWER_SGD: (_power_sgd, powerSGD_hook),
-    "batched PowerSGD rank 1": (_power_sgd, batched_powerSGD_hook),
+    f"{POWER_SGD} on fp16": (_power_sgd, fp16_compress_wrapper(powerSGD_hook)),
+    f"{POWER_SGD} on bf16": (_power_sgd, bf16_compress_wrapper(powerSGD_hook)),
+    f"batched {POWER_SGD}": (_power_sgd, batched_powerSGD_hook),
+    LOCAL_SGD: (lambda node: PostLocalSGDState(None, node, START), post_localSGD_hook),
 }
+"""By name what makes a hook's state, given the group of the ranks of this host, and the hook."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Every rank of the job calls it."""
-    options = session.parse(session.parser(__doc__, list(PARTS)), arguments)
-    with session.groups() as group:
-        report = Report("hosts", options, group)
-        for part in options.parts:
-            PARTS[part](options, group, report)
-    return 0
+    return session.play("hosts", __doc__, PARTS, arguments)
 
 
 def _collective(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
-    size_bytes = 2**12 if options.quick else 25 * 2**20
-    subjects = [connect_subject(name, group) for name in (group.backend_name, RAW_MPI, TORCH_GLOO)]
+    size_bytes = 2**16 if options.quick else 25 * 2**20
+    in_window = group.backend_name + IN_WINDOW
+    subjects = [connect_subject(name, group) for name in (in_window, group.backend_name, RAW_MPI, TORCH_GLOO)]
     case = CollectiveCase("all_reduce", torch.float32, size_bytes)
     measured = measure(case, subjects, group, budget_s=0.1 * options.steps)
+    found = {subject.name: Summary.of(row.samples_s) for subject, row in zip(subjects, measured, strict=True)}
+    sent = {subject.name: _sent_by(subject, case, group) for subject in subjects}
     least = minimum_bytes(size_bytes, host_count(group))
-    rows, figures = [], {}
-    for subject, measurement in zip(subjects, measured, strict=True):
-        sent = _sent_by(subject, case, group)
-        summary = Summary.of(measurement.samples_s)
-        figures[subject.name] = {**asdict(summary), "sent_bytes": sent, "minimum_bytes": least}
-        rows.append([subject.name, summary.in_ms(), f"{sent / 2**20:.2f}", _times(sent, least)])
-        subject.close()
-    title = f"all-reduce of {in_words(size_bytes)}, ms: median [quartiles]; MiB that a host sends"
-    report.table("collective", title, ["subject", "time", "sent", "times minimum"], rows)
+    what = f"all-reduce of {in_words(size_bytes)}"
+    rows = [[name, summary.in_ms(), f"{sent[name] / 2**20:.2f}", _times(sent[name], least)] for name, summary in found.items()]
+    head = ["subject", "time", "sent", "times minimum"]
+    report.table("collective", f"{what}, ms: median [quartiles]; MiB that a host sends", head, rows)
+    if least:
+        report.judge(WIRE, sent[in_window] / least, in_window)
+    report.judge(HOSTS_OVER_RAW, found[in_window].median_s / found[RAW_MPI].median_s, in_window)
+    figures = {name: {**asdict(summary), "sent_bytes": sent[name], "minimum_bytes": least} for name, summary in found.items()}
     report.keep("collective", figures)
+    unit = picture.Unit("time [ms], median and quartiles", 1e3)
+    picture.bars(report.picture("collective"), f"{group.size} ranks on two hosts", {what: found}, unit)
+    for subject in subjects:
+        subject.close()
 
 
 def _sent_by(subject: Subject, case: CollectiveCase, group: ProcessGroup) -> float:
-    buffers = Buffers(group.rank, group.size, case.numel(group.size), case.dtype)
-    return measure_sent(subject.prepare(case.collective, buffers), WIRE_REPEATS, DEVICE, group)
+    buffers = Buffers(group.rank, group.size, case.numel(group.size), case.dtype, subject.allocate() or plain_memory)
+    call = subject.prepare(case.collective, buffers)
+    call()  # what a first call connects is not part of the collective
+    return measure_sent(call, WIRE_REPEATS, DEVICE, group)
 
 
 def _times(sent_bytes: float, minimum: float) -> str:
@@ -99,25 +119,27 @@ def _times(sent_bytes: float, minimum: float) -> str:
 
 def _hooks(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
     case = mlp(16, session.scale(options))
-    hooked = {name: with_hook(ours(group), _maker(make), hook) for name, (make, hook) in HOOKS.items()}
+    node = group.split(placement_of(group).node)
+    hooked = {name: with_hook(ours(group), _maker(make, node), hook) for name, (make, hook) in HOOKS.items()}
     wraps = {OURS: ours(group), FLAT: over_flat_mpi(ours(group)), **hooked, NATIVE: native(), ALONE: alone}
     steps = trainers(case, wraps)
     taken = interleaved(steps, group, options.steps)
     found = {name: Summary.of([step.total_s for step in taken[name]]) for name in taken}
     sent = {name: measure_sent(step, WIRE_REPEATS, DEVICE, group) for name, step in steps.items()}
-    rows = [
-        [name, summary.in_ms(), f"{found[OURS].median_s / summary.median_s:.2f}", f"{sent[name] / 2**20:.3f}"]
-        for name, summary in found.items()
-    ]
+    faster = {name: found[OURS].median_s / summary.median_s for name, summary in found.items()}
+    rows = [[name, summary.in_ms(), f"{faster[name]:.2f}", f"{sent[name] / 2**20:.3f}"] for name, summary in found.items()]
     title = f"{case.name}, ms: median [quartiles]; MiB that a host sends in a step"
     report.table("hooks", title, ["contender", "step", "times faster", "sent"], rows)
+    report.judge(POWER_SGD_FASTER, faster[POWER_SGD], case.name)
     figures = {name: {**asdict(summary), "sent_bytes": sent[name]} for name, summary in found.items()}
     report.keep("hooks", {"case": case.name, "steps": figures})
     picture.bars(report.picture("hooks"), f"{group.size} ranks on two hosts", {case.name: found})
+    if node is not None:
+        node.close()
 
 
-def _maker(make: Callable[[], object]) -> Callable[[torch.nn.Module], object]:
-    return lambda _: make()
+def _maker(make: Callable[[ProcessGroup | None], object], node: ProcessGroup | None) -> Callable[[torch.nn.Module], object]:
+    return lambda _: make(node)
 
 
 def _buckets(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
@@ -126,8 +148,7 @@ def _buckets(options: argparse.Namespace, group: ProcessGroup, report: Report) -
     for number, case in enumerate((mlp(16, scale), transformer(2, scale), many_tiny(scale))):
         found = bucket_sweep.sweep(case, {OURS: partial(ours, group), NATIVE: native}, group, options.steps)
         bucket_sweep.show(case, found, report, "buckets", picture_name=f"buckets-{number}")
-        best = min(point.median_s for point in found[OURS].values())
-        report.line(f"one reduction for each parameter takes {found[OURS]['one each'].median_s / best:.2f} times the best")
+        report.judge(BUCKETED, found[OURS]["one each"].median_s / found[OURS]["25"].median_s, f"25 MiB; {case.name}")
         figures[case.name] = bucket_sweep.as_figures(found)
     report.keep("buckets", figures)
 
@@ -153,7 +174,7 @@ def _overlap(options: argparse.Namespace, group: ProcessGroup, report: Report) -
     picture.bars(report.picture("overlap"), f"{group.size} ranks on two hosts", figures)
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, ProcessGroup, Report], None]] = {
+PARTS: dict[str, session.Part] = {
     "collective": _collective,
     "hooks": _hooks,
     "buckets": _buckets,

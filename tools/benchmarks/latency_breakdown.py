@@ -2,58 +2,56 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .summary import Summary
 from .timing import Phases
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Medians of the parts of a step, in seconds.
+    """The parts of a step: medians and quartiles.
 
     Attributes:
-        forward_s: forward.
-        backward_s: what backward computes: the backward of an unsynchronised step.
-        exposed_s: what backward takes beyond that: communication that nothing hides.
-        optimizer_s: the optimizer's step.
-        communication_s: what the same communication takes when it begins after backward, so that nothing hides it.
+        forward: forward.
+        backward: what backward computes: the backward of an unsynchronised step.
+        exposed: what backward takes beyond that of the same round: communication that nothing hides.
+        optimizer: the optimizer's step.
+        communication: what the same communication takes when it begins after backward, so that nothing hides it.
+        hidden: by how much that is more than what is exposed: communication that backward hides.
     """
 
-    forward_s: float
-    backward_s: float
-    exposed_s: float
-    optimizer_s: float
-    communication_s: float
+    forward: Summary
+    backward: Summary
+    exposed: Summary
+    optimizer: Summary
+    communication: Summary
+    hidden: Summary
 
-    @property
-    def hidden_s(self) -> float:
-        """Communication that backward hides."""
-        return max(0.0, self.communication_s - self.exposed_s)
+    @classmethod
+    def of(cls, steps: Sequence[Phases], after_backward: Sequence[Phases], alone: Sequence[Phases]) -> Breakdown:
+        """Of a contender's steps, of those of the same contender without overlap, and of unsynchronised ones."""
+        backward_s, after_s, computed_s = map(_backward_s, (steps, after_backward, alone))
+        return cls(
+            forward=Summary.of([step.forward_s for step in steps]),
+            backward=Summary.of(computed_s),
+            exposed=Summary.of_difference(backward_s, computed_s),
+            optimizer=Summary.of([step.optimizer_s for step in steps]),
+            communication=Summary.of_difference(after_s, computed_s),
+            hidden=Summary.of_difference(after_s, backward_s),
+        )
 
-    def shown(self) -> dict[str, float]:
-        """The parts that follow one another, in milliseconds."""
+    def stacked_ms(self) -> dict[str, float]:
+        """The medians of the parts that follow one another, in milliseconds, as bars: none shorter than nothing."""
         parts = {
-            "forward": self.forward_s,
-            "backward": self.backward_s,
-            "exposed communication": self.exposed_s,
-            "optimizer": self.optimizer_s,
+            "forward": self.forward,
+            "backward": self.backward,
+            "exposed communication": self.exposed,
+            "optimizer": self.optimizer,
         }
-        return {name: 1e3 * seconds for name, seconds in parts.items()}
+        return {name: 1e3 * max(0.0, part.median_s) for name, part in parts.items()}
 
 
-def breakdown(steps: Sequence[Phases], after_backward: Sequence[Phases], alone: Sequence[Phases]) -> Breakdown:
-    """Of a contender's steps, of those of the same contender without overlap, and of unsynchronised ones."""
-    computed_s = _backward_s(alone)
-    return Breakdown(
-        statistics.median(step.forward_s for step in steps),
-        computed_s,
-        max(0.0, _backward_s(steps) - computed_s),
-        statistics.median(step.optimizer_s for step in steps),
-        max(0.0, _backward_s(after_backward) - computed_s),
-    )
-
-
-def _backward_s(steps: Sequence[Phases]) -> float:
-    return statistics.median(step.backward_s for step in steps)
+def _backward_s(steps: Sequence[Phases]) -> list[float]:
+    return [step.backward_s for step in steps]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -41,11 +42,11 @@ def timed(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list
     """Milliseconds of each call by the GPU's own clock, in turns."""
     taken_ms: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(WARM_UP + rounds):
-        for name, call in calls.items():
+        for name in random.Random(number).sample(list(calls), len(calls)):  # the same order on every rank
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
             start.record()
-            call()
+            calls[name]()
             end.record()
             torch.cuda.synchronize()
             if number >= WARM_UP:

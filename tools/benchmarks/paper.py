@@ -5,9 +5,9 @@ Training", VLDB 2020.
 
 breakdown    (its figure 6) forward, backward, communication with and without overlap, optimizer; ours and torch's
 buckets      (figures 7 and 8) steps by bucket size
-no_sync      (figures 10 and 11) the mean iteration when gradients are synchronised every 1, 2, 4, 8 iterations, and the loss
-             on handwritten digits meanwhile, at the paper's batch sizes and learning rates
-round_robin  (figure 12) steps with buckets reduced by one group, and by several in turn
+no_sync      (figures 10 and 11) the mean iteration when gradients are synchronised every 1, 2, 4, 8 iterations, and the
+             optimizer steps as often; and the loss on handwritten digits meanwhile, at the paper's batch sizes and rates
+round_robin  (figure 12) steps with buckets reduced by the group itself, and by new ones in turn
 
 Models are those of the step benchmark. Each part is a table, a picture, and an entry of the JSON file.
 """
@@ -17,8 +17,8 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, fields
 from functools import partial
 from importlib.util import find_spec
 
@@ -29,7 +29,7 @@ from . import bucket_sweep, picture, session
 from .cases import Case, mlp, residual_cnn, transformer
 from .contenders import ALONE, NATIVE, OURS, Wrap, alone, native, ours, trainers
 from .deferral import without_overlap
-from .latency_breakdown import Breakdown, breakdown
+from .latency_breakdown import Breakdown
 from .report import Report
 from .skipped_sync import EVERY, WINDOW, WindowOfSteps, losses, smoothed
 from .summary import Summary
@@ -37,6 +37,8 @@ from .timing import Step, interleaved
 
 AFTER = ", after backward"
 GROUPS = (1, 2, 3)
+PLAIN = "the group itself"
+"""Its buckets lie in memory that ranks share; those of groups in turn do not, not even of one."""
 ROUND_ROBIN_CAP_MB = 5.0
 """Small enough that there are buckets to take turns with."""
 BATCHES = ((8, 0.02), (256, 0.06))
@@ -49,11 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = session.parse(parser, arguments)
     if "no_sync" in options.parts and find_spec("sklearn") is None:
         parser.error("--parts no_sync needs scikit-learn: pip install 'syncline-ddp[examples]', or name the other parts")
-    with session.groups() as group:
-        report = Report("paper", options, group)
-        for part in options.parts:
-            PARTS[part](options, group, report)
-    return 0
+    return session.play_parsed("paper", PARTS, options)
 
 
 def _breakdown(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
@@ -69,24 +67,21 @@ def _breakdown(options: argparse.Namespace, group: ProcessGroup, report: Report)
     for case in (mlp(16, scale), transformer(2, scale), residual_cnn(4, scale)):
         taken = interleaved(trainers(case, wraps), group, options.steps)
         found = {
-            name: breakdown(taken[name], taken[name.removesuffix(AFTER) + AFTER], taken[ALONE])
+            name: Breakdown.of(taken[name], taken[name.removesuffix(AFTER) + AFTER], taken[ALONE])
             for name in wraps
             if name != ALONE
         }
         _show_breakdown(case, found, report)
-        shown.update({f"{case.name}: {name}": parts.shown() for name, parts in found.items()})
-        figures[case.name] = {name: {**asdict(parts), "hidden_s": parts.hidden_s} for name, parts in found.items()}
+        shown.update({f"{case.name}: {name}": parts.stacked_ms() for name, parts in found.items()})
+        figures[case.name] = {name: asdict(parts) for name, parts in found.items()}
     report.keep("breakdown", figures)
     picture.stacked(report.picture("breakdown"), f"where a step goes, {group.size} ranks", "median [ms]", shown)
 
 
 def _show_breakdown(case: Case, found: dict[str, Breakdown], report: Report) -> None:
-    head = ["contender", "forward", "backward", "exposed", "optimizer", "all communication", "hidden"]
-    rows = [
-        [name, *(f"{part:.2f}" for part in (*parts.shown().values(), 1e3 * parts.communication_s, 1e3 * parts.hidden_s))]
-        for name, parts in found.items()
-    ]
-    report.table("breakdown", f"{case.name}, medians in ms", head, rows)
+    parts = [part.name for part in fields(Breakdown)]
+    rows = [[name, *(getattr(found[name], part).in_ms() for part in parts)] for name in found]
+    report.table("breakdown", f"{case.name}, ms: median [quartiles]", ["contender", *parts], rows)
 
 
 def _buckets(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
@@ -106,12 +101,13 @@ def _no_sync(options: argparse.Namespace, group: ProcessGroup, report: Report) -
 def _amortised(options: argparse.Namespace, group: ProcessGroup, report: Report) -> dict[str, dict[str, dict[str, float]]]:
     case = mlp(16, session.scale(options))
     model, batch = case.model(), case.batch()
-    wraps = {OURS: ours(group), NATIVE: native()}
+    wraps: dict[str, Wrap] = {OURS: ours(group), NATIVE: native(), ALONE: alone}
     steps: dict[str, Step] = {
         f"{name}/{every}": WindowOfSteps(wrap, case, copy.deepcopy(model), batch, every).step
         for every in EVERY
         for name, wrap in wraps.items()
     }
+    # One round to warm up is two windows: with one synchronisation in a window, buckets are rebuilt in the second.
     taken = interleaved(steps, group, max(1, options.steps // WINDOW), warm_up=1)
     found = {
         name: {str(every): Summary.of([step.total_s for step in taken[f"{name}/{every}"]]) for every in EVERY} for name in wraps
@@ -139,17 +135,17 @@ def _convergence(options: argparse.Namespace, group: ProcessGroup, report: Repor
 
 def _round_robin(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
     groups = [_some_groups(group, count) for count in GROUPS]
-    wraps: dict[str, Wrap] = {
-        f"{count} group(s)": ours(RoundRobinGroup(some), bucket_cap_mb_list=[ROUND_ROBIN_CAP_MB])
-        for count, some in zip(GROUPS, groups, strict=True)
+    taking_turns: dict[str, ProcessGroup] = {
+        f"{count} in turn": RoundRobinGroup(some) for count, some in zip(GROUPS, groups, strict=True)
     }
+    wraps = {name: ours(one, bucket_cap_mb_list=[ROUND_ROBIN_CAP_MB]) for name, one in {PLAIN: group, **taking_turns}.items()}
     scale = session.scale(options)
     figures: dict[str, dict[str, Summary]] = {}
     for case in (mlp(16, scale), transformer(2, scale)):
         taken = interleaved(trainers(case, {**wraps, ALONE: alone}), group, options.steps)
         figures[case.name] = found = {name: Summary.of([step.total_s for step in steps]) for name, steps in taken.items()}
         rows = [[name, summary.in_ms()] for name, summary in found.items()]
-        report.table("round_robin", f"{case.name}, ms: median [quartiles]", ["in turn", "step"], rows)
+        report.table("round_robin", f"{case.name}, ms: median [quartiles]", ["groups", "step"], rows)
     report.keep(
         "round_robin", {case: {name: asdict(summary) for name, summary in found.items()} for case, found in figures.items()}
     )
@@ -165,7 +161,7 @@ def _some_groups(group: ProcessGroup, count: int) -> list[ProcessGroup]:
     return [part for part in made if part is not None]
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, ProcessGroup, Report], None]] = {
+PARTS: dict[str, session.Part] = {
     "breakdown": _breakdown,
     "buckets": _buckets,
     "no_sync": _no_sync,

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
+from operator import sub
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .summary import Summary
 
 
-def bars(path: Path | None, title: str, groups: Mapping[str, Mapping[str, Summary]]) -> None:
-    """For each group a bar for each contender: the median in milliseconds, whiskers at the quartiles."""
+class Unit(NamedTuple):
+    """What an axis shows, and how many of it are a second."""
+
+    label: str
+    per_second: float
+
+
+STEP_MS = Unit("step [ms], median and quartiles", 1e3)
+US_PER_PARAMETER = Unit("for each parameter [us], median and quartiles", 1e6)
+
+
+def bars(path: Path | None, title: str, groups: Mapping[str, Mapping[str, Summary]], unit: Unit = STEP_MS) -> None:
+    """For each group a bar for each contender: the median, whiskers at the quartiles."""
     with _axes(path, title, height=1.5 + 0.14 * sum(len(group) + 1 for group in groups.values())) as axes:
         if axes is None:
             return
@@ -20,11 +33,12 @@ def bars(path: Path | None, title: str, groups: Mapping[str, Mapping[str, Summar
             rows = [row for row, group in enumerate(groups.values()) if name in group]
             found = [group[name] for group in groups.values() if name in group]
             places = [row + 0.8 * (number + 0.5) / len(names) - 0.4 for row in rows]
-            spread = [_ms([s.median_s - s.p25_s for s in found]), _ms([s.p75_s - s.median_s for s in found])]
-            axes.barh(places, _ms([s.median_s for s in found]), height=0.8 / len(names), xerr=spread, label=name)
+            low, median, high = _quartiles(found, unit)
+            spread = [list(map(sub, median, low)), list(map(sub, high, median))]
+            axes.barh(places, median, height=0.8 / len(names), xerr=spread, label=name)
         axes.set_yticks(range(len(groups)), list(groups))
         axes.invert_yaxis()
-        axes.set_xlabel("step [ms], median and quartiles")
+        axes.set_xlabel(unit.label)
         axes.legend()
 
 
@@ -34,14 +48,12 @@ def lines(path: Path | None, title: str, x_label: str, series: Mapping[str, Mapp
         if axes is None:
             return
         for name, points in series.items():
-            low, median, high = (
-                _ms([getattr(point, which) for point in points.values()]) for which in ("p25_s", "median_s", "p75_s")
-            )
+            low, median, high = _quartiles(list(points.values()), STEP_MS)
             axes.fill_between(range(len(points)), low, high, alpha=0.2)
             axes.plot(range(len(points)), median, marker=".", label=name)
             axes.set_xticks(range(len(points)), list(points))
         axes.set_xlabel(x_label)
-        axes.set_ylabel("step [ms], median and quartiles")
+        axes.set_ylabel(STEP_MS.label)
         axes.set_ylim(bottom=0)
         axes.legend()
 
@@ -89,5 +101,5 @@ def _axes(path: Path | None, title: str, height: float = 4.5) -> Iterator[Any]:
     figure.savefig(path)
 
 
-def _ms(values_s: Sequence[float]) -> list[float]:
-    return [1e3 * value for value in values_s]
+def _quartiles(summaries: Sequence[Summary], unit: Unit) -> tuple[list[float], ...]:
+    return tuple([unit.per_second * value for value in values] for values in zip(*map(astuple, summaries), strict=True))

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from syncline.collectives import ProcessGroup
 from syncline.collectives.bench.results import aligned
 from syncline.collectives.placement import placement_of
+
+from .targets import Target
 
 
 class Report:
@@ -31,7 +33,8 @@ class Report:
         self._json: Path | None = options.json
         self._folder: Path | None = options.plot
         self._speaks = group.rank == 0
-        self._kept: dict[str, Any] = {"environment": _environment(group, options)}
+        self._kept: dict[str, Any] = {"environment": _environment(group, options), "verdicts": []}
+        self._caveat = _caveat(self._kept["environment"])
         self._say(", ".join(f"{name} {value}" for name, value in self._kept["environment"].items()))
 
     def table(self, part: str, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -41,6 +44,16 @@ class Report:
     def line(self, text: str) -> None:
         """Print a line."""
         self._say(text)
+
+    def judge(self, target: Target, seen: float | None, where: str = "") -> None:
+        """Print and keep whether a target is reached; `where` says on what the figure was seen, or why it was not."""
+        verdict = target.verdict(seen, where) + self._caveat
+        self._kept["verdicts"].append(verdict)
+        self._say(verdict)
+
+    def judge_worst(self, target: Target, seen: Iterable[tuple[float, str]]) -> None:
+        """The same of the worst of several figures, each with where it was seen."""
+        self.judge(target, *target.worst(seen))
 
     def keep(self, part: str, figures: Any) -> None:
         """Put the figures of a part into the JSON file, which is written anew each time: an interrupted run leaves some."""
@@ -55,6 +68,15 @@ class Report:
     def _say(self, text: str) -> None:
         if self._speaks:
             print(text, flush=True)
+
+
+def _caveat(environment: Mapping[str, Any]) -> str:
+    """Why a verdict means less than it says; nothing if it does not."""
+    if environment["quick"]:
+        return "; with --quick that means nothing"
+    if environment["world_size"] > environment["nodes"] * environment["cores"]:
+        return "; but ranks share cores"
+    return ""
 
 
 def _environment(group: ProcessGroup, options: argparse.Namespace) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,24 @@ from syncline.collectives.errors import MisuseError
 from syncline.collectives.rendezvous import tcp_store_of_rank_0
 
 from .cases import FULL, QUICK, Scale
+from .report import Report
+
+Part = Callable[[argparse.Namespace, ProcessGroup, Report], None]
+"""Measures one thing, shows and keeps it."""
+
+
+def play(benchmark: str, description: str | None, parts: Mapping[str, Part], arguments: Sequence[str] | None) -> int:
+    """A whole benchmark: parse, connect, measure each part that is asked for. Every rank calls it; its exit status."""
+    return play_parsed(benchmark, parts, parse(parser(description, list(parts)), arguments))
+
+
+def play_parsed(benchmark: str, parts: Mapping[str, Part], options: argparse.Namespace) -> int:
+    """The same with options that are parsed already."""
+    with groups() as group:
+        report = Report(benchmark, options, group)
+        for part in options.parts:
+            parts[part](options, group, report)
+    return 0
 
 
 def parser(description: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:

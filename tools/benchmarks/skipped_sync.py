@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -30,13 +31,14 @@ class SkippingTrainer:
     """Gradients add up locally; every n-th backward reduces them, and the optimizer steps.
 
     Args:
-        ddp: ours or torch's.
+        ddp: ours or torch's, or a module that nothing synchronises.
         every: n.
         learning_rate: of plain SGD.
     """
 
     def __init__(self, ddp: Any, every: int, learning_rate: float = 1e-3) -> None:
         self._ddp = ddp
+        self._no_sync = getattr(ddp, "no_sync", nullcontext)
         self._every = every
         self._optimizer = torch.optim.SGD(ddp.parameters(), lr=learning_rate)
         self._iteration = 0
@@ -45,7 +47,7 @@ class SkippingTrainer:
         """One forward and backward; returns the loss."""
         is_last = synchronizes(self._iteration, self._every)
         self._iteration += 1
-        with nullcontext() if is_last else self._ddp.no_sync():
+        with nullcontext() if is_last else self._no_sync():
             loss = case.loss(self._ddp(batch), batch)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's
         if is_last:
@@ -100,11 +102,16 @@ def _iterate(trainer: SkippingTrainer, images: torch.Tensor, digits: torch.Tenso
 
 
 def _batches(rank: int, ranks: int, batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    from sklearn.datasets import load_digits
-
-    pixels, digits = load_digits(return_X_y=True)
-    images, labels = torch.from_numpy(pixels).float()[rank::ranks] / 16, torch.from_numpy(digits).long()[rank::ranks]
+    images, labels = (part[rank::ranks] for part in _digits())
     generator = torch.Generator().manual_seed(rank)
     while True:
         chosen = torch.randint(len(images), (batch_size,), generator=generator)
         yield images[chosen], labels[chosen]
+
+
+@functools.cache
+def _digits() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits
+
+    pixels, digits = load_digits(return_X_y=True)
+    return torch.from_numpy(pixels).float() / 16, torch.from_numpy(digits).long()

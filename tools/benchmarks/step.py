@@ -6,8 +6,8 @@ All train copies of one model in one process, taking turns. Every rank computes 
 optimizer) takes as long as on its slowest rank. The parts:
 
 cases    each model: median and quartiles of a step, ours over torch's, and the communication left exposed (a step minus an
-         unsynchronised step), ours over torch's, with the geometric mean over the models
-unused   the same with find_unused_parameters
+         unsynchronised step of the same round), ours over torch's, with the geometric mean over the models
+unused   the same with find_unused_parameters, each model with a layer that nothing reaches
 buckets  steps by bucket size, from one parameter a bucket to all in one
 memory   peak memory of a rank with gradient_as_bucket_view, ours and torch's
 """
@@ -16,96 +16,60 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from syncline.collectives import ProcessGroup, exchange_objects
 
 from . import bucket_sweep, memory, picture, session
-from .cases import Case, all_cases, mlp, transformer
-from .contenders import ALONE, NATIVE, OURS, Wrap, alone, native, ours, trainers
+from .cases import Case, all_cases, mlp, transformer, with_unused
+from .contenders import NATIVE, OURS, VIEWS, Wrap, native, ours, trainers, with_and_without_views
+from .exposure import Compared
 from .report import Report
-from .summary import Summary, as_times, exposed_ratio, geometric_mean
+from .summary import GeometricMean, as_times
+from .targets import EXPOSED, MEMORY, STEP
 from .timing import interleaved
-
-VIEWS = ", views"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Every rank of the job calls it."""
-    options = session.parse(session.parser(__doc__, list(PARTS)), arguments)
-    with session.groups() as group:
-        report = Report("step", options, group)
-        for part in options.parts:
-            PARTS[part](options, group, report)
-    return 0
+    return session.play("step", __doc__, PARTS, arguments)
 
 
 def _cases(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
-    _compare("cases", {}, options, group, report)
+    _compare("cases", all_cases(session.scale(options)), with_and_without_views(group), options.steps, group, report)
 
 
 def _unused(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
-    _compare("unused", {"find_unused_parameters": True}, options, group, report)
+    wraps = with_and_without_views(group, find_unused_parameters=True)
+    _compare("unused", map(with_unused, all_cases(session.scale(options))), wraps, options.steps, group, report)
 
 
-def _compare(part: str, arguments: dict[str, Any], options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
-    found: dict[str, dict[str, Summary]] = {}
-    for case in all_cases(session.scale(options)):
-        taken = interleaved(trainers(case, _wraps(group, **arguments)), group, options.steps)
-        found[case.name] = {name: Summary.of([step.total_s for step in steps]) for name, steps in taken.items()}
+def _compare(
+    part: str, cases: Iterable[Case], wraps: dict[str, Wrap], rounds: int, group: ProcessGroup, report: Report
+) -> None:
+    found: dict[str, Compared] = {}
+    for case in cases:
+        taken = interleaved(trainers(case, wraps), group, rounds)
+        found[case.name] = Compared.of({name: [step.total_s for step in steps] for name, steps in taken.items()})
         report.table(part, f"{case.name}, ms: median [quartiles]", *_table(found[case.name]))
-    means = {views or "plain": geometric_mean([_exposed(case, views) for case in found.values()]) for views in ("", VIEWS)}
-    report.line(
-        f"\n{part}: exposed communication, ours over torch's, geometric mean over {len(found)} cases: "
-        f"{as_times(means['plain'])}; with gradient_as_bucket_view {as_times(means[VIEWS])}"
-    )
-    report.keep(
-        part,
-        {
-            "cases": [_figures(case, summaries) for case, summaries in found.items()],
-            "exposed_ratio_geometric_mean": means["plain"],
-            "exposed_ratio_geometric_mean_views": means[VIEWS],
-        },
-    )
-    picture.bars(report.picture(part), f"training steps, {group.size} ranks", found)
+    means = {}
+    for name in (OURS, OURS + VIEWS):
+        report.judge_worst(STEP, [(compared.step_ratio(name), f"{name}; {case}") for case, compared in found.items()])
+        means[name] = GeometricMean.of({case: compared.exposed_ratio(name) for case, compared in found.items()})
+        report.judge(EXPOSED, means[name].value, f"{name}; {means[name].basis()}")
+    figures = {case: compared.figures() for case, compared in found.items()}
+    report.keep(part, {"cases": figures, "exposed_ratio": {name: asdict(mean) for name, mean in means.items()}})
+    picture.bars(report.picture(part), f"training steps, {group.size} ranks", {case: c.steps for case, c in found.items()})
 
 
-def _wraps(group: ProcessGroup, **arguments: Any) -> dict[str, Wrap]:
-    return {
-        OURS: ours(group, **arguments),
-        OURS + VIEWS: ours(group, gradient_as_bucket_view=True, **arguments),
-        NATIVE: native(**arguments),
-        NATIVE + VIEWS: native(gradient_as_bucket_view=True, **arguments),
-        ALONE: alone,
-    }
-
-
-def _exposed(found: dict[str, Summary], views: str) -> float | None:
-    return exposed_ratio(found[OURS + views].median_s, found[NATIVE + views].median_s, found[ALONE].median_s)
-
-
-def _table(found: dict[str, Summary]) -> tuple[list[str], list[list[str]]]:
+def _table(compared: Compared) -> tuple[list[str], list[list[str]]]:
     rows = []
-    for name, summary in found.items():
-        times = summary.median_s / found[NATIVE].median_s
-        exposed_ms = 1e3 * (summary.median_s - found[ALONE].median_s)
-        ratio = exposed_ratio(summary.median_s, found[NATIVE].median_s, found[ALONE].median_s)
-        rows.append([name, summary.in_ms(), f"{times:.2f}", f"{exposed_ms:.2f}", as_times(ratio)])
+    for name, step in compared.steps.items():
+        ratios = f"{compared.step_ratio(name):.2f}", as_times(compared.exposed_ratio(name))
+        rows.append([name, step.in_ms(), ratios[0], compared.exposed[name].in_ms(), ratios[1]])
     return ["contender", "step", "over torch", "exposed", "over torch"], rows
-
-
-def _figures(case: str, found: dict[str, Summary]) -> dict[str, Any]:
-    return {
-        "case": case,
-        "steps": {name: asdict(summary) for name, summary in found.items()},
-        "step_ratio": found[OURS].median_s / found[NATIVE].median_s,
-        "step_ratio_views": found[OURS + VIEWS].median_s / found[NATIVE + VIEWS].median_s,
-        "exposed_ratio": _exposed(found, ""),
-        "exposed_ratio_views": _exposed(found, VIEWS),
-    }
 
 
 def _buckets(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
@@ -122,10 +86,11 @@ def _memory(options: argparse.Namespace, group: ProcessGroup, report: Report) ->
     figures = {}
     scale = session.scale(options)
     for case in (mlp(16, scale), transformer(2, scale)):
-        found = {name: _peak(case, wrap, group) for name, wrap in _wraps(group).items()}
+        found = {name: _peak(case, wrap, group) for name, wrap in with_and_without_views(group).items()}
         least = max(found[NATIVE + VIEWS], 1)
         rows = [[name, f"{peak / 2**20:.1f}", f"{peak / least:.2f}"] for name, peak in found.items()]
         report.table("memory", f"{case.name}, peak of a rank", ["contender", "MiB", "over torch, views"], rows)
+        report.judge(MEMORY, found[OURS + VIEWS] / least, case.name)
         figures[case.name] = found
     report.keep("memory", {"peak_bytes": figures})
 
@@ -136,7 +101,7 @@ def _peak(case: Case, wrap: Wrap, group: ProcessGroup) -> int:
     return max(peaks)
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, ProcessGroup, Report], None]] = {
+PARTS: dict[str, session.Part] = {
     "cases": _cases,
     "unused": _unused,
     "buckets": _buckets,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.collectives.bench.results import quartiles
-
-LEAST_RATIO = 0.01
-"""An exposed time at or below zero is noise around nothing; in a geometric mean it counts as this share."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +22,58 @@ class Summary:
         """Of at least one sample."""
         return cls(*quartiles(samples_s))
 
+    @classmethod
+    def of_difference(cls, samples_s: Sequence[float], base_s: Sequence[float]) -> Summary:
+        """Of what each sample is above the base's sample of the same round."""
+        return cls.of([sample - base for sample, base in zip(samples_s, base_s, strict=True)])
+
+    @property
+    def is_lost_in_noise(self) -> bool:
+        """Whether the quartiles do not even agree on the sign, or it is negative: nothing then is known of a cost."""
+        return self.p25_s <= 0
+
     def in_ms(self) -> str:
         """Median and quartiles as a cell of a table."""
-        return f"{1e3 * self.median_s:.2f} [{1e3 * self.p25_s:.2f} {1e3 * self.p75_s:.2f}]"
+        return self._in(1e3)
+
+    def in_us(self) -> str:
+        """The same in microseconds."""
+        return self._in(1e6)
+
+    def _in(self, per_second: float) -> str:
+        return f"{per_second * self.median_s:.2f} [{per_second * self.p25_s:.2f} {per_second * self.p75_s:.2f}]"
 
 
-def exposed_ratio(ours_s: float, native_s: float, alone_s: float) -> float | None:
-    """Communication left exposed (a step minus an unsynchronised one), ours over native's; None where native has none."""
-    native = native_s - alone_s
-    return (ours_s - alone_s) / native if native > 0 else None
+def ratio_of_costs(ours: Summary, theirs: Summary) -> float | None:
+    """Of the medians; None where either is lost in noise."""
+    return None if ours.is_lost_in_noise or theirs.is_lost_in_noise else ours.median_s / theirs.median_s
 
 
-def geometric_mean(ratios: Sequence[float | None]) -> float | None:
-    """Of those that are known, each `LEAST_RATIO` at least; None if none is."""
-    known = [max(ratio, LEAST_RATIO) for ratio in ratios if ratio is not None]
-    return math.exp(sum(map(math.log, known)) / len(known)) if known else None
+@dataclass(frozen=True)
+class GeometricMean:
+    """A mean over the cases whose ratio is known.
+
+    Attributes:
+        value: None if no ratio is known.
+        cases: how many there are in all.
+        left_out: the names of those whose ratio is not known.
+    """
+
+    value: float | None
+    cases: int
+    left_out: tuple[str, ...]
+
+    @classmethod
+    def of(cls, ratios: Mapping[str, float | None]) -> GeometricMean:
+        """Of ratios above 0, by the name of the case."""
+        known = [ratio for ratio in ratios.values() if ratio is not None]
+        mean = math.exp(sum(map(math.log, known)) / len(known)) if known else None
+        return cls(mean, len(ratios), tuple(name for name, ratio in ratios.items() if ratio is None))
+
+    def basis(self) -> str:
+        """What the mean is over, and what it leaves out."""
+        told = f"over {self.cases - len(self.left_out)} of {self.cases} cases"
+        return f"{told}, lost in noise: {'; '.join(self.left_out)}" if self.left_out else told
 
 
 def as_times(ratio: float | None) -> str:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from syncline.collectives import ProcessGroup, exchange_objects
 
-WARM_UP = 5
-"""In the first steps memory is allocated, buckets are rebuilt, and PowerSGD has not started yet."""
+WARM_UP = 2
+"""Rounds of two steps. In the first, memory is allocated, buckets are rebuilt, and PowerSGD has not started yet."""
+
+
+class Timed(Protocol):
+    """What a step tells: at least how long it took."""
+
+    @property
+    def total_s(self) -> float:
+        """The whole step, in seconds."""
+
+
+T = TypeVar("T", bound=Timed)
 
 
 class Phases(NamedTuple):
@@ -32,15 +44,21 @@ class Phases(NamedTuple):
 Step = Callable[[], Phases]
 
 
-def interleaved(steps: dict[str, Step], group: ProcessGroup, rounds: int, warm_up: int = WARM_UP) -> dict[str, list[Phases]]:
-    """Let each contender take one step a round; every other round runs backwards. A collective.
+def interleaved(
+    steps: dict[str, Callable[[], T]], group: ProcessGroup, rounds: int, warm_up: int = WARM_UP
+) -> dict[str, list[T]]:
+    """Let each contender take two steps a round, in an order that is drawn anew for each. A collective.
+
+    Only the second step counts: it finds the caches as the contender's own step leaves them, as in training, and not as
+    another contender does.
 
     Returns:
-        For each contender the steps after the warm-up, each as the rank saw it that took longest.
+        For each contender the steps after the warm-up, one a round, each as the rank saw it that took longest.
     """
-    own: dict[str, list[Phases]] = {name: [] for name in steps}
+    own: dict[str, list[T]] = {name: [] for name in steps}
     for number in range(warm_up + rounds):
-        for name in steps if number % 2 == 0 else reversed(steps):
+        for name in order_of_round(number, steps):
+            steps[name]()
             group.barrier()
             taken = steps[name]()
             if number >= warm_up:
@@ -49,6 +67,13 @@ def interleaved(steps: dict[str, Step], group: ProcessGroup, rounds: int, warm_u
     return {name: slowest([rank[name] for rank in everyone]) for name in steps}
 
 
-def slowest(ranks: list[list[Phases]]) -> list[Phases]:
-    """Of each step the phases of the rank that took longest. A pure function."""
-    return [max(step, key=lambda phases: phases.total_s) for step in zip(*ranks, strict=True)]
+def order_of_round(number: int, names: Iterable[str]) -> list[str]:
+    """The names in a random order, which follows from the number of the round: the same on every rank. A pure function."""
+    shuffled = list(names)
+    random.Random(number).shuffle(shuffled)
+    return shuffled
+
+
+def slowest(ranks: Sequence[Sequence[T]]) -> list[T]:
+    """Of each step what the rank saw that took longest. A pure function."""
+    return [max(step, key=lambda taken: taken.total_s) for step in zip(*ranks, strict=True)]

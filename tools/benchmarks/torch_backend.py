@@ -1,6 +1,6 @@
 """What torch.distributed's functions cost on top of ours: `torch.distributed.all_reduce` and our `all_reduce`, side by side.
 
-    mpiexec -n 2 python tools/benchmarks/torch_backend.py [--rounds 2000] [--json PATH]
+    PYTHONPATH=tools mpiexec -n 2 python -m benchmarks.torch_backend [--rounds 2000] [--json PATH]
 
 Both run over backend "mpi", taking turns call by call, so that whatever the machine does meanwhile hits them alike. Printed are
 medians of a call with their quartiles, and the difference of the medians, in microseconds.
@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 import syncline.collectives.torch_backend  # noqa: F401 - registers
 from syncline.collectives import as_process_group, destroy_process_group, init_process_group
+
+from .timing import order_of_round
 
 WARM_UP = 200
 NUMELS = (1, 256, 16_384)
@@ -44,9 +46,9 @@ def measure(numel: int, rounds: int) -> dict[str, list[float]]:
     calls = contenders(numel)
     taken_us: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(WARM_UP + rounds):
-        for name, call in calls.items():
+        for name in order_of_round(turn, calls):
             start = time.perf_counter()
-            call()
+            calls[name]()
             if turn >= WARM_UP:
                 taken_us[name].append(1e6 * (time.perf_counter() - start))
     destroy_process_group()

@@ -6,22 +6,35 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import emulated_hosts, paper, step
-from benchmarks.cases import FULL, QUICK, all_cases
+import mpi_runtimes
+from benchmarks import collectives, convergence, emulated_hosts, hosts_job, nccl, overhead, paper, step, torch_backend
+from benchmarks.cases import FULL, QUICK, all_cases, many_tiny, mlp, with_unused
 from benchmarks.deferral import Deferral, deferred_hook
-from benchmarks.latency_breakdown import breakdown
-from benchmarks.memory import kib_in
+from benchmarks.exposure import Compared
+from benchmarks.latency_breakdown import Breakdown
+from benchmarks.memory import can_be_measured, kib_in, peak_bytes
+from benchmarks.report import Report
 from benchmarks.skipped_sync import smoothed, synchronizes
-from benchmarks.summary import LEAST_RATIO, Summary, exposed_ratio, geometric_mean
-from benchmarks.timing import Phases, slowest
+from benchmarks.summary import GeometricMean, Summary, ratio_of_costs
+from benchmarks.targets import BUCKETED, EXPOSED, HOSTS_OVER_RAW, MEMORY, POWER_SGD_FASTER, STEP, WIRE, Target
+from benchmarks.timing import Phases, interleaved, order_of_round, slowest
 from benchmarks.wire import minimum_bytes, sent_bytes
 from commands import ToolError
 from environment import ROOT
+from syncline.collectives import ProcessGroup
+from syncline.collectives.bench import Buffers, Measurement
+from syncline.collectives.bench import Case as CollectiveCase
+from syncline.collectives.bench.kinds import Allocate
+from syncline.collectives.bench.subjects import Floor
+from syncline.collectives.testing import run_ranks
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -34,22 +47,138 @@ def test_a_summary_is_the_quartiles(samples: list[float], quartiles: tuple[float
     assert Summary.of(samples) == Summary(*quartiles)
 
 
+def test_a_difference_is_of_the_same_round() -> None:
+    """The machine was ten times slower in the second round."""
+    assert Summary.of_difference([3.0, 30.0, 3.0], [1.0, 28.0, 1.0]) == Summary(2.0, 2.0, 2.0)
+
+
+NOISE = Summary(-1.0, 2.0, 3.0)
+
+
 @pytest.mark.parametrize(
-    ("ours", "native", "alone", "ratio"),
-    [(3.0, 5.0, 1.0, 0.5), (1.0, 5.0, 1.0, 0.0), (0.5, 3.0, 1.0, -0.25), (3.0, 1.0, 1.0, None), (3.0, 0.5, 1.0, None)],
+    ("ours", "theirs", "ratio"),
+    [
+        (Summary(1, 2, 3), Summary(3, 4, 5), 0.5),
+        (NOISE, Summary(3, 4, 5), None),
+        (Summary(1, 2, 3), NOISE, None),
+        (Summary(0, 1, 2), Summary(3, 4, 5), None),
+        (Summary(-3, -2, -1), Summary(3, 4, 5), None),
+        (Summary(1, 2, 3), Summary(-3, -2, -1), None),
+    ],
 )
-def test_exposed_communication_is_what_an_unsynchronised_step_lacks(
-    ours: float, native: float, alone: float, ratio: float | None
+def test_costs_that_are_lost_in_noise_have_no_ratio(ours: Summary, theirs: Summary, ratio: float | None) -> None:
+    assert ratio_of_costs(ours, theirs) == ratio
+
+
+@pytest.mark.parametrize(
+    ("ratios", "mean", "basis"),
+    [
+        ({}, None, "over 0 of 0 cases"),
+        ({"a": None}, None, "over 0 of 1 cases, lost in noise: a"),
+        ({"a": 2.0, "b": 8.0}, 4.0, "over 2 of 2 cases"),
+        ({"a": 2.0, "b": None, "c": 8.0, "d": None}, 4.0, "over 2 of 4 cases, lost in noise: b; d"),
+    ],
+)
+def test_a_geometric_mean_names_what_it_leaves_out(ratios: dict[str, float | None], mean: float | None, basis: str) -> None:
+    found = GeometricMean.of(ratios)
+    assert found.value == (None if mean is None else pytest.approx(mean))
+    assert found.basis() == basis
+
+
+def test_views_are_compared_with_views() -> None:
+    taken = {"ours": [4.0], "ours, views": [3.0], "torch": [8.0], "torch, views": [5.0], "none": [1.0]}
+    found = Compared.of(taken)
+    assert (found.step_ratio("ours"), found.step_ratio("ours, views")) == (4 / 8, 3 / 5)
+    assert (found.exposed_ratio("ours"), found.exposed_ratio("ours, views")) == (3 / 7, 2 / 4)
+    assert found.exposed_ratio("none") is None
+    assert found.figures()["step_ratio"]["torch, views"] == 1.0
+
+
+# ---- targets ----
+
+AT_MOST = Target("time: over theirs", 0.5)
+AT_LEAST = Target("all-reduce: faster", 8, is_least=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "seen", "where", "verdict"),
+    [
+        (AT_MOST, 0.5, "", "target: time: over theirs: wanted at most 0.5 times, seen 0.5: held"),
+        (AT_MOST, 0.501, "MLP", "target: time: over theirs: wanted at most 0.5 times, seen 0.501 (MLP): missed"),
+        (AT_LEAST, 8.0, "", "target: all-reduce: faster: wanted at least 8 times, seen 8: held"),
+        (AT_LEAST, 7.99, "4M", "target: all-reduce: faster: wanted at least 8 times, seen 7.99 (4M): missed"),
+        (AT_LEAST, None, "noise", "target: all-reduce: faster: wanted at least 8 times, not seen (noise)"),
+    ],
+)
+def test_verdicts(target: Target, seen: float | None, where: str, verdict: str) -> None:
+    assert target.verdict(seen, where) == verdict
+
+
+def test_the_worst_case_is_judged() -> None:
+    seen = [(0.3, "a"), (0.6, "b"), (0.2, "c")]
+    assert AT_MOST.worst(seen) == (0.6, "b")
+    assert AT_LEAST.worst(seen) == (0.2, "c")
+    assert AT_LEAST.worst([]) == (None, "")
+
+
+def measured(backend: str, size_bytes: int, median_us: float) -> Measurement:
+    return Measurement("all_reduce", "float32", size_bytes, 2, backend, (1e-6 * median_us,))
+
+
+def test_what_collectives_are_judged_by() -> None:
+    rows = [
+        *(measured("mpi-in-window", size, 10.0) for size in (4 << 20, 25 << 20, 64 << 20)),
+        *(measured("raw-mpi", size, us) for size, us in ((4 << 20, 30.0), (25 << 20, 24.0), (64 << 20, 90.0))),
+        measured("torch-gloo", 25 << 20, 80.0),
+        measured("floor", 25 << 20, 5.0),
+        *(measured("mpi", size, 20.0) for size in (4, 16 << 10, 64 << 10)),
+        *(measured("raw-mpi", size, us) for size, us in ((4, 12.0), (16 << 10, 9.0), (64 << 10, 1.0))),
+        Measurement("all_reduce", "float32", 4, 2, "torch-gloo", note="refused"),
+        Measurement("broadcast", "float32", 25 << 20, 2, "floor", (1.0,)),
+        Measurement("all_reduce", "bfloat16", 25 << 20, 2, "torch-gloo", (1e-6,)),
+    ]
+    assert [line.partition(": wanted ")[2] for line in collectives.verdicts(rows)] == [
+        "at least 8 times, seen 8 (mpi-in-window, 25M): held",
+        "at least 2.5 times, seen 2.4 (mpi-in-window, 25M): missed",
+        "at most 1.3 times, seen 2 (mpi-in-window, 25M): missed",
+        "at most 10 us, seen 11 (mpi, 16K): missed",
+    ]
+    assert collectives.verdicts(rows[:3]) == []
+
+
+class Options:
+    """Of a report."""
+
+    plot = None
+
+    def __init__(self, json: Path, quick: bool) -> None:
+        self.json = json
+        self.quick = quick
+
+
+@pytest.mark.parametrize(
+    ("ranks", "quick", "caveat"),
+    [(1, False, ""), (1, True, "; with --quick that means nothing"), (2, False, "; but ranks share cores")],
+)
+def test_verdicts_are_told_and_kept_with_what_they_lack(
+    ranks: int, quick: bool, caveat: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert exposed_ratio(ours, native, alone) == ratio
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    path = tmp_path / "kept.json"
 
+    def body(group: ProcessGroup) -> None:
+        report: Any = Report("test", Options(path, quick), group)  # type: ignore[arg-type]
+        report.judge_worst(STEP, [(0.5, "a"), (0.9, "b")])
+        report.judge(EXPOSED, None, "noise")
+        report.keep("part", {})
 
-@pytest.mark.parametrize(
-    ("ratios", "mean"),
-    [([], None), ([None], None), ([2.0, 8.0], 4.0), ([2.0, None, 8.0], 4.0), ([-1.0], LEAST_RATIO), ([0.0, 1.0], 0.1)],
-)
-def test_the_geometric_mean_is_of_what_is_known(ratios: list[float | None], mean: float | None) -> None:
-    assert geometric_mean(ratios) == (None if mean is None else pytest.approx(mean))
+    run_ranks(ranks, body)
+    kept = json.loads(path.read_text())["verdicts"]
+    assert [line.partition(": wanted ")[2] for line in kept] == [
+        f"at most 1 times, seen 0.9 (b): held{caveat}",
+        f"at most 0.35 times, not seen (noise){caveat}",
+    ]
+    assert capsys.readouterr().out.splitlines()[1:] == kept
 
 
 @pytest.mark.parametrize(("hosts", "share"), [(1, 0.0), (2, 1.0), (3, 4 / 3), (4, 1.5)])
@@ -70,6 +199,25 @@ def test_what_a_device_has_sent_is_in_its_own_line() -> None:
         sent_bytes(COUNTERS, "wire")
 
 
+@pytest.mark.skipif(not can_be_measured(), reason="needs Linux with glibc")
+def test_the_peak_of_memory_is_what_a_contender_takes() -> None:
+    def make(mebibytes: int) -> Callable[[], Callable[[], Phases]]:
+        def made() -> Callable[[], Phases]:
+            kept = torch.ones(mebibytes << 18)
+
+            def one_step() -> Phases:
+                torch.ones(8 << 18).add_(kept[0])  # freed again, but was there
+                return Phases.undivided(0.0)
+
+            return one_step
+
+        return made
+
+    peaks = [peak_bytes(make(mebibytes)) / 2**20 for mebibytes in (32, 64, 32)]
+    for peak, expected in zip(peaks, (40, 72, 40), strict=True):
+        assert expected - 2 < peak < expected + 6
+
+
 def test_memory_is_read_by_its_whole_name() -> None:
     assert kib_in("Pss:    7 kB\nPss_Shmem:\t   12 kB\n", "Pss_Shmem") == 12
     with pytest.raises(ValueError, match="no VmHWM"):
@@ -82,11 +230,52 @@ def test_a_step_takes_as_long_as_on_its_slowest_rank() -> None:
     assert slowest([first, second]) == [Phases(0, 0, 4), Phases(5, 0, 0)]
 
 
+@pytest.mark.parametrize("names", ["abcde", "a", ""])
+def test_every_round_plays_all_in_an_order_of_its_own(names: str) -> None:
+    rounds = [order_of_round(number, names) for number in range(200)]
+    assert rounds == [order_of_round(number, names) for number in range(200)]
+    assert all(sorted(names) == sorted(one) for one in rounds)
+    for place in range(len(names)):  # no contender keeps to a place, and none follows another more often than the others do
+        counts = [sum(one[place] == name for one in rounds) for name in names]
+        assert min(counts) > 0.6 * 200 / len(names)
+
+
+def test_two_steps_a_round_of_which_the_second_counts() -> None:
+    """On three ranks; a step is as long as its place in this rank's log says, on rank 2 the most."""
+
+    def body(group: ProcessGroup) -> tuple[list[str], dict[str, list[Phases]]]:
+        log: list[str] = []
+
+        def step_of(name: str) -> Callable[[], Phases]:
+            def one_step() -> Phases:
+                log.append(name)
+                return Phases(group.rank, len(log), 0)
+
+            return one_step
+
+        return log, interleaved({name: step_of(name) for name in "abc"}, group, rounds=4, warm_up=2)
+
+    played = run_ranks(3, body)
+    log, taken = played[0]
+    assert played == [(log, taken)] * 3
+    orders = [order_of_round(number, "abc") for number in range(6)]
+    assert len({tuple(order) for order in orders}) > 1
+    assert log == [name for order in orders for name in order for _ in range(2)]
+    for name in "abc":
+        places = [place for place, logged in enumerate(log, start=1) if logged == name]
+        assert taken[name] == [Phases(2, place, 0) for place in places[1::2][2:]]
+
+
 def test_where_a_step_goes() -> None:
-    found = breakdown([Phases(1, 7, 2)] * 3, [Phases(1, 10, 2)] * 3, [Phases(1, 4, 2)] * 3)
-    assert (found.forward_s, found.backward_s, found.exposed_s, found.optimizer_s) == (1, 4, 3, 2)
-    assert (found.communication_s, found.hidden_s) == (6, 3)
-    assert sum(found.shown().values()) == 1e3 * (1 + 7 + 2)
+    """Each round is ten times slower than the one before, which differences in a round do not mind."""
+    rounds = (1, 10, 100)
+    found = Breakdown.of(
+        [Phases(n, n + 3, 2 * n) for n in rounds], [Phases(0, n + 6, 0) for n in rounds], [Phases(0, n, 0) for n in rounds]
+    )
+    medians = {part.name: getattr(found, part.name).median_s for part in fields(found)}
+    assert medians == {"forward": 10, "backward": 10, "exposed": 3, "optimizer": 20, "communication": 6, "hidden": 3}
+    assert found.exposed == Summary(3, 3, 3)
+    assert sum(found.stacked_ms().values()) == 1e3 * (10 + 10 + 3 + 20)
 
 
 def test_every_nth_iteration_synchronises() -> None:
@@ -99,12 +288,31 @@ def test_smoothing_begins_at_the_first_value() -> None:
 
 
 def test_the_models_are_those_that_are_named() -> None:
-    mlp, *_, tiny = all_cases(FULL)
-    assert sum(parameter.nbytes for parameter in mlp.model().parameters()) == 6 * 4 * (1024 * 1024 + 1024)
+    first, *_, tiny = all_cases(FULL)
+    assert sum(parameter.nbytes for parameter in first.model().parameters()) == 6 * 4 * (1024 * 1024 + 1024)
     assert [parameter.numel() for parameter in tiny.model().parameters()] == [16] * 500
     for case in all_cases(QUICK):
         batch = case.batch()
         assert case.loss(case.model()(batch), batch).ndim == 0
+
+
+def test_many_layers_neither_vanish_nor_explode() -> None:
+    torch.manual_seed(0)
+    case = many_tiny(FULL)
+    model, batch = case.model(), case.batch()
+    output = model(batch)
+    assert 0.1 < output.abs().max() < 100
+    case.loss(output, batch).backward()
+    assert all(1e-6 < parameter.grad.abs().max() < 1 for parameter in model.parameters() if parameter.grad is not None)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_unused_parameters_are_not_reached_and_all_others_are() -> None:
+    case = with_unused(mlp(2, QUICK))
+    model, batch = case.model(), case.batch()
+    case.loss(model(batch), batch).backward()
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert without == {"unused.weight", "unused.bias"}
 
 
 class FakeBucket:
@@ -148,31 +356,167 @@ def test_what_fails_after_backward_fails_the_bucket() -> None:
         future.value()
 
 
-def test_steps_are_told_kept_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = tmp_path / "step.json"
-    assert (
-        step.main(["--quick", "--steps", "1", "--parts", "cases", "memory", "--json", str(kept), "--plot", str(tmp_path)]) == 0
-    )
-    figures = json.loads(kept.read_text())
-    assert len(figures["cases"]["cases"]) == 8
+# ---- played in small ----
+
+TWO_RANKS = """
+import sys
+from pathlib import Path
+
+from benchmarks import hooks, hosts_job, paper, step
+
+folder = Path(sys.argv[1])
+hosts_job.DEVICE = "lo"  # there is no wire here
+for name, main, words in (
+    ("step", step.main, []),
+    ("paper", paper.main, []),
+    ("hooks", hooks.main, ["--parts", "mlp"]),
+    ("hosts", hosts_job.main, ["--parts", "hooks", "buckets", "overlap"]),
+):
+    outputs = ["--json", str(folder / f"{name}.json"), "--plot", str(folder)]
+    assert main(["--quick", "--steps", "1", *outputs, *words]) == 0
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = os.pathsep.join((str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")))
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks have left what they told, kept and drawn."""
+    folder = tmp_path_factory.mktemp("played")
+    runtime = mpi_runtimes.find("mpich")
+    words = (*runtime.command(2), sys.executable, "-c", TWO_RANKS, folder)
+    done = subprocess.run(words, env=environment(**runtime.env), capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    (folder / "told").write_text(done.stdout)
+    return folder
+
+
+def kept_by(name: str, folder: Path) -> Any:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def drawn_by(name: str, folder: Path) -> set[str]:
+    pictures = list(folder.glob(f"{name}-*.png"))
+    assert all(path.read_bytes().startswith(PNG) for path in pictures)
+    return {path.stem.removeprefix(f"{name}-") for path in pictures}
+
+
+def test_steps_are_told_kept_and_drawn(played: Path) -> None:
+    kept = kept_by("step", played)
+    assert kept.keys() == {"environment", "verdicts", *step.PARTS}
+    assert kept["environment"]["world_size"] == 2
     contenders = {"ours", "ours, views", "torch", "torch, views", "none"}
-    assert all(case["steps"].keys() == contenders for case in figures["cases"]["cases"])
-    assert "exposed communication, ours over torch's, geometric mean over 8 cases" in capsys.readouterr().out
-    assert (tmp_path / "step-cases.png").read_bytes().startswith(PNG)
+    for part in ("cases", "unused"):
+        assert len(kept[part]["cases"]) == 8
+        assert all(case["steps"].keys() == contenders for case in kept[part]["cases"].values())
+        assert kept[part]["exposed_ratio"]["ours"]["cases"] == 8
+    assert kept["buckets"]["steps"]["ours"].keys() >= {"one each", "25", "all in one"}
+    judged = [sum(target.what in line for line in kept["verdicts"]) for target in (STEP, EXPOSED, MEMORY)]
+    assert judged == [4, 4, 2 if can_be_measured() else 0]
+    assert all(line in (played / "told").read_text() for line in kept["verdicts"])
+    assert drawn_by("step", played) == {"cases", "unused", "buckets"}
 
 
-def test_every_part_of_the_papers_evaluation_is_told_kept_and_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn", reason="install syncline-ddp[examples]")
-    kept = tmp_path / "paper.json"
-    assert paper.main(["--quick", "--steps", "2", "--json", str(kept), "--plot", str(tmp_path)]) == 0
-    figures = json.loads(kept.read_text())
-    assert figures.keys() == {"environment", *paper.PARTS}
-    for losses in figures["no_sync"]["loss"].values():
-        assert {every: len(values) for every, values in losses.items()} == dict.fromkeys("1248", 20)
+def test_every_part_of_the_papers_evaluation_is_told_kept_and_drawn(played: Path) -> None:
+    kept = kept_by("paper", played)
+    assert kept.keys() == {"environment", "verdicts", *paper.PARTS}
+    assert all(parts["ours"]["exposed"].keys() == {"p25_s", "median_s", "p75_s"} for parts in kept["breakdown"].values())
+    assert kept["no_sync"]["time"].keys() == {"ours", "torch", "none"}
+    for losses in kept["no_sync"]["loss"].values():
+        assert {every: len(values) for every, values in losses.items()} == dict.fromkeys("1248", 10)
         assert losses["1"][0] == losses["8"][0]  # the same model and data,
         assert losses["1"][-1] != losses["8"][-1]  # trained otherwise
-    drawn = {path.name for path in tmp_path.glob("*.png")}
-    assert len(drawn) == 7
+    for found in kept["round_robin"].values():
+        assert found.keys() == {"the group itself", "1 in turn", "2 in turn", "3 in turn", "none"}
+    assert len(drawn_by("paper", played)) == 7
+
+
+def test_hooks_are_told_kept_and_drawn(played: Path) -> None:
+    kept = kept_by("hooks", played)["mlp"]["hooks"]
+    assert len(kept) == 8
+    assert all(pair.keys() == {"ours", "torch"} for pair in kept.values())
+    assert "PowerSGD rank 4, same shapes batched" in (played / "told").read_text()
+    assert drawn_by("hooks", played) == {"mlp"}
+
+
+def test_what_the_hosts_run_is_told_kept_and_drawn(played: Path) -> None:
+    kept = kept_by("hosts", played)
+    assert [found.keys() for found in kept["buckets"].values()] == [{"ours", "torch", "none"}] * 3
+    assert kept["hooks"]["steps"].keys() == {"ours", "flat MPI", *hosts_job.HOOKS, "torch", "none"}
+    judged = [sum(target.what in line for line in kept["verdicts"]) for target in (POWER_SGD_FASTER, BUCKETED)]
+    assert judged == [1, 3]
+    assert all("ours, after backward" in found for found in kept["overlap"].values())
+    assert drawn_by("hosts", played) == {"hooks", "buckets-0", "buckets-1", "buckets-2", "overlap"}
+
+
+def test_the_reducers_cost_is_above_the_bare_modules_in_the_same_round() -> None:
+    taken_s = {"ours": [5.0, 14.0], "torch": [7.0, 16.0], "none": [1.0, 10.0]}
+    found = overhead.costs(taken_s, count=2)
+    assert found == {"ours": Summary(2, 2, 2), "torch": Summary(3, 3, 3)}
+    assert overhead.ratio_to_torchs(found, "ours") == 2 / 3
+
+
+def test_the_reducers_cost_is_told_kept_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "overhead.json"
+    assert overhead.main(["--quick", "--steps", "1", "--json", str(kept), "--plot", str(tmp_path)]) == 0
+    figures = json.loads(kept.read_text())
+    assert figures.keys() == {"environment", "verdicts", "dynamic", "static", "find-unused"}
+    contenders = {"ours", "ours, views", "torch", "torch, views"}
+    for graph in overhead.GRAPHS:
+        assert {clock: found.keys() for clock, found in figures[graph].items()} == dict.fromkeys(overhead.CLOCKS, contenders)
+    assert [line.partition(":")[2].partition(":")[0] for line in figures["verdicts"]] == [
+        f" reducer's cost per parameter, {graph}" for graph in overhead.GRAPHS
+    ]
+    assert all(line in capsys.readouterr().out for line in figures["verdicts"][:1])
+    assert drawn_by("overhead", tmp_path) == {"dynamic", "static", "find-unused"}
+
+
+# ---- those that are run by hand ----
+
+
+def test_time_that_two_kinds_of_kernels_share() -> None:
+    assert nccl.common([(0, 2), (4, 8)], [(1, 3), (2, 5), (7, 7.5)]) == 1 + 1 + 0.5
+    assert nccl.common([(0, 2)], []) == 0
+
+
+def test_nccls_rounds_are_shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            pass
+
+        def elapsed_time(self, _: Event) -> float:
+            return float(len(log))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    taken = nccl.timed({name: lambda name=name: log.append(name) for name in "abc"}, rounds=20)
+    assert {name: len(values) for name, values in taken.items()} == dict.fromkeys("abc", 20)
+    assert {log[start] for start in range(0, len(log), 3)} == set("abc")
+
+
+def test_what_torchs_functions_add() -> None:
+    names = ("ours", "ours, as torch's", "torch.distributed", "ours, waited for", "torch.distributed, waited for")
+    taken = {name: [base, base + 1.0, base + 2.0] for base, name in enumerate(names)}
+    found = torch_backend.row(4, taken)
+    assert (found["added_us"], found["added_waited_for_us"]) == (2.0, 1.0)
+
+
+def test_what_compression_loses() -> None:
+    plain = [convergence.Training(97.0, 1000), convergence.Training(99.0, 1000)]
+    compressed = [convergence.Training(95.0, 100), convergence.Training(98.0, 100)]
+    found = convergence.summary("one bit", compressed, plain)
+    assert (found["points_lost"], found["ratio"], found["lowest_percent"], found["highest_percent"]) == (1.5, 10, 95, 98)
+
+
+# ---- options ----
 
 
 @pytest.mark.parametrize(
@@ -211,19 +555,44 @@ def test_what_a_killed_run_left_is_found_by_its_name() -> None:
     assert emulated_hosts.left_over(names, lambda pid: pid == 34) == ["syncline-12-a", "syncline-12-b"]
 
 
+def test_bytes_are_counted_in_the_subjects_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[object] = []
+
+    class Windowed(Floor):
+        def allocate(self) -> Allocate:
+            return lambda numel, dtype, device: (log.append(("allocate", numel)), torch.empty(numel, dtype=dtype))[1]
+
+        def prepare(self, collective: str, buffers: Buffers) -> Callable[[], object]:
+            return lambda: log.append(collective)
+
+    monkeypatch.setattr(hosts_job, "measure_sent", lambda call, *_: call())
+    run_ranks(1, lambda group: hosts_job._sent_by(Windowed(), CollectiveCase("all_reduce", torch.float32, 64), group))
+    assert log == [("allocate", 16), "all_reduce", "all_reduce"]  # the first is not counted
+
+
 def test_two_hosts_send_the_minimum_and_leave_nothing(tmp_path: Path) -> None:
-    kept = tmp_path / "hosts.json"
-    words = ("--quick", "--steps", "1", "--per-host", "1", "--parts", "collective", "--json", str(kept))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")))}
+    """Two ranks on each; the collective is large enough for the window."""
+    try:
+        emulated_hosts.check_possible(os.geteuid())
+    except ToolError as error:
+        pytest.skip(str(error))
+    words = ("--quick", "--steps", "1", "--per-host", "2", "--parts", "collective", "--plot", tmp_path)
     done = subprocess.run(
-        (sys.executable, "-m", "benchmarks.hosts", *words), env=env, capture_output=True, text=True, timeout=100
+        (sys.executable, "-m", "benchmarks.hosts", *words, "--json", tmp_path / "hosts.json"),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
-    if done.returncode == 2 and "bench hosts: " in done.stderr:
+    if done.returncode == 2 and "` was refused: " in done.stderr:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr
-    figures = json.loads(kept.read_text())["1 per host"]
-    assert figures["environment"]["nodes"] == 2
-    for subject in ("mpi", "raw-mpi"):
-        found = figures["collective"][subject]
-        assert found["minimum_bytes"] <= found["sent_bytes"] < 1.5 * found["minimum_bytes"]
+    kept = kept_by("hosts", tmp_path)["2 per host"]
+    assert kept["environment"]["nodes"] == 2
+    assert kept["collective"].keys() == {"mpi-in-window", "mpi", "raw-mpi", "torch-gloo"}
+    for subject in ("mpi-in-window", "mpi"):
+        found = kept["collective"][subject]
+        assert found["minimum_bytes"] <= found["sent_bytes"] <= 1.05 * found["minimum_bytes"]
+    assert [sum(target.what in line for line in kept["verdicts"]) for target in (WIRE, HOSTS_OVER_RAW)] == [1, 1]
+    assert drawn_by("hosts", tmp_path / "2-per-host") == {"collective"}
     assert "syncline-" not in subprocess.run(("ip", "netns", "list"), capture_output=True, text=True).stdout

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from syncline.collectives import ProcessGroup, TransportError
+from syncline.collectives import InvalidArgumentError, ProcessGroup, TransportError
 from syncline.collectives.backends.in_process import create_groups
 from syncline.collectives.bench import KINDS, Buffers, Case, Measurement, Subject, measure
-from syncline.collectives.bench.subjects import GroupSubject
+from syncline.collectives.bench.subjects import Floor, GroupSubject, connect_subject
+
+# The package offers the function of the same name.
+measure_module = importlib.import_module("syncline.collectives.bench.measure")
 
 
 def on_ranks(size: int, body: Callable[[ProcessGroup], object]) -> list[object]:
@@ -35,8 +39,9 @@ def on_ranks(size: int, body: Callable[[ProcessGroup], object]) -> list[object]:
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("collective", KINDS)
+@pytest.mark.parametrize(
+    ("collective", "size"), [(name, size) for name in KINDS for size in (1, 2, 3) if size >= KINDS[name].least_ranks]
+)
 def test_every_collective_on_every_rank(collective: str, size: int) -> None:
     """`measure` verifies the result, so that it returns at all is the test."""
     case = Case(collective, torch.bfloat16, 60)
@@ -70,6 +75,74 @@ def test_a_collective_that_does_nothing_is_noticed(collective: str) -> None:
         assert "wrong result on rank(s)" in str(result)
 
 
+class Picky(Subject):
+    """Refuses on one rank only, when asked to prepare or when called."""
+
+    name = "picky"
+
+    def __init__(self, rank: int, when: str) -> None:
+        self._refuses = rank == 1
+        self._when = when
+
+    def prepare(self, collective: str, buffers: Buffers) -> Callable[[], object]:
+        if self._when == "prepare":
+            self._refuse()
+        return self._refuse if self._when == "call" else lambda: None
+
+    def close(self) -> None:
+        pass
+
+    def _refuse(self) -> None:
+        if self._refuses:
+            raise RuntimeError("not with me")
+
+
+@pytest.mark.parametrize("when", ["prepare", "call"])
+def test_a_refusal_by_one_rank_is_one_by_all(when: str) -> None:
+    case = Case("barrier", torch.float32, 4)
+
+    def body(group: ProcessGroup) -> list[Measurement]:
+        return measure(case, [Picky(group.rank, when), GroupSubject(group, owned=False)], group, 0.001)
+
+    for result in on_ranks(3, body):
+        assert isinstance(result, list), result
+        assert [(row.backend, row.note, bool(row.samples_s)) for row in result] == [
+            ("picky", "rank 1: not with me", False),
+            ("in_process", "", True),
+        ]
+
+
+def test_sums_of_what_a_late_refusal_left_do_not_grow() -> None:
+    """Rank 1 refuses once the data are there; the others then repeat their sums a hundred times."""
+    left: list[float] = []
+
+    class Looking(GroupSubject):
+        def prepare(self, collective: str, buffers: Buffers) -> Callable[[], object]:
+            call = super().prepare(collective, buffers)
+
+            def look() -> None:
+                call()
+                left.append(float(buffers.block.abs().max()))
+
+            return look
+
+    def body(group: ProcessGroup) -> list[Measurement]:
+        subjects = [Looking(group, owned=False), Picky(group.rank, "call")]
+        return measure(Case("all_reduce", torch.float32, 512), subjects, group, 0.001)
+
+    assert all(isinstance(result, list) for result in on_ranks(2, body))
+    assert left[0] > 0  # verified on data
+    assert left[-1] == 0
+
+
+def test_a_ring_needs_two_ranks() -> None:
+    (result,) = on_ranks(
+        1, lambda group: measure(Case("send_recv", torch.float32, 4), [GroupSubject(group, owned=False)], group)
+    )
+    assert isinstance(result, list), result
+    assert [(row.samples_s, row.note) for row in result] == [((), "needs 2 ranks")]
+
+
 def test_a_refusal_is_noted_and_the_others_are_measured() -> None:
     class Refusing(Subject):
         name = "refusing"
@@ -88,6 +161,56 @@ def test_a_refusal_is_noted_and_the_others_are_measured() -> None:
             ("refusing", "no such thing", False),
             ("in_process", "", True),
         ]
+
+
+@pytest.mark.parametrize(("size", "numel"), [(1, 4), (2, 8), (3, 10), (4, 2)])
+def test_the_floor_adds_the_other_shares_and_copies_the_sum(size: int, numel: int) -> None:
+    buffers = Buffers(0, size, numel, torch.float32)
+    buffers.block.copy_(torch.arange(numel))
+    buffers.output.copy_(100 * torch.arange(numel))
+    share = numel // size
+    shares = [buffers.block[:share].clone(), *(buffers.output[k * share : (k + 1) * share].clone() for k in range(1, size))]
+    Floor().prepare("all_reduce", buffers)()
+    total = torch.stack(shares).sum(dim=0)
+    assert torch.equal(buffers.block[:share], total)
+    for k in range(1, size):
+        assert torch.equal(buffers.output[k * share : (k + 1) * share], total)
+    assert torch.equal(buffers.block[share:], torch.arange(numel)[share:].float())
+
+
+def test_the_floor_is_measured_though_it_communicates_nothing() -> None:
+    def body(group: ProcessGroup) -> list[list[Measurement]]:
+        return [measure(Case(name, torch.float32, 64), [Floor()], group, 0.001) for name in ("all_reduce", "broadcast")]
+
+    for result in on_ranks(2, body):
+        assert isinstance(result, list), result
+        (all_reduce,), (broadcast,) = result
+        assert len(all_reduce.samples_s) >= 5
+        assert (broadcast.samples_s, broadcast.note) == ((), "it is that of all_reduce")
+
+
+def test_on_a_gpu_the_clock_stops_when_all_is_done_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(f"synchronize {device}"))
+    (group,) = create_groups(1, timeout_s=20.0)
+    measure_module._sample(lambda: log.append("call"), 2, group, torch.device("cuda", 3))
+    group.close()
+    assert log == ["call", "synchronize cuda:3", "call", "call", "synchronize cuda:3"]
+
+
+@pytest.mark.parametrize("name", ["torch-gloo-in-window", "raw-mpi-in-window", "floor-in-window"])
+def test_a_baseline_is_not_measured_in_a_window(name: str) -> None:
+    (group,) = create_groups(1, timeout_s=20.0)
+    with pytest.raises(InvalidArgumentError, match=f"'{name}' cannot be measured: .* plain memory"):
+        connect_subject(name, group)
+    group.close()
+
+
+def test_an_unknown_subject_is_told_the_known_ones() -> None:
+    (group,) = create_groups(1, timeout_s=20.0)
+    with pytest.raises(InvalidArgumentError, match=r"unknown backend 'mpy' .*mpi.*raw-mpi, torch-gloo, floor"):
+        connect_subject("mpy", group)
+    group.close()
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
 import torch
 
-from syncline.collectives import InvalidArgumentError, MisuseError
-from syncline.collectives.bench import KINDS, Case, Measurement, plot
-from syncline.collectives.bench.measure import LEAST_ROUNDS, MOST_ROUNDS, repeats_of, rounds_of
+from syncline.collectives import InvalidArgumentError, MisuseError, ReduceOp
+from syncline.collectives.bench import KINDS, Buffers, Case, Measurement, command, plot
+from syncline.collectives.bench.measure import LEAST_ROUNDS, MOST_ROUNDS, refusal_of_all, repeats_of, rounds_of
 from syncline.collectives.bench.results import in_json, in_text
 from syncline.collectives.bench.sizes import in_words, ladder, parse_size
+from syncline.collectives.reduce_op import DTYPES_OF
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,7 @@ def test_no_ladders(arguments: tuple[int, int, int]) -> None:
         ("scatter", 0.5, 0.75, 0.875),
         ("broadcast", 1.0, 1.0, 1.0),
         ("reduce", 1.0, 1.0, 1.0),
+        ("send_recv", 1.0, 1.0, 1.0),
         ("barrier", 0.0, 0.0, 0.0),
     ],
 )
@@ -69,7 +72,7 @@ def test_bus_factors_are_those_of_nccl_tests(collective: str, two: float, four: 
 
 
 def test_every_collective_has_a_row_above() -> None:
-    assert len(KINDS) == 9
+    assert len(KINDS) == 10
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,81 @@ def test_cases(collective: str, size_bytes: int, world_size: int, numel: int) ->
     case = Case(collective, torch.float32, size_bytes)
     assert case.numel(world_size) == numel
     assert case.true_bytes(world_size) == (0 if collective == "barrier" else 4 * numel)
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_a_bucket_of_ddp_is_among_the_default_sizes_only() -> None:
+    sizes = [case.size_bytes for case in command._cases(options())]
+    assert sizes == [*(4**power for power in range(1, 13)), 25 * 2**20, 64 * 2**20]
+    assert [case.size_bytes for case in command._cases(options("--sizes", "4", "64M", "--factor", "4"))] == [
+        4**power for power in range(1, 14)
+    ]
+
+
+@pytest.mark.parametrize("name", ["qint8", "quint4x2", "bits8", "uint4", "bool", "float4_e2m1fn_x2", "Tensor", "weather"])
+def test_dtypes_that_cannot_be_measured(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"expected a dtype .*, found '{name}'; .*bfloat16.*float8_e5m2"):
+        command._cases(options("--dtypes", name))
+
+
+def test_no_gpu_is_said_before_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(command, "init_process_group", lambda **_: pytest.fail("connected"))
+    with pytest.raises(InvalidArgumentError, match="torch sees no CUDA device here"):
+        command.run(options("--device", "cuda"))
+
+
+def test_each_rank_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(command, "default_device", lambda group: torch.device("cuda", group))
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert command._device("cuda", 3) == torch.device("cuda", 3)  # type: ignore[arg-type]
+    assert command._device("cpu", 3) == torch.device("cpu")  # type: ignore[arg-type]
+    assert taken == [torch.device("cuda", 3)]
+
+
+def test_all_tensors_lie_on_the_device() -> None:
+    asked: list[tuple[int, torch.dtype, torch.device]] = []
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        asked.append((numel, dtype, device))
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    meta = torch.device("meta")
+    common = Buffers(0, 2, 4, torch.float16, device=meta)
+    for buffers in (common, common.like(allocate)):
+        assert {buffers.block.device, buffers.part.device, buffers.output.device, buffers.pattern(1, 4).device} == {meta}
+    assert asked == [(4, torch.float16, meta)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 20, 31, 100])
+@pytest.mark.parametrize("dtype", sorted(DTYPES_OF[ReduceOp.SUM], key=str))
+def test_sums_of_the_data_are_exact(dtype: torch.dtype, size: int) -> None:
+    buffers = Buffers(0, size, 70, dtype)
+    total = torch.zeros(70, dtype=dtype)
+    for rank in range(size):
+        total += buffers.pattern(rank, 70)
+    assert torch.equal(total, buffers.total(70))
+
+
+def test_the_data_differ_by_rank_and_by_index() -> None:
+    buffers = Buffers(0, 31, 31, torch.int8)
+    patterns = torch.stack([buffers.pattern(rank, 31) for rank in range(31)])
+    for rows in (patterns, patterns.T):
+        assert all(sorted(row.tolist()) == list(range(-15, 16)) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("refusals", "told"),
+    [(("no", "no"), "no"), (("", "no", "never"), "rank 1: no; rank 2: never")],
+)
+def test_what_ranks_refuse(refusals: tuple[str, ...], told: str) -> None:
+    assert refusal_of_all(refusals) == told
 
 
 @pytest.mark.parametrize(("estimate_s", "repeats"), [(1e-9, 1000), (1.1e-6, 91), (3e-5, 4), (1e-4, 1), (1.0, 1)])

@@ -1,4 +1,4 @@
-"""What is measured: our backends, and two baselines that use their library directly."""
+"""What is measured: our backends, two baselines that use their library directly, and what the memory allows."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ Call = Callable[[], object]
 
 RAW_MPI = "raw-mpi"
 TORCH_GLOO = "torch-gloo"
+FLOOR = "floor"
 IN_WINDOW = "-in-window"
 
 
@@ -34,9 +35,11 @@ class Subject(ABC):
 
     Attributes:
         name: as on the command line.
+        communicates: whether it gives the collective's result; if not, it only takes time.
     """
 
     name: str
+    communicates = True
 
     def allocate(self) -> Allocate | None:
         """Where this subject wants its block to lie; None: in the memory that the others use as well."""
@@ -81,6 +84,9 @@ class GroupSubject(Subject):
             "all_to_all": lambda: g.all_to_all_single(b.output, b.block),
             "gather": lambda: g.gather(b.part, on_root, ROOT),
             "scatter": lambda: g.scatter(b.part, on_root, ROOT),
+            "send_recv": lambda: _wait_for(
+                g.send(b.block, b.next_rank, async_op=True), g.recv(b.output, b.previous_rank, async_op=True)
+            ),
             "barrier": g.barrier,
         }[collective]
 
@@ -116,6 +122,8 @@ class RawMPI(Subject):
 
         from ..backends.mpi.datatypes import REDUCIBLE, memory
 
+        if buffers.block.device.type != "cpu":
+            raise NotImplementedError(f"mpi4py is measured on the host's memory, not on {buffers.block.device}")
         reduces = "reduce" in collective
         datatype = REDUCIBLE.get(buffers.block.dtype) if reduces else MPI.BYTE
         if datatype is None:
@@ -137,6 +145,7 @@ class RawMPI(Subject):
             "all_to_all": functools.partial(comm.Alltoall, block, output),
             "gather": functools.partial(comm.Gather, part, on_root, ROOT),
             "scatter": functools.partial(comm.Scatter, on_root, part, ROOT),
+            "send_recv": lambda: comm.Sendrecv(block, buffers.next_rank, 0, output, buffers.previous_rank, 0),
             "barrier": comm.Barrier,
         }
         return calls[collective]
@@ -167,6 +176,7 @@ class TorchGloo(Subject):
             "all_to_all": lambda: g.alltoall_base(b.output, b.block, [], []).wait(),
             "gather": lambda: g.gather([rows] if b.rank == ROOT else [], [b.part], _rooted(dist.GatherOptions())).wait(),
             "scatter": lambda: g.scatter([b.part], [rows] if b.rank == ROOT else [], _rooted(dist.ScatterOptions())).wait(),
+            "send_recv": lambda: _wait_for(g.send([b.block], b.next_rank, 0), g.recv([b.output], b.previous_rank, 0)),
             "barrier": lambda: g.barrier().wait(),
         }
         return calls[collective]
@@ -174,6 +184,37 @@ class TorchGloo(Subject):
     def close(self) -> None:
         """Let the group go."""
         del self._group
+
+
+class Floor(Subject):
+    """What the memory allows: one rank's share of the adding and copying of an `all_reduce`, in this rank's own memory."""
+
+    name = FLOOR
+    communicates = False
+
+    def prepare(self, collective: str, buffers: Buffers) -> Call:
+        """Add the other ranks' shares to one's own, and copy the sum over them."""
+        if collective != "all_reduce":
+            raise NotImplementedError("it is that of all_reduce")
+        share = buffers.block.numel() // buffers.size
+        own = buffers.block[:share]
+        others = [buffers.output[other * share : (other + 1) * share] for other in range(1, buffers.size)]
+
+        def call() -> None:
+            for other in others:
+                own.add_(other)
+            for other in others:
+                other.copy_(own)
+
+        return call
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _wait_for(*works: Any) -> None:
+    for work in works:
+        work.wait()
 
 
 def _rooted(options: Any) -> Any:
@@ -185,30 +226,38 @@ def default_subjects(group: ProcessGroup) -> list[str]:
     """The backend that was chosen, and the baselines that can be connected here."""
     raw = [RAW_MPI] if group.backend_name == "mpi" else []
     ours = [f"{group.backend_name}{IN_WINDOW}", group.backend_name] if raw else [group.backend_name]
-    return [*ours, *raw, TORCH_GLOO] if group.size > 1 else [group.backend_name]
+    return [*ours, *raw, TORCH_GLOO, FLOOR] if group.size > 1 else [group.backend_name]
 
 
 def connect_subject(name: str, control: ProcessGroup) -> Subject:
     """Connect what the command line names. Every rank of `control` calls it.
 
     Raises:
-        InvalidArgumentError: the name is neither a backend nor a baseline, or MPI does not connect these ranks.
+        InvalidArgumentError: the name is neither a backend nor a baseline, or a baseline in a window, or MPI does not
+            connect these ranks.
     """
+    if name in _BASELINES:
+        return _BASELINES[name](control)
+    if name.removesuffix(IN_WINDOW) in _BASELINES:
+        raise InvalidArgumentError(f"{name!r} cannot be measured: {name.removesuffix(IN_WINDOW)} takes plain memory only")
     kind = InWindowSubject if name.endswith(IN_WINDOW) else GroupSubject
     name = name.removesuffix(IN_WINDOW)
     if name == control.backend_name:
         return kind(control, owned=False)
-    if name == RAW_MPI:
-        return RawMPI(_mpi_world(control))
-    if name == TORCH_GLOO:
-        return TorchGloo(_torch_gloo(control))
     if name not in backend_names() and ":" not in name:
-        known = ", ".join([*backend_names(), RAW_MPI, TORCH_GLOO])
+        known = ", ".join([*backend_names(), *_BASELINES])
         raise InvalidArgumentError(f"unknown backend {name!r} to measure; known are {known}")
     request = ConnectRequest(
         detect_launch(os.environ), None, None, None, timeout_s=control.timeout_s, group_name=f"bench-{name}"
     )
     return kind(load_backend(name).connect(request), owned=True)
+
+
+_BASELINES: dict[str, Callable[[ProcessGroup], Subject]] = {
+    RAW_MPI: lambda control: RawMPI(_mpi_world(control)),
+    TORCH_GLOO: lambda control: TorchGloo(_torch_gloo(control)),
+    FLOOR: lambda _: Floor(),
+}
 
 
 def _mpi_world(control: ProcessGroup) -> MPI.Intracomm:
