@@ -54,6 +54,12 @@ class RoundRobinGroup(DelegatingGroup):
         """Plain memory: whose turn it will be is not known."""
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set that of each."""
+        super().set_timeout(timeout_s)
+        for group in self.groups:
+            group.set_timeout(timeout_s)
+
     def close(self) -> None:
         """Close each."""
         for group in self.groups:

@@ -50,6 +50,12 @@ class PerDeviceGroup(DelegatingGroup):
         """Memory of the group for that device."""
         return self.groups[torch.device(device).type].allocate(numel, dtype, device)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set that of each."""
+        super().set_timeout(timeout_s)
+        for group in self.groups.values():
+            group.set_timeout(timeout_s)
+
     def close(self) -> None:
         """Close each."""
         for group in self.groups.values():
