@@ -98,12 +98,17 @@ class PerDeviceBackend(Backend):
         return any(load_backend(name).meets_in_store for name in self._names.values())
 
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
-        """Connect each in turn, that of the CPU first: the others may meet over it. A store is for those that meet in one."""
+        """Connect each in turn, that of the CPU first: the others may meet over it. A store is for those that meet in one.
+
+        Each is told which device it is for, and need not get ready for others.
+        """
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._names, key=lambda device: device != "cpu"):
             backend = load_backend(self._names[device])
             store = request.store if backend.meets_in_store or not self.meets_in_store else None
-            groups[device] = backend.connect(replace(request, store=store, host_group=groups.get("cpu")))
+            groups[device] = backend.connect(
+                replace(request, store=store, host_group=groups.get("cpu"), devices=frozenset({device}))
+            )
         return PerDeviceGroup({device: groups[device] for device in self._names})
 
 
