@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from syncline.collectives import RoundRobinGroup
+from syncline.collectives import RoundRobinGroup, TransportError
 from syncline.collectives.backend import Backend, ConnectRequest
 from syncline.collectives.backends import per_device
 from syncline.collectives.backends.in_process import backend as in_process
@@ -44,6 +46,22 @@ def test_each_backend_hears_which_device_it_is_for(backend: OnItsDevice) -> None
     assert (cpu.wants("cuda"), cuda.wants("cuda"), REQUEST.wants("cuda")) == (False, True, True)
     assert cuda.host_group is group.groups["cpu"]
     group.close()
+
+
+def test_all_are_closed_also_if_one_cannot(backend: OnItsDevice) -> None:
+    closed: list[str] = []
+
+    def close(name: str) -> None:
+        closed.append(name)
+        if name == "cuda":
+            raise TransportError("a failure that nobody was told of")
+
+    group = per_device.backend("cuda:a,cpu:b").connect(REQUEST)
+    for name, part in group.groups.items():
+        part.close = partial(close, name)
+    with pytest.raises(TransportError, match="nobody was told"):
+        group.close()
+    assert closed == ["cuda", "cpu"]
 
 
 def test_a_new_time_limit_is_every_groups(backend: OnItsDevice) -> None:

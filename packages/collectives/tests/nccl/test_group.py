@@ -241,6 +241,23 @@ def test_outputs_are_free_once_they_were_waited_for() -> None:
     group.close()
 
 
+def test_a_batch_that_comes_too_late_wakes_who_waits() -> None:
+    """The group has failed while it was filled."""
+    group = alone()
+    group.all_reduce(torch.ones(2))
+    futures = []
+
+    def issue() -> None:
+        with group.coalescing():
+            futures.append(group.all_reduce(torch.ones(2), async_op=True).get_future())
+            group._engine._watchdog.fail(TransportError("a cable was pulled"))
+
+    with pytest.raises(TransportError, match=r"coalesced.* was not started .* a cable was pulled"):
+        issue()
+    with pytest.raises(TransportError, match="a cable was pulled"):
+        futures[0].wait()
+
+
 def test_memory_in_flight_is_held_until_the_stream_is_ordered() -> None:
     def body(group: NcclGroup) -> None:
         group.barrier()
@@ -251,7 +268,7 @@ def test_memory_in_flight_is_held_until_the_stream_is_ordered() -> None:
             # Rank 1 has not come: the collective is in flight.
             dropped = torch.zeros(6)
             dropped_is_gone = weakref.ref(dropped)
-            group.all_gather_into_tensor(dropped, source, async_op=True)
+            group.all_gather_into_tensor(dropped, torch.zeros(3), async_op=True)
             work = group.all_gather_into_tensor(block, source, async_op=True)
             del source, dropped
             gc.collect()
@@ -260,7 +277,7 @@ def test_memory_in_flight_is_held_until_the_stream_is_ordered() -> None:
             group.send(torch.zeros(1), 1, async_op=True).wait()
         else:
             group.recv(torch.zeros(1), 0)
-            group.all_gather_into_tensor(torch.zeros(6), source)
+            group.all_gather_into_tensor(torch.zeros(6), torch.zeros(3))
             work = group.all_gather_into_tensor(block, source, async_op=True)
             del source
         work.wait()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .delegating_group import DelegatingGroup
+from .delegating_group import DelegatingGroup, close_all
 from .errors import InvalidArgumentError
 from .process_group import ProcessGroup
 
@@ -62,8 +62,7 @@ class RoundRobinGroup(DelegatingGroup):
 
     def close(self) -> None:
         """Close each."""
-        for group in self.groups:
-            group.close()
+        close_all(self.groups)
 
     def abort(self) -> None:
         """Abort each."""

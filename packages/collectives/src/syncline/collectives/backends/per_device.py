@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..backend import Backend, ConnectRequest
-from ..delegating_group import DelegatingGroup
+from ..delegating_group import DelegatingGroup, close_all
 from ..errors import InvalidArgumentError
 from ..process_group import ProcessGroup
 from ..registry import load_backend
@@ -58,8 +58,7 @@ class PerDeviceGroup(DelegatingGroup):
 
     def close(self) -> None:
         """Close each."""
-        for group in self.groups.values():
-            group.close()
+        close_all(self.groups.values())
 
     def abort(self) -> None:
         """Abort each."""

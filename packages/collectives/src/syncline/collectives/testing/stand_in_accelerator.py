@@ -93,17 +93,22 @@ class StandInLane(Lane):
 
 def _serve(todo: _Queue) -> None:
     while (entry := todo.get()) is not None:
-        entry.after.order_current_stream()
-        _thread.issued = entry.issued
-        try:
-            entry.body()
-        except BaseException as error:  # noqa: BLE001 - the one who waits for the moment raises it
-            entry.done.come(error)
-        else:
-            entry.done.come(None)
-        entry.issued.set()
-        del entry
+        done, issued = entry.done, entry.issued
+        error = _run(entry)
+        del entry  # what is over holds no tensor
         todo.task_done()
+        issued.set()
+        done.come(error)
+
+
+def _run(entry: _Entry) -> BaseException | None:
+    entry.after.order_current_stream()
+    _thread.issued = entry.issued
+    try:
+        entry.body()
+    except BaseException as error:  # noqa: BLE001 - the one who waits for the moment raises it
+        return error
+    return None
 
 
 class StandInAccelerator(Accelerator):

@@ -117,7 +117,7 @@ class Connector:
 
     def _send_a_byte(self, link: Link) -> None:
         def body() -> None:
-            byte = torch.zeros(1, dtype=torch.uint8, device=link.device)
+            byte = torch.empty(1, dtype=torch.uint8, device=link.device)  # any: a kernel to fill it might wait for the GPU
             if link.communicator.rank == 0:
                 link.communicator.send(byte, 1)
             else:

@@ -144,18 +144,21 @@ class Engine:
             if self._batch is not None:
                 raise MisuseError(f"coalescing on {self._place()}: another coalescing context is open; close it first")
             batch = self._batch = Batch()
+        work = None
         try:
-            yield
+            try:
+                yield
+            finally:
+                with self._lock:
+                    work, self._batch, self._batch_work = self._batch_work, None, None
+            if work is not None:
+                self._issue_batch(call, work, batch)
         except BaseException as error:
-            if self._batch_work is not None:
-                self._batch_work.fail(Failure(error))
+            if work is not None:
+                work.fail(Failure(error))
             raise
-        finally:
-            work = self._batch_work
-            with self._lock:
-                self._batch = self._batch_work = None
-        if work is None:
-            return
+
+    def _issue_batch(self, call: Collective, work: NcclWork, batch: Batch) -> None:
         with self._ending_the_group(), self._lock:
             self._check_usable(call)
             link = self._connections.of_all(call, self.device)

@@ -80,8 +80,8 @@ class NcclWork(Work):
         self.flight.is_issued(moment, captured=captured)
 
     def fail(self, failure: Failure) -> None:
-        """Wake every waiter with an error. Runs callbacks, as `settle` does."""
-        self._failure = failure
+        """Wake every waiter with an error; the first counts. Runs callbacks, as `settle` does."""
+        self._failure = self._failure or failure
         self._failed.set()
         self.settle()
 
