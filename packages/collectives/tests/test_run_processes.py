@@ -9,6 +9,8 @@ import pytest
 
 from syncline.collectives.testing.processes import run_processes
 
+pytestmark = pytest.mark.launch
+
 JOB = """
 import os, signal, sys, time
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

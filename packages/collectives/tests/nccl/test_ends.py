@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from contextlib import nullcontext
 
@@ -314,4 +313,3 @@ def test_a_group_to_meet_in_ends_with_the_group_that_owns_it(owned: bool, how: s
     group = NcclGroup(connector, timeout_s=1)
     getattr(group, how)()
     assert host.ended == ([how] if owned else [])
-    gc.collect()

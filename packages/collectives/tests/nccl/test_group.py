@@ -302,6 +302,10 @@ def test_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.ones(2)
     work = group.all_reduce(tensor, async_op=True)
     assert not work.is_completed()
+    completions: list[Any] = []
+    monkeypatch.setattr(StandInLane, "complete", noting(StandInLane.complete, completions))
+    work.get_future()
+    assert completions == [{"captured": True}]
     work.wait()
     with pytest.raises(MisuseError, match="nothing can be waited for on the CPU"):
         work.wait(5)
@@ -319,9 +323,9 @@ def test_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def noting(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
-    def noted(*arguments: Any) -> Any:
-        calls.append(arguments)
-        return function(*arguments)
+    def noted(*arguments: Any, **options: Any) -> Any:
+        calls.append(options)
+        return function(*arguments, **options)
 
     return noted
 
