@@ -27,9 +27,9 @@ class Link:
     """A communicator and the stream that it works on.
 
     Attributes:
-        communicator: of two ranks or more.
+        communicator: of all ranks of a group, or of two of them in one direction.
         lane: its stream.
-        device: their GPU.
+        device: the GPU of both.
         lock: held while something is issued, for NCCL allows one thread at a time.
     """
 

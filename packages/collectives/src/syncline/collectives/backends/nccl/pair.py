@@ -66,6 +66,7 @@ class Pair:
                 task(links[direction])
         except BaseException as error:  # noqa: BLE001 - the group's waiters raise it
             self._fail(error)
+            self._waiting.clear()  # after that: what waits holds the works, which must hear of it
 
     def _next(self, links: Mapping[Direction, Link]) -> tuple[Direction, Task] | None:
         with self._lock:
