@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, destroy_process_group
 from syncline.collectives.testing.gpu_ranks import choose_gpu, connect
-from syncline.ddp import DistributedDataParallel
+from syncline.ddp import DistributedDataParallel, convert_sync_batchnorm
 from syncline.hooks import PowerSGDState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, powerSGD_hook
 
 STEPS = 4
@@ -100,6 +100,75 @@ def hooks(group: ProcessGroup, device: torch.device) -> None:
         my_wrapped = DistributedDataParallel(mine, process_group=group)
         my_wrapped.register_comm_hook(*ours())
         expect_close(train(my_wrapped, device, group.rank), expected, rtol)
+
+
+class Convolutions(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv1d(7, 8, 3),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.ReLU(),
+            torch.nn.Conv1d(8, 4, 3),
+            torch.nn.BatchNorm1d(4),
+        )
+        self.head = torch.nn.Linear(4, 5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(inputs).mean(2))  # type: ignore[no-any-return]
+
+
+def sync_batch_norm(group: ProcessGroup, device: torch.device) -> None:
+    """Ours against torch's."""
+    torch.manual_seed(group.rank)
+    model = Convolutions().to(device)
+    native = torch.nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    expected = train(torch.nn.parallel.DistributedDataParallel(native, [device]), device, group.rank)
+    mine = DistributedDataParallel(convert_sync_batchnorm(model, group), process_group=group)
+    expect_close(train(mine, device, group.rank), expected, 1e-4)
+
+
+def native_ddp_over_ours(group: ProcessGroup, device: torch.device) -> None:
+    """torch's DDP, once over torch's NCCL and once over ours through torch.distributed."""
+    import syncline.collectives.torch_backend  # noqa: F401 - registers the backend
+
+    ours = dist.new_group(backend="syncline-nccl")
+    over_ours, over_torchs = models(group.rank, device)
+    expected = train(torch.nn.parallel.DistributedDataParallel(over_torchs, [device]), device, group.rank)
+    found = train(torch.nn.parallel.DistributedDataParallel(over_ours, [device], process_group=ours), device, group.rank)
+    expect_close(found, expected, 1e-5)
+    dist.destroy_process_group(ours)
+
+
+def a_captured_step(group: ProcessGroup, device: torch.device) -> None:
+    """Forward and backward in a CUDA graph, replayed with other data; the graph goes before the group does."""
+    mine, native = models(group.rank, device)
+    wrapped = DistributedDataParallel(mine, process_group=group, gradient_as_bucket_view=True)
+    native_wrapped = torch.nn.parallel.DistributedDataParallel(native, [device])
+    inputs = torch.randn(6, 7, 12, device=device)
+
+    def step(model: torch.nn.Module) -> None:
+        model.zero_grad(set_to_none=False)
+        model(inputs).square().mean().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            step(wrapped)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(wrapped)
+    for seed in range(3):
+        torch.manual_seed(10 * seed + group.rank)
+        inputs.copy_(torch.randn(6, 7, 12))
+        graph.replay()
+        step(native_wrapped)
+        found, expected = ([p.grad for p in model.parameters() if p.grad is not None] for model in (mine, native))
+        expect_close(found, expected, 1e-5)
+    graph.reset()
 
 
 def main(rank: int, size: int, folder: Path) -> None:

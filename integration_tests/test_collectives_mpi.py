@@ -173,6 +173,15 @@ def test_tensors_of_a_device(monkeypatch: pytest.MonkeyPatch, is_aware: bool) ->
     group.close()
 
 
+def test_a_group_for_the_host_alone_asks_nothing_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside NCCL, where the test of CUDA memory would be a process on each rank for nothing."""
+    monkeypatch.setattr(sys.modules["syncline.collectives.backends.mpi.backend"], "cuda_layer", pytest.fail)
+    request = ConnectRequest(detect_launch(os.environ), None, None, None, timeout_s=30.0, devices=frozenset({"cpu"}))
+    group = load_backend("mpi").connect(request)
+    assert group.device_types == {"cpu"}
+    group.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_tensors(mpi_group: ProcessGroup) -> None:

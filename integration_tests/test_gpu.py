@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,20 @@ from syncline.collectives.backends.nccl import backend
 from syncline.collectives.testing.processes import run_processes
 
 MISSING = backend.missing()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.launch,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+PARTS = ("ddp", "ddp_by_device", "hooks", "sync_batch_norm", "native_ddp_over_ours", "a_captured_step")
+SCRIPT = Path(__file__).with_name("gpu_training.py")
+pytestmark = pytest.mark.launch
 
 
+def test_every_part_is_there() -> None:
+    assert all(callable(runpy.run_path(str(SCRIPT))[part]) for part in PARTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("part", ["ddp", "ddp_by_device", "hooks"])
+@pytest.mark.parametrize("part", PARTS)
 def test_training(part: str, size: int, tmp_path: Path) -> None:
     (tmp_path / "part").write_text(part)
-    run_processes(Path(__file__).with_name("gpu_training.py"), size, tmp_path, timeout_s=300.0)
+    run_processes(SCRIPT, size, tmp_path, timeout_s=300.0)

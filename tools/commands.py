@@ -71,6 +71,22 @@ def capture(command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: 
         raise
 
 
+def follow(command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: Mapping[str, str]) -> Outcome:
+    """The same, but what it prints is seen as it comes, and not kept: if this process is killed, it has been said."""
+    _show(command)
+    process = subprocess.Popen(
+        [str(word) for word in command], cwd=cwd, env=_merged(env), stdin=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    try:
+        return Outcome(process.wait(timeout_s), "")
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return Outcome(124, "", timed_out=True)
+    except BaseException:
+        _end(process)
+        raise
+
+
 def _end(process: subprocess.Popen[str]) -> str:
     """Ask first, so that mpiexec can end ranks in process groups of their own; then insist."""
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -79,7 +95,7 @@ def _end(process: subprocess.Popen[str]) -> str:
         except ProcessLookupError:
             pass
         try:
-            return process.communicate(timeout=GRACE_S)[0]
+            return process.communicate(timeout=GRACE_S)[0] or ""
         except subprocess.TimeoutExpired as hung:
             kept = hung.output
     return kept.decode(errors="replace") if isinstance(kept, bytes) else kept or ""

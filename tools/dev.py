@@ -122,7 +122,7 @@ def build_wheels(_: argparse.Namespace) -> int:
 
 def gpu(options: argparse.Namespace) -> int:
     """Run what needs a GPU, with the torch and CuPy of this machine."""
-    return on_gpu.run_all(options.python)
+    return on_gpu.run_all(options.python, options.paths, options.results)
 
 
 def test(options: argparse.Namespace) -> int:
@@ -284,7 +284,10 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 def _add_gpu(parser: argparse.ArgumentParser) -> None:
     found = on_gpu.default_python()
-    parser.add_argument("--python", type=Path, default=found, help="the Python that has them (default: this one)")
+    add = parser.add_argument
+    add("--python", type=Path, default=found, help="the Python that has them (default: this one)")
+    add("--results", type=Path, metavar="FOLDER", help="where the benchmark leaves its figures and traces (default: nowhere)")
+    add("paths", nargs="*", type=Path, help="only these files of tests (default: all, then the benchmark)")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

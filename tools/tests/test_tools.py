@@ -10,7 +10,7 @@ import dev
 import gpu
 import rank_log
 import wheels
-from commands import Outcome
+from commands import Outcome, follow
 from environment import ROOT, InstallSet, half_installed
 from mpi_runtimes import Family, MpiRuntime
 
@@ -100,7 +100,7 @@ def test_backends_are_listed_as_a_distribution_lists_them() -> None:
 
 def test_the_files_with_gpu_tests_are_found() -> None:
     assert {path.name for path in gpu.test_files()} >= {"test_gpu.py"}
-    assert "test_collectives_mpi.py" not in {path.name for path in gpu.test_files()}
+    assert {path.name for path in gpu.test_files() if gpu.needs_mpi(path)} == {"test_collectives_mpi.py"}
     assert "test_datatypes.py" not in {path.name for path in gpu.test_files()}
 
 
@@ -113,23 +113,61 @@ def test_without_a_gpu_the_reason_is_said(
     assert capsys.readouterr().out == f"gpu: skipped, {missing}\n"
 
 
-@pytest.mark.parametrize(("status", "failed"), [(0, 0), (1, 4)])
+GPU_MACHINE = {"missing": ["nothing"], "pytest": ["8.4"], "torch": ["2.11"], "cuda": ["13.0"], "gpu": ["A", "A"]}
+
+
+@pytest.mark.parametrize(
+    ("mpi4py", "status", "failed"), [("4.1", 0, 0), ("4.1", 1, 6), ("absent: no module", 0, 0), ("absent: no module", 1, 5)]
+)
 def test_the_summary_of_a_gpu(
-    status: int, failed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mpi4py: str, status: int, failed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {"missing": ["nothing"], "pytest": ["8.4"], "torch": ["2.11"], "cuda": ["13.0"], "gpu": ["A", "A"]}
-    monkeypatch.setattr(gpu, "probe", lambda python, env: found)
-    monkeypatch.setattr(gpu, "capture", lambda command, **options: Outcome(status, "what it said"))
+    commands: list[list[str]] = []
+
+    def follow(command: list[str], **options: object) -> Outcome:
+        commands.append([str(word) for word in command])
+        return Outcome(status, "")
+
+    monkeypatch.setattr(gpu, "probe", lambda python, env: {**GPU_MACHINE, "mpi4py": [mpi4py]})
+    monkeypatch.setattr(gpu, "follow", follow)
+    monkeypatch.setattr(gpu.shutil, "which", lambda name, path: "/site/mpiexec")
     assert gpu.run_all(Path(sys.executable)) == failed
     said = capsys.readouterr().out
-    assert said.count("what it said") == 4
     for words in (
         "=== summary ===",
         "gpu       A, A",
         "cupy      none",
         "integration_tests/test_gpu.py ",
         "nccl/test_gpu.py ",
-        "benchmark ",
+        "benchmark, 1 rank(s) ",
+        "benchmark, 2 rank(s) ",
     ):
         assert words in said
     assert said.count("FAILED") == failed
+    assert [command[:3] for command in commands if command[0] == "/site/mpiexec"] == (
+        [] if mpi4py.startswith("absent") else [["/site/mpiexec", "-n", "2"]]
+    )
+    assert ("skipped: it needs mpi4py and mpiexec" in said) is mpi4py.startswith("absent")
+
+
+def test_some_files_of_gpu_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(gpu, "probe", lambda python, env: {**GPU_MACHINE, "mpi4py": ["4.1"]})
+    monkeypatch.setattr(gpu, "follow", lambda command, **_: commands.append([*map(str, command)]) or Outcome(0, ""))
+    monkeypatch.setattr(gpu, "test_files", lambda: pytest.fail("only these"))
+    chosen = ROOT / "integration_tests" / "test_gpu.py"
+    assert gpu.run_all(Path(sys.executable), [chosen]) == 0
+    assert [command[-1] for command in commands] == [str(chosen)]
+    assert gpu._benchmark(Path("python"), 1, tmp_path / "new", {}).verdict == "passed"
+    assert [word for word in commands[-1] if "new" in word] == [
+        str(tmp_path / "new" / "nccl-1.json"),
+        str(tmp_path / "new" / "nccl-1-trace.json"),
+    ]
+
+
+def test_what_is_followed_is_ended_in_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = (sys.executable, "-c", "import time; print('said', flush=True); time.sleep(60)")
+    outcome = follow(words, timeout_s=1.0, cwd=tmp_path, env={})
+    assert (outcome.status, outcome.timed_out) == (124, True)
+    assert "said" in capfd.readouterr().out
+    assert follow((sys.executable, "-c", "raise SystemExit(3)"), timeout_s=30, cwd=tmp_path, env={}).status == 3

@@ -20,6 +20,14 @@ def test_no_layer_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_layer() is None
 
 
+def test_host_memory_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever device torch was told to make tensors on: those cannot be pinned."""
+    asked: dict[str, object] = {}
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: asked.update(options))
+    CudaLayer().empty_on_host(torch.ones(3))
+    assert asked == {"device": "cpu", "dtype": torch.float32, "pin_memory": True}
+
+
 def on_two_ranks(check) -> None:
     meeting_point = MeetingPoint(2)
 
@@ -86,11 +94,25 @@ class TestOnADevice:
         on_two_ranks(check)
 
     def test_memory_may_be_freed_while_in_flight(self) -> None:
+        """The caller keeps neither tensor nor work, and takes what the allocator gives it next."""
+
         def check(group: ProcessGroup) -> None:
-            works = [group.all_reduce(late_ones(group.rank), async_op=True) for _ in range(4)]
-            torch.full((NUMEL,), -1.0, device="cuda")
-            for work in works:
-                work.wait()
-                assert work.result()[0].eq(3).all()
+            outputs = [torch.zeros(2 * NUMEL, device="cuda") for _ in range(4)]
+            for output in outputs:
+                group.all_gather_into_tensor(output, late_ones(group.rank), async_op=True)
+                torch.full((NUMEL,), -1.0, device="cuda")
+            group.barrier()
+            torch.cuda.synchronize()
+            for output in outputs:
+                assert output.view(2, NUMEL).unique(dim=1).flatten().tolist() == [1.0, 2.0]
+
+        on_two_ranks(check)
+
+    def test_a_default_device_is_not_the_hosts(self) -> None:
+        def check(group: ProcessGroup) -> None:
+            with torch.device("cuda"):
+                tensor = late_ones(group.rank)
+                group.all_reduce(tensor)
+                assert tensor.eq(3).all()
 
         on_two_ranks(check)

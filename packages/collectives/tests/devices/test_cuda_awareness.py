@@ -25,9 +25,12 @@ def test_a_hang_ends() -> None:
 
 
 def test_the_child_does_not_join_the_job() -> None:
-    environ = {**os.environ, "PMI_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "1", "KEPT": "1"}
+    """But it has the same transport: what the user has chosen stays."""
+    launchers = {"PMI_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"}
+    users = {"KEPT", "OMPI_MCA_pml", "OMPI_MCA_btl", "UCX_TLS"}
     child = (
-        "import os; assert 'KEPT' in os.environ; "
-        "assert not {'PMI_RANK', 'OMPI_COMM_WORLD_SIZE', 'SLURM_PROCID'} & set(os.environ); print('aware')"
+        f"import os; found = set(os.environ); "
+        f"assert found >= {users}, found; assert not found & {launchers}, found; print('aware')"
     )
-    assert try_cuda_awareness(environ, child).is_aware
+    found = try_cuda_awareness({**os.environ, **dict.fromkeys(launchers | users, "1")}, child)
+    assert found.is_aware, found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -9,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from syncline.collectives import CollectiveTimeout, ProcessGroup, TransportError, destroy_process_group
+from syncline.collectives import (
+    CollectiveTimeout,
+    DisagreementError,
+    InvalidArgumentError,
+    ProcessGroup,
+    TransportError,
+    destroy_process_group,
+)
+from syncline.collectives.backends.nccl import connections
 from syncline.collectives.backends.nccl.process_group import NcclGroup
 from syncline.collectives.testing import CHECKS
 from syncline.collectives.testing.gpu_ranks import choose_gpu, connect
@@ -17,6 +27,7 @@ from syncline.collectives.testing.gpu_ranks import choose_gpu, connect
 # NCCL has neither tags nor a receive from any rank.
 NOT_OVER_NCCL = ("point_to_point_tags", "point_to_point_any_source", "point_to_point_futures")
 LONG_CYCLES = 400_000_000
+ACCIDENT = "two_ranks_on_one_gpu_by_accident"
 
 
 def conformance(group: ProcessGroup, device: torch.device) -> None:
@@ -31,8 +42,13 @@ def conformance(group: ProcessGroup, device: torch.device) -> None:
 
 def waiting_orders_streams(group: ProcessGroup, device: torch.device) -> None:
     """The call and `wait` return while the GPU is busy; what follows on the stream still comes after the collective."""
-    group.barrier()
     tensor = torch.zeros(1 << 20, device=device)
+    for _ in range(2):  # the first use of a kernel, and of NCCL, waits for the GPU
+        tensor += group.rank + 1
+        group.all_reduce(tensor, async_op=True).wait()
+        assert (tensor * 2).isfinite().all()
+        torch.cuda._sleep(1)
+    tensor.zero_()
     torch.cuda.synchronize()
     start_s = time.perf_counter()
     torch.cuda._sleep(LONG_CYCLES)
@@ -129,6 +145,65 @@ def coalesced(group: ProcessGroup, device: torch.device) -> None:
         assert torch.equal(tensor, torch.full_like(tensor, group.size * n + group.size * (group.size - 1) / 2))
 
 
+def transfers(group: ProcessGroup, device: torch.device) -> None:
+    """All receive first, then all send first; NCCL connects two ranks at their first transfer, and waits there."""
+    if group.size == 1:
+        return
+    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    for number in range(4):
+        incoming = torch.zeros(1000, device=device)
+        outgoing = torch.full((1000,), float(10 * number + group.rank), device=device)
+        calls = [lambda: group.recv(incoming, left, async_op=True), lambda: group.send(outgoing, right, async_op=True)]  # noqa: B023
+        for work in [call() for call in calls[:: 1 if number % 2 == 0 else -1]]:
+            work.wait()
+        assert torch.equal(incoming, torch.full_like(incoming, 10 * number + left))
+
+
+def a_second_gpu_is_refused(group: ProcessGroup, device: torch.device) -> None:
+    if torch.cuda.device_count() < 2:
+        return
+    other = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
+    group.all_reduce(torch.ones(2, device=device))
+    with pytest.raises(InvalidArgumentError, match=f"the group serves {device}, .* found tensors on {other}"):
+        group.all_reduce(torch.ones(2, device=other))
+    if group.size > 1:
+        with pytest.raises(InvalidArgumentError, match=f"the group serves {device}"):
+            group.send(torch.ones(2, device=other), (group.rank + 1) % group.size)
+
+
+def closing_with_a_graph_alive(group: ProcessGroup, device: torch.device) -> None:
+    """NCCL keeps a communicator while a graph refers to it."""
+    part = group.split(0)
+    assert part is not None
+    tensor = torch.ones(5, device=device)
+    part.all_reduce(tensor)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        part.all_reduce(tensor, async_op=True).wait()
+    connections._GRAPHS_S = 3.0
+    with pytest.raises(TransportError, match=r"A CUDA graph .* is still alive"):
+        part.close()
+    graph.reset()
+
+
+def two_ranks_on_one_gpu_by_accident(group: ProcessGroup, device: torch.device) -> None:
+    with pytest.raises(DisagreementError, match="ranks 0 and 1 have both chosen the GPU"):
+        group.all_reduce(torch.ones(1, device=device))
+
+
+def a_peer_that_is_killed(group: ProcessGroup, device: torch.device) -> None:
+    """NCCL reports it, or, within one node, reports nothing: then the deadline does."""
+    part = group.split(0, timeout_s=10.0)
+    assert part is not None
+    part.barrier()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = part.all_reduce(torch.ones(5, device=device), async_op=True)
+    with pytest.raises(TransportError, match="all_reduce"):
+        work.wait(60)
+    group.abort()  # the other rank cannot close it
+
+
 def a_rank_that_does_not_come(group: ProcessGroup, device: torch.device) -> None:
     """The last part: it uses the group up. Rank 0 ends with the collective's name."""
     part = group.split(0, timeout_s=3.0)
@@ -146,9 +221,14 @@ def a_rank_that_does_not_come(group: ProcessGroup, device: torch.device) -> None
 
 
 def main(rank: int, size: int, folder: Path) -> None:
-    device = choose_gpu(rank, size)
+    names = (folder / "parts").read_text().split()
+    if ACCIDENT in names:
+        device = torch.device("cuda", 0)
+    else:
+        device = choose_gpu(rank, size)
+    torch.cuda.set_device(device)
     group = connect("nccl", rank, size, folder)
-    for name in (folder / "parts").read_text().split():
+    for name in names:
         globals()[name](group, device)
         print(f"rank {rank}: {name} passed", flush=True)
     destroy_process_group()

@@ -65,6 +65,8 @@ class Alone(Rendezvous):
 
     def close(self) -> None: ...
 
+    def abort(self) -> None: ...
+
 
 @pytest.fixture
 def recorder() -> Recorder:
@@ -193,8 +195,12 @@ def test_each_direction_has_a_communicator_and_a_stream(recorder: Recorder, grou
     for work in works:
         work.wait()
     calls = [call for call in recorder.calls if call[0] != "init"]
-    assert sorted((call[0], call[4]) for call in calls) == [("recv", 0), ("send", 1), ("send", 1)]
-    assert len({call[5] for call in calls}) == 3
+    connecting, transfers = [call for call in calls if call[3] == U8], [call for call in calls if call[3] == F32]
+    assert sorted((call[0], call[4]) for call in transfers) == [("recv", 0), ("send", 1), ("send", 1)]
+    assert len({call[5] for call in transfers}) == 3
+    # Before them a byte goes each way between two ranks, the lower one's first.
+    assert sorted((call[0], call[2]) for call in connecting) == [("recv", 1), ("recv", 1), ("send", 1), ("send", 1)]
+    assert {call[5] for call in transfers} < {call[5] for call in connecting}
     # Rank 1 is the sender (0 of 2) or the receiver (1 of 2) of each.
     assert sorted(call[3] for call in recorder.calls if call[0] == "init") == [0, 0, 1, 1]
 

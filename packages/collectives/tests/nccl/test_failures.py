@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from syncline.collectives import (
 from syncline.collectives.backend import ConnectRequest
 from syncline.collectives.backends.nccl import library
 from syncline.collectives.backends.nccl.accelerator import Moment
-from syncline.collectives.backends.nccl.claims import objection
+from syncline.collectives.backends.nccl.claims import claim, objection
 from syncline.collectives.backends.nccl.connector import Connector
+from syncline.collectives.backends.nccl.failure import Failure
+from syncline.collectives.backends.nccl.flight import gpu_fault
 from syncline.collectives.backends.nccl.process_group import NcclGroup
 from syncline.collectives.backends.nccl.rendezvous import MeetInStore
 from syncline.collectives.backends.nccl.watchdog import Watchdog
@@ -101,6 +104,7 @@ def claims_of(*gpus: tuple[str, str, str]) -> list[dict[str, Any]]:
             "hostname": host,
             "host_id": host_id,
             "pci_id": pci_id,
+            "shares": False,
             "visible": "0",
             "version": "2.27.7",
         }
@@ -115,6 +119,15 @@ def test_two_ranks_on_one_gpu() -> None:
     assert found is not None
     for words in ("ranks 1 and 2", "GPU 0000:17:00.0 of a", "CUDA_VISIBLE_DEVICES", "0 on rank 1", "torch.cuda.set_device"):
         assert words in found
+
+
+@pytest.mark.parametrize(("version", "shares"), [("2.30.3", True), ("3.0.0", True), ("2.29.9", False)])
+def test_ranks_that_nccl_lets_share_a_gpu(monkeypatch: pytest.MonkeyPatch, version: str, shares: bool) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    said = [claim(rank, "0000:17:00.0", version) for rank in range(2)]
+    assert (objection(said) is None) == shares
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE")
+    assert objection([said[0], claim(1, "0000:17:00.0", version)]) is not None  # all ranks must say so
 
 
 def test_two_versions() -> None:
@@ -148,9 +161,11 @@ def test_tensors_on_two_gpus() -> None:
     call = Fake(signature=lambda: "all_gather(float32[2])", name="all_gather")
     with pytest.raises(InvalidArgumentError, match="expected all tensors on one GPU, found cuda:0 and cuda:1"):
         engine._device_of(call, pair)  # type: ignore[arg-type]
-    engine._link = Fake(device=torch.device("cuda", 0))  # type: ignore[assignment]
-    with pytest.raises(InvalidArgumentError, match=r"the group serves cuda:0, the GPU of its first .*found tensors on cuda:1"):
-        engine._connected(call, torch.device("cuda", 1))  # type: ignore[arg-type]
+    connections = engine._connections
+    connections._device = torch.device("cuda", 0)
+    for connected in (connections.of_all, partial(connections.with_peer, 1)):
+        with pytest.raises(InvalidArgumentError, match=r"the group serves cuda:0, the GPU of its first call, found .* cuda:1"):
+            connected(call, torch.device("cuda", 1))  # type: ignore[operator]
     assert first.device == second.device
 
 
@@ -174,8 +189,8 @@ class Flight:
     def release(self) -> None:
         self.log.append(f"{self.name} released")
 
-    def fail(self, error: BaseException) -> None:
-        self.log.append(f"{self.name} failed: {type(error).__name__}")
+    def fail(self, failure: Failure) -> None:
+        self.log.append(f"{self.name} failed: {type(failure.error).__name__}")
 
 
 class Link:
@@ -196,16 +211,21 @@ def test_the_order_of_a_failure() -> None:
     """Recorded first, then told to the waiters, then aborted; what was over has succeeded."""
     log: list[str] = []
     watchdog = Watchdog("w", lambda: "rank 0")
-    watchdog.attach(Link(log))
+    link = Link(log)
+    watchdog.attach(link)
     over, first, second = Flight(log, "over"), Flight(log, "first"), Flight(log, "second")
-    first.fail = lambda error: log.append(f"first told, recorded: {watchdog.failure is error}")  # type: ignore[method-assign]
+    first.fail = lambda told: log.append(f"first told, recorded: {watchdog.failure is told}")  # type: ignore[method-assign]
+    ended = threading.Event()
+    link.abort = lambda: (log.append("aborted"), ended.set())  # type: ignore[assignment, method-assign, return-value]
     for flight in (over, first, second):
         watchdog.watch(flight)
     over.over = True
     watchdog.fail(TransportError("the group was aborted"))
     watchdog.fail(TransportError("a second failure does not count"))
+    assert ended.wait(10)
     assert log == ["over released", "first told, recorded: True", "second failed: TransportError", "aborted"]
-    assert "aborted" in str(watchdog.failure)
+    assert watchdog.failure is not None
+    assert "aborted" in str(watchdog.failure.error)
     assert not watchdog.drain(0.1)
     watchdog.stop()
 
@@ -229,13 +249,14 @@ def test_the_watchdog_finds(break_it: Callable[[Flight, Link], None], kind: type
     watchdog.watch(flight)
     break_it(flight, link)
     assert ended.wait(10)
-    assert isinstance(watchdog.failure, kind)
-    assert words in str(watchdog.failure)
+    assert watchdog.failure is not None
+    assert isinstance(watchdog.failure.error, kind)
+    assert words in str(watchdog.failure.error)
     watchdog.stop()
 
 
 def _gpu_fault() -> bool:
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    raise gpu_fault("late", RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 def test_what_is_over_is_released_without_anybody_asking() -> None:
@@ -286,6 +307,11 @@ def test_a_peer_that_never_comes() -> None:
     run_on_stand_ins(2, body, timeout_s=1)
 
 
+def raw_communicator(group: NcclGroup) -> Any:
+    """The stand-in of that of all ranks."""
+    return group._engine._connections._communicators[0]._raw
+
+
 @pytest.mark.ranks
 def test_a_peer_that_dies() -> None:
     """NCCL reports it of the communicator."""
@@ -295,7 +321,7 @@ def test_a_peer_that_dies() -> None:
         if group.rank == 1:
             return
         work = group.all_reduce(torch.ones(3), async_op=True)
-        group._engine._communicators[0]._raw.break_down(NcclError(6, "remote process exited or there was a network error"))
+        raw_communicator(group).break_down(NcclError(6, "remote process exited or there was a network error"))
         with pytest.raises(TransportError, match=r"remote process exited.*A rank of the group died.*rank 0 of 2.*all_reduce"):
             work.wait(20)
 
@@ -326,6 +352,43 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
                 group.all_reduce(torch.ones(1))
 
     run_on_stand_ins(2, body, timeout_s=0.5)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("over_host_group", [False, True])
+def test_all_hear_why_the_first_rank_cannot_decide(over_host_group: bool) -> None:
+    """And a rank that tries again is told that the group has failed: its topic is used up."""
+
+    def no_id() -> bytes:
+        raise NcclError(2, "unhandled system error")
+
+    def body(group: NcclGroup) -> None:
+        group._connector.nccl.get_unique_id = no_id
+        words = "NCCL reported from ncclGetUniqueId: unhandled system error"
+        with pytest.raises(TransportError, match=words if group.rank == 0 else f"rank 0 came to .* but failed there: {words}"):
+            group.all_reduce(torch.ones(1))
+        with pytest.raises(TransportError, match=f"was not started because the group had failed before: .*{words}"):
+            group.all_reduce(torch.ones(1))
+
+    run_on_stand_ins(2, body, over_host_group=over_host_group)
+
+
+@pytest.mark.ranks
+def test_a_split_that_does_not_come_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread is left inside ncclCommSplit, so the communicator cannot be used."""
+
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        group.set_timeout(0.3)
+        never = threading.Event()
+        raw_communicator(group).commSplit = lambda color, key: never.wait(5)
+        with pytest.raises(CollectiveTimeout, match=r"NCCL did not connect the ranks .* within 0\.3 s"):
+            group.split(0)
+        with pytest.raises(TransportError, match="had failed before: NCCL did not connect"):
+            group.all_reduce(torch.ones(1))
+        never.set()
+
+    run_on_stand_ins(2, body)
 
 
 @pytest.mark.ranks

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError, MisuseError
+from syncline.collectives import CollectiveTimeout, InvalidArgumentError, MisuseError, TransportError
+from syncline.collectives.backends.nccl.accelerator import Moment
 from syncline.collectives.backends.nccl.connector import Connector
 from syncline.collectives.backends.nccl.process_group import NcclGroup
 from syncline.collectives.backends.nccl.rendezvous import MeetInStore
-from syncline.collectives.testing.stand_in_accelerator import StandInAccelerator
+from syncline.collectives.testing.stand_in_accelerator import StandInAccelerator, StandInLane, StandInMoment
 from syncline.collectives.testing.stand_in_group import run_on_stand_ins
 from syncline.collectives.testing.stand_in_nccl import StandInNccl
 
@@ -52,6 +57,58 @@ def test_transfers_between_two_ranks_arrive_in_order() -> None:
         assert [int(tensor) for tensor in incoming] == [100 * peer + n for n in range(5)]
 
     run_on_stand_ins(2, body)
+
+
+def test_the_first_transfers_connect_whatever_comes_first() -> None:
+    """NCCL keeps the CPU at the first call of each direction until the peer makes its counterpart."""
+
+    def body(group: NcclGroup) -> None:
+        peer = 1 - group.rank
+        incoming, outgoing = torch.zeros(1), torch.full((1,), float(group.rank))
+        calls = [partial(group.recv, incoming, peer), partial(group.send, outgoing, peer)]
+        for call in calls:  # both receive first
+            call(async_op=True)
+        group.barrier()
+        for work in [call(async_op=True) for call in reversed(calls)]:  # and when connected both send first
+            work.wait(10)
+        assert float(incoming) == peer
+
+    run_on_stand_ins(2, body, timeout_s=10)
+
+
+def test_two_threads_may_send_to_one_peer() -> None:
+    """NCCL takes one call at a time for each communicator."""
+    inside, together = [0], []
+
+    class Counting(StandInLane):
+        def run(self, body: Callable[[], None], after: Moment) -> StandInMoment:
+            inside[0] += 1
+            together.append(inside[0])
+            try:
+                return super().run(body, after)
+            finally:
+                time.sleep(1e-4)  # so that another thread would come in
+                inside[0] -= 1
+
+    class Accelerator(StandInAccelerator):
+        def lane(self, device: torch.device) -> StandInLane:
+            return Counting(1) if self.pci_id(device) == "0000:00:00.0" else super().lane(device)
+
+    def body(group: NcclGroup) -> None:
+        (group.send if group.rank == 0 else group.recv)(torch.zeros(1), 1 - group.rank)  # connects
+        if group.rank == 1:
+            for _ in range(20):
+                group.recv(torch.zeros(1), 0, async_op=True).wait()
+            return
+        together.clear()
+        threads = [threading.Thread(target=lambda: [group.send(torch.zeros(1), 1) for _ in range(10)]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert together == [1] * 20
+
+    run_on_stand_ins(2, body, accelerator=Accelerator)
 
 
 def test_what_nccl_cannot_is_refused() -> None:
@@ -122,6 +179,85 @@ def test_a_batch_that_is_given_up_fails_its_work() -> None:
     group.close()
 
 
+def test_a_callback_may_issue_when_a_batch_ends() -> None:
+    """It runs when the batch is issued, under no lock."""
+
+    def body(group: NcclGroup) -> None:
+        first, second = torch.ones(2), torch.zeros(2)
+
+        def again(done: torch.futures.Future[list[torch.Tensor]]) -> None:
+            second.copy_(done.value()[0] + group.rank)
+            group.all_reduce(second, async_op=True).wait()
+
+        with group.coalescing():
+            future = group.all_reduce(first, async_op=True).get_future().then(again)
+        future.wait()
+        assert second.tolist() == [5.0, 5.0]
+
+    run_on_stand_ins(2, body)
+
+
+def test_a_callback_may_issue_when_the_group_fails() -> None:
+    """It is told of the failure by the thread that met it, which holds no lock either."""
+    heard: list[BaseException] = []
+
+    class Failing(StandInLane):
+        def run(self, body: Callable[[], None], after: Moment) -> StandInMoment:
+            raise torch.OutOfMemoryError("out of memory")
+
+    class Accelerator(StandInAccelerator):
+        def lane(self, device: torch.device) -> StandInLane:
+            return Failing(1)
+
+    group = alone(Accelerator())
+
+    def again(done: torch.futures.Future[list[torch.Tensor]]) -> None:
+        try:
+            group.all_reduce(torch.ones(2))
+        except TransportError as error:
+            heard.append(error)
+
+    def issue() -> None:
+        with group.coalescing():
+            group.all_reduce(torch.ones(2), async_op=True).get_future().add_done_callback(again)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        issue()
+    assert "had failed before: out of memory" in str(heard[0])
+
+
+def test_outputs_are_free_once_they_were_waited_for() -> None:
+    """Not only when the watchdog next looks: FSDP's gathered parameters would pile up."""
+    group = alone()
+    group.all_reduce(torch.ones(2))
+    for number in range(20):
+        tensor = torch.full((3,), float(number))
+        gone = weakref.ref(tensor)
+        work = group.all_reduce(tensor, async_op=True)
+        work.wait()
+        assert work.result()[0] is tensor
+        del work, tensor
+        assert gone() is None, number
+    group.close()
+
+
+def test_a_batch_that_comes_too_late_wakes_who_waits() -> None:
+    """The group has failed while it was filled."""
+    group = alone()
+    group.all_reduce(torch.ones(2))
+    futures = []
+
+    def issue() -> None:
+        with group.coalescing():
+            futures.append(group.all_reduce(torch.ones(2), async_op=True).get_future())
+            group._engine._watchdog.fail(TransportError("a cable was pulled"))
+
+    with pytest.raises(TransportError, match=r"coalesced.* was not started .* a cable was pulled"):
+        issue()
+    with pytest.raises(TransportError, match="a cable was pulled"):
+        futures[0].wait()
+
+
 def test_memory_in_flight_is_held_until_the_stream_is_ordered() -> None:
     def body(group: NcclGroup) -> None:
         group.barrier()
@@ -130,13 +266,18 @@ def test_memory_in_flight_is_held_until_the_stream_is_ordered() -> None:
         gone = weakref.ref(source)
         if group.rank == 0:
             # Rank 1 has not come: the collective is in flight.
+            dropped = torch.zeros(6)
+            dropped_is_gone = weakref.ref(dropped)
+            group.all_gather_into_tensor(dropped, torch.zeros(3), async_op=True)
             work = group.all_gather_into_tensor(block, source, async_op=True)
-            del source
+            del source, dropped
             gc.collect()
             assert gone() is not None
+            assert dropped_is_gone() is not None
             group.send(torch.zeros(1), 1, async_op=True).wait()
         else:
             group.recv(torch.zeros(1), 0)
+            group.all_gather_into_tensor(torch.zeros(6), torch.zeros(3))
             work = group.all_gather_into_tensor(block, source, async_op=True)
             del source
         work.wait()
@@ -147,9 +288,11 @@ def test_memory_in_flight_is_held_until_the_stream_is_ordered() -> None:
     run_on_stand_ins(2, body)
 
 
-def test_capture() -> None:
+def test_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = StandInAccelerator()
     group = alone(accelerator)
+    nccl_calls: list[Any] = []
+    monkeypatch.setattr(StandInLane, "run", noting(StandInLane.run, nccl_calls))
     accelerator.captures = True
     with pytest.raises(MisuseError, match="cannot be connected while a CUDA graph is captured"):
         group.all_reduce(torch.ones(2))
@@ -159,15 +302,43 @@ def test_capture() -> None:
     tensor = torch.ones(2)
     work = group.all_reduce(tensor, async_op=True)
     assert not work.is_completed()
+    completions: list[Any] = []
+    monkeypatch.setattr(StandInLane, "complete", noting(StandInLane.complete, completions))
+    work.get_future()
+    assert completions == [{"captured": True}]
     work.wait()
     with pytest.raises(MisuseError, match="nothing can be waited for on the CPU"):
         work.wait(5)
-    with pytest.raises(MisuseError, match="nothing can be waited for on the CPU"):
-        group.barrier()
+    issued = len(nccl_calls)
+    for is_async in (False, True):
+        with pytest.raises(MisuseError, match=r"barrier\(\).*nothing can be waited for on the CPU"):
+            group.barrier(async_op=is_async)
+    with pytest.raises(MisuseError, match="split"):
+        group.split(0)
+    assert len(nccl_calls) == issued
     accelerator.captures = False
     assert work.is_completed()
     assert work.wait()
     group.close()
+
+
+def noting(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    def noted(*arguments: Any, **options: Any) -> Any:
+        calls.append(options)
+        return function(*arguments, **options)
+
+    return noted
+
+
+def test_a_new_time_limit_counts_from_the_next_call() -> None:
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        group.set_timeout(0.2)
+        if group.rank == 0:
+            with pytest.raises(CollectiveTimeout, match=r"did not finish within 0\.2 s"):
+                group.all_reduce(torch.ones(1), async_op=True).wait(10)
+
+    run_on_stand_ins(2, body)
 
 
 @pytest.mark.parametrize("connected", [False, True])

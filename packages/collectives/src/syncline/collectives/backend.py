@@ -32,6 +32,7 @@ class ConnectRequest:
             there, by `send` and `recv`, as long as it lives.
         check_calls: the ranks compare each collective before it starts. A backend that cannot must refuse to connect.
         crossovers: from which sizes on ranks of a node use memory that they share, for a backend that can.
+        devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
     """
 
     launch: Launch | None
@@ -45,6 +46,11 @@ class ConnectRequest:
     host_group: ProcessGroup | None = None
     check_calls: bool = False
     crossovers: Crossovers = field(default_factory=Crossovers)
+    devices: frozenset[str] | None = None
+
+    def wants(self, device_type: str) -> bool:
+        """Whether the group will get tensors on that type of device, if it can serve them."""
+        return self.devices is None or device_type in self.devices
 
 
 class Backend(ABC):

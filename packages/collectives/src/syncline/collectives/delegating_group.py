@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 
@@ -61,3 +63,10 @@ class DelegatingGroup(ProcessGroup):
 
     def _barrier(self, async_op: bool) -> Work:
         return self._choose(None).barrier(async_op=async_op)
+
+
+def close_all(groups: Iterable[ProcessGroup]) -> None:
+    """Close each in turn, also after one that raises."""
+    with ExitStack() as closing:
+        for group in reversed(list(groups)):
+            closing.callback(group.close)

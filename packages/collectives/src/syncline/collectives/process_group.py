@@ -59,6 +59,10 @@ class ProcessGroup(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} '{self.name}' ({self.describe()}), rank {self.rank} of {self.size}>"
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long a collective that is issued from now on may take, in seconds."""
+        self.timeout_s = timeout_s
+
     # ---- what a backend says of itself ----
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .delegating_group import DelegatingGroup
+from .delegating_group import DelegatingGroup, close_all
 from .errors import InvalidArgumentError
 from .process_group import ProcessGroup
 
@@ -54,10 +54,15 @@ class RoundRobinGroup(DelegatingGroup):
         """Plain memory: whose turn it will be is not known."""
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set that of each."""
+        super().set_timeout(timeout_s)
+        for group in self.groups:
+            group.set_timeout(timeout_s)
+
     def close(self) -> None:
         """Close each."""
-        for group in self.groups:
-            group.close()
+        close_all(self.groups)
 
     def abort(self) -> None:
         """Abort each."""

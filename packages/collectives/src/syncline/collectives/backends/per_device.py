@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..backend import Backend, ConnectRequest
-from ..delegating_group import DelegatingGroup
+from ..delegating_group import DelegatingGroup, close_all
 from ..errors import InvalidArgumentError
 from ..process_group import ProcessGroup
 from ..registry import load_backend
@@ -50,10 +50,15 @@ class PerDeviceGroup(DelegatingGroup):
         """Memory of the group for that device."""
         return self.groups[torch.device(device).type].allocate(numel, dtype, device)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set that of each."""
+        super().set_timeout(timeout_s)
+        for group in self.groups.values():
+            group.set_timeout(timeout_s)
+
     def close(self) -> None:
         """Close each."""
-        for group in self.groups.values():
-            group.close()
+        close_all(self.groups.values())
 
     def abort(self) -> None:
         """Abort each."""
@@ -92,12 +97,17 @@ class PerDeviceBackend(Backend):
         return any(load_backend(name).meets_in_store for name in self._names.values())
 
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
-        """Connect each in turn, that of the CPU first: the others may meet over it. A store is for those that meet in one."""
+        """Connect each in turn, that of the CPU first: the others may meet over it. A store is for those that meet in one.
+
+        Each is told which device it is for, and need not get ready for others.
+        """
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._names, key=lambda device: device != "cpu"):
             backend = load_backend(self._names[device])
             store = request.store if backend.meets_in_store or not self.meets_in_store else None
-            groups[device] = backend.connect(replace(request, store=store, host_group=groups.get("cpu")))
+            groups[device] = backend.connect(
+                replace(request, store=store, host_group=groups.get("cpu"), devices=frozenset({device}))
+            )
         return PerDeviceGroup({device: groups[device] for device in self._names})
 
 

@@ -31,7 +31,7 @@ class CudaLayer(DeviceLayer):
 
     def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pinned memory."""
-        return torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in pinned memory; the thread waits for it without holding the GIL."""

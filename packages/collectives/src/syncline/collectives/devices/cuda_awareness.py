@@ -12,6 +12,9 @@ TIMEOUT_S = 120.0
 
 # A launcher's variables would make the child a second process of the job.
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "PMI2_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MPI_LOCAL", "TORCHELASTIC_")
+# Those of them by which a user chooses the transport, which is what the child is to test; and what a launcher sets among these.
+_SETTINGS_PREFIX = "OMPI_MCA_"
+_LAUNCHER_SETTINGS = ("ess", "orte_", "pmix", "plm", "rmaps", "ras", "initial_wdir")
 
 _CHILD = """
 import torch
@@ -42,7 +45,7 @@ def try_cuda_awareness(
     environ: Mapping[str, str] = os.environ, child: str = _CHILD, timeout_s: float = TIMEOUT_S
 ) -> CudaAwareness:
     """Transfer and reduce CUDA memory by MPI in a child process of one rank."""
-    own = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    own = {name: value for name, value in environ.items() if not _is_the_launchers(name)}
     try:
         done = subprocess.run([sys.executable, "-c", child], env=own, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -53,3 +56,9 @@ def try_cuda_awareness(
         return CudaAwareness(False, f"no: MPI crashed on CUDA memory (signal {-done.returncode})")
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return CudaAwareness(False, f"no: MPI did not move CUDA memory ({last})")
+
+
+def _is_the_launchers(name: str) -> bool:
+    if name.startswith(_SETTINGS_PREFIX):
+        return name.removeprefix(_SETTINGS_PREFIX).startswith(_LAUNCHER_SETTINGS)
+    return name.startswith(_LAUNCHER_PREFIXES)

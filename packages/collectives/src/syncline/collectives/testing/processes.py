@@ -4,35 +4,50 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 
-def run_processes(script: Path, world_size: int, folder: Path, *, timeout_s: float = 100.0) -> None:
+def run_processes(
+    script: Path, world_size: int, folder: Path, *, timeout_s: float = 100.0, killed: frozenset[int] = frozenset()
+) -> None:
     """Start `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all.
 
     Args:
         script: what each rank runs.
         world_size: how many ranks.
-        folder: where they may meet, and leave what they found.
-        timeout_s: seconds that one rank may take; the ranks still running then are killed.
+        folder: where they may meet, and leave what they found. What rank r prints is there in `output-r`.
+        timeout_s: seconds that all may take together; the ranks still running then are killed, and what they printed is shown.
+        killed: ranks that are to die of a signal.
 
     Raises:
-        AssertionError: a rank ended with another status than 0; the message is all that the ranks printed.
-        subprocess.TimeoutExpired: a rank took too long.
+        AssertionError: a rank ended otherwise than expected; the message is all that the ranks printed.
+        subprocess.TimeoutExpired: they took too long.
     """
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(world_size), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        said = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if [rank.returncode for rank in ranks] != [0] * world_size:
-        raise AssertionError("\n".join(said))
+    outputs = [folder / f"output-{rank}" for rank in range(world_size)]
+    with ExitStack() as opened:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(rank), str(world_size), str(folder)],
+                stdout=opened.enter_context(output.open("w")),
+                stderr=subprocess.STDOUT,
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        end_s = time.monotonic() + timeout_s
+        try:
+            statuses = [rank.wait(max(0.0, end_s - time.monotonic())) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            print(_said(outputs), flush=True)
+            raise
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    if any((status >= 0) if rank in killed else (status != 0) for rank, status in enumerate(statuses)):
+        raise AssertionError(f"the ranks ended with {statuses}\n{_said(outputs)}")
+
+
+def _said(outputs: list[Path]) -> str:
+    return "\n".join(f"--- rank {rank} ---\n{output.read_text(errors='replace')}" for rank, output in enumerate(outputs))

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -42,38 +43,72 @@ class StandInMoment(Moment):
         self._done.set()
 
 
+class _Entry(NamedTuple):
+    """Something to run on a stream, and what becomes of it."""
+
+    body: Callable[[], None]
+    after: Moment
+    done: StandInMoment
+    issued: threading.Event
+
+
+_Queue = queue.Queue[_Entry | None]
+_thread = threading.local()  # of a stream: the `issued` of what it runs
+
+
+def the_rest_is_the_gpus() -> None:
+    """Called by what runs on a stream, where a CPU would have issued all of it: whoever did so may go on."""
+    issued = getattr(_thread, "issued", None)
+    if issued is not None:
+        issued.set()
+
+
 class StandInLane(Lane):
-    """A thread that runs what is put on it, in order; it ends with the lane."""
+    """A thread that runs what is put on it, in order; it ends with the lane.
+
+    What is put on a stream that has nothing to do keeps the caller as the same calls would keep a CPU: until one of them says
+    that `the_rest_is_the_gpus`.
+    """
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Moment, StandInMoment] | None] = queue.SimpleQueue()
+        self._queue: _Queue = queue.Queue()
         weakref.finalize(self, self._queue.put, None)
         threading.Thread(target=_serve, args=(self._queue,), name=f"stream {handle}", daemon=True).start()
 
     def run(self, body: Callable[[], None], after: Moment) -> StandInMoment:
         """Queue it."""
-        done = StandInMoment()
-        self._queue.put((body, after, done))
-        return done
+        entry = _Entry(body, after, StandInMoment(), threading.Event())
+        has_nothing_to_do = self._queue.unfinished_tasks == 0
+        self._queue.put(entry)
+        if has_nothing_to_do:
+            entry.issued.wait()
+        return entry.done
 
-    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment) -> None:
+    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment, *, captured: bool) -> None:  # noqa: ARG002
         """Callbacks run here, as those of a CUDA future do, and find the tensors written, as on a GPU's streams."""
         done.order_current_stream()
         future.set_result(tensors)
 
 
-def _serve(todo: queue.SimpleQueue[tuple[Callable[[], None], Moment, StandInMoment] | None]) -> None:
+def _serve(todo: _Queue) -> None:
     while (entry := todo.get()) is not None:
-        body, after, done = entry
-        after.order_current_stream()
-        try:
-            body()
-        except BaseException as error:  # noqa: BLE001 - the one who waits for the moment raises it
-            done.come(error)
-        else:
-            done.come(None)
-        del entry, body, after, done
+        done, issued = entry.done, entry.issued
+        error = _run(entry)
+        del entry  # what is over holds no tensor
+        todo.task_done()
+        issued.set()
+        done.come(error)
+
+
+def _run(entry: _Entry) -> BaseException | None:
+    entry.after.order_current_stream()
+    _thread.issued = entry.issued
+    try:
+        entry.body()
+    except BaseException as error:  # noqa: BLE001 - the one who waits for the moment raises it
+        return error
+    return None
 
 
 class StandInAccelerator(Accelerator):
@@ -95,7 +130,7 @@ class StandInAccelerator(Accelerator):
         """The CPU."""
         return torch.device("cpu")
 
-    def use(self, device: torch.device) -> AbstractContextManager[object]:  # noqa: ARG002 - there is one
+    def background(self, device: torch.device) -> AbstractContextManager[object]:  # noqa: ARG002 - there is one
         """Nothing to choose."""
         return nullcontext()
 
@@ -123,6 +158,3 @@ class StandInAccelerator(Accelerator):
     def is_capturing(self) -> bool:
         """As told."""
         return self.captures
-
-    def watch_from_here(self) -> None:
-        """Nothing is forbidden."""

@@ -23,6 +23,7 @@ def run_on_stand_ins(
     over_host_group: bool = False,
     timeout_s: float = 30.0,
     pci_id: Callable[[int], str] = "0000:{:02x}:00.0".format,
+    accelerator: Callable[[str], StandInAccelerator] = StandInAccelerator,
 ) -> None:
     """Run `body(group)` on every rank of a group over NCCL; the ranks are threads, and their GPUs are threads, too.
 
@@ -33,12 +34,13 @@ def run_on_stand_ins(
         over_host_group: whether the ranks meet in a host group rather than in a store.
         timeout_s: of the group.
         pci_id: gives each rank its GPU.
+        accelerator: makes that out of it.
     """
     nccl, store = StandInNccl(), dist.HashStore()
 
     def rank_of(outer: ProcessGroup) -> None:
         rendezvous = MeetInGroup(outer, owned=False) if over_host_group else MeetInStore(store)
-        connector = Connector(nccl, StandInAccelerator(pci_id(outer.rank)), rendezvous, range(size), outer.rank, "ranks")
+        connector = Connector(nccl, accelerator(pci_id(outer.rank)), rendezvous, range(size), outer.rank, "ranks")
         group = NcclGroup(connector, timeout_s=timeout_s, reproducible=reproducible)
         try:
             body(group)

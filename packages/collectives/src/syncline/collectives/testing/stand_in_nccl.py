@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .stand_in_accelerator import the_rest_is_the_gpus
+
 _TYPES = {
     0: torch.int8,
     1: torch.uint8,
@@ -46,12 +48,13 @@ class _Call(NamedTuple):
 
 @dataclass
 class _Clique:
-    """What the communicators of one id share: a place to meet, and mailboxes."""
+    """What the communicators of one id share: a place to meet, mailboxes, and who has come to connect with whom."""
 
     size: int
     barrier: threading.Barrier = field(init=False)
     calls: dict[int, Any] = field(default_factory=dict)
     mail: dict[tuple[int, int], queue.Queue[bytes]] = field(init=False)
+    connecting: set[tuple[int, int, bool]] = field(default_factory=set)
     is_aborted: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -80,8 +83,10 @@ class _Clique:
 class StandInNccl:
     """Stands for the module `cupy.cuda.nccl`; the ranks, each a thread, share one.
 
-    As in NCCL: calls in a group start at its end, sends and receives together; a send is over when it was received; sums are
-    rounded to the dtype at each step; AVG multiplies by 1/size first; MIN and MAX drop a not-a-number.
+    As in NCCL: calls in a group start at its end, sends and receives together; the first send from one rank to another, and the
+    first receive, keep the CPU until the other rank has called its counterpart; a send is over when it was received; sums are
+    rounded to the dtype at each step; AVG multiplies by 1/size first; MIN and MAX drop a not-a-number; a communicator is not
+    given back while a CUDA graph refers to it.
 
     Args:
         version: what `get_version` says.
@@ -135,18 +140,22 @@ class StandInNccl:
 
 @dataclass
 class _Operation:
-    """One call: whether it goes between two ranks, how it begins, and how it ends."""
+    """One call: how it begins and ends on the GPU, and, if it goes between two ranks, how the CPU connects them."""
 
-    is_transfer: bool
     begin: Callable[[], None]
     end: Callable[[], None]
+    connect: Callable[[], None] | None = None
     sends: bool = False
 
 
 def _run_group(operations: Sequence[_Operation]) -> None:
-    transfers = [operation for operation in operations if operation.is_transfer]
+    transfers = [operation for operation in operations if operation.connect is not None]
+    for operation in transfers:
+        assert operation.connect is not None
+        operation.connect()
+    the_rest_is_the_gpus()
     for operation in operations:
-        if not operation.is_transfer:
+        if operation.connect is None:
             operation.begin()
     for operation in transfers:
         operation.begin()
@@ -164,6 +173,8 @@ class StandInCommunicator:
         self._rank = rank
         self._splits = itertools.count()
         self._error: NcclError | None = None
+        self._no_graph = threading.Event()
+        self._no_graph.set()
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:  # noqa: N802, ARG002
         """Every rank computes the same."""
@@ -215,13 +226,19 @@ class StandInCommunicator:
         box = self._clique.mail[self._rank, peer]
         source = _memory(sendbuf, count, datatype)
         self._nccl._call(
-            _Operation(True, lambda: box.put(_bytes(source)), lambda: self._until(lambda: box.unfinished_tasks == 0), True)
+            _Operation(
+                lambda: box.put(_bytes(source)),
+                lambda: self._until(lambda: box.unfinished_tasks == 0),
+                self._connecting(self._rank, peer, sends=True),
+                sends=True,
+            )
         )
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:  # noqa: ARG002
         """Blocks until it is there."""
         target = _memory(recvbuf, count, datatype)
-        self._nccl._call(_Operation(True, lambda: None, lambda: self._receive(peer, target)))
+        connect = self._connecting(peer, self._rank, sends=False)
+        self._nccl._call(_Operation(lambda: None, lambda: self._receive(peer, target), connect))
 
     def commSplit(self, color: int, key: int) -> StandInCommunicator | None:  # noqa: N802
         """All ranks call; those of one color meet, in the order of their keys."""
@@ -243,11 +260,27 @@ class StandInCommunicator:
         self._clique.abort()
 
     def destroy(self) -> None:
-        """Nothing is held."""
+        """Wait until no graph refers to it."""
+        self._no_graph.wait()
 
     def break_down(self, error: NcclError) -> None:
         """Let `check_async_error` report an error."""
         self._error = error
+
+    def enter_a_graph(self) -> Callable[[], None]:
+        """Let a CUDA graph refer to it, until what is returned is called."""
+        self._no_graph.clear()
+        return self._no_graph.set
+
+    def _connecting(self, sender: int, receiver: int, *, sends: bool) -> Callable[[], None]:
+        """Post this side at once, for calls in one group connect together; what is returned waits for the other."""
+        posted = self._clique.connecting
+
+        def connect() -> None:
+            self._until(lambda: (sender, receiver, not sends) in posted)
+
+        posted.add((sender, receiver, sends))
+        return connect
 
     def _collective(self, call: _Call, compute: Callable[[list[torch.Tensor]], torch.Tensor | None]) -> None:
         def begin() -> None:
@@ -260,7 +293,7 @@ class StandInCommunicator:
                 call.target.copy_(result)
             self._clique.meet()
 
-        self._nccl._call(_Operation(False, begin, lambda: None))
+        self._nccl._call(_Operation(begin, lambda: None))
 
     def _receive(self, peer: int, target: torch.Tensor) -> None:
         box = self._clique.mail[peer, self._rank]

@@ -359,7 +359,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a collective may take from now on."""
-        self.syncline_group.timeout_s = seconds(timeout)
+        self.syncline_group.set_timeout(seconds(timeout))
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to do: our groups count from 0 on every rank."""
@@ -374,8 +374,10 @@ class TorchProcessGroup(dist.ProcessGroup):
         if sys.exc_info()[0] is not None:
             self.abort()
             return
-        self.syncline_group.close()
-        self._closed()
+        try:
+            self.syncline_group.close()
+        finally:
+            self._closed()
 
     def abort(self) -> None:
         """Give up without waiting for anything in flight."""

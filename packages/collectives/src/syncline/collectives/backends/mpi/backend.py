@@ -60,7 +60,7 @@ class MPIBackend(Backend):
         _check_threads()
         _check_sizes(request, world.Get_rank(), world.Get_size())
         _agree_to_say_goodbye()
-        device = cuda_layer()
+        device = cuda_layer() if request.wants("cuda") else None
         crossovers = world.bcast(request.crossovers)
         transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, crossovers=crossovers)
         direct = MPITransport(world.Dup(), reproducible=request.reproducible) if _all_are_cuda_aware(device) else None

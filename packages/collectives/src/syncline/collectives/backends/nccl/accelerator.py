@@ -43,8 +43,16 @@ class Lane(ABC):
         """
 
     @abstractmethod
-    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment) -> None:
-        """Complete a future for the CPU; its waiters and callbacks run, on their streams, after `done`."""
+    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment, *, captured: bool) -> None:
+        """Complete a future for the CPU; its waiters and callbacks run, on their streams, after `done`.
+
+        Args:
+            future: is given `tensors`.
+            tensors: the outputs.
+            done: a moment of this lane.
+            captured: whether it is part of a CUDA graph. A stream that enters the capture must be joined again, so none may
+                be added to those that the caller knows of.
+        """
 
 
 class Accelerator(ABC):
@@ -61,8 +69,11 @@ class Accelerator(ABC):
         """The one that the calling thread has chosen."""
 
     @abstractmethod
-    def use(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context in which a device is the calling thread's current one."""
+    def background(self, device: torch.device) -> AbstractContextManager[object]:
+        """A context for a thread of the group's own: the device is its current one, and captures of other threads go on.
+
+        Without the first, what it asks CUDA for takes memory on GPU 0.
+        """
 
     @abstractmethod
     def pci_id(self, device: torch.device) -> str:
@@ -87,7 +98,3 @@ class Accelerator(ABC):
     @abstractmethod
     def is_capturing(self) -> bool:
         """Whether the calling thread's current stream is being captured into a CUDA graph."""
-
-    @abstractmethod
-    def watch_from_here(self) -> None:
-        """Let the calling thread ask for events while another thread captures a CUDA graph."""

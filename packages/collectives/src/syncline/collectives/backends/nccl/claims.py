@@ -12,6 +12,8 @@ from .rendezvous import Words
 #: Set to a text of its own on each rank, it lets several ranks share one GPU: NCCL takes them for ranks of different hosts,
 #: which talk over sockets. A testing aid; slow, and not for training.
 HOST_ID_VARIABLE = "NCCL_HOSTID"
+#: Set to 1 on each rank, it lets them share a GPU as ranks of one host, with an NCCL of at least this version.
+MULTI_RANK_VARIABLE, MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 
 
 def claim(rank: int, pci_id: str, version: str) -> Words:
@@ -29,9 +31,14 @@ def claim(rank: int, pci_id: str, version: str) -> Words:
         "host_id": os.environ.get(HOST_ID_VARIABLE, ""),
         "hostname": socket.gethostname(),
         "pci_id": pci_id,
+        "shares": os.environ.get(MULTI_RANK_VARIABLE) == "1" and _numbers(version) >= MULTI_RANK_VERSION,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "unset"),
         "version": version,
     }
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def objection(claims: Sequence[Words]) -> str | None:
@@ -43,7 +50,7 @@ def _one_gpu_twice(claims: Sequence[Words]) -> str | None:
     taken: dict[tuple[str, str, str], Words] = {}
     for mine in claims:
         other = taken.setdefault((mine["host"], mine["host_id"], mine["pci_id"]), mine)
-        if other is not mine:
+        if other is not mine and not (other["shares"] and mine["shares"]):
             return (
                 f"ranks {other['rank']} and {mine['rank']} have both chosen the GPU {mine['pci_id']} of {mine['hostname']}, "
                 "but NCCL needs one for each rank. Before the first collective, call "

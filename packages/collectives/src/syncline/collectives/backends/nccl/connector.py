@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+from typing import Any, TypeVar
 
 import torch
 
 from ...deadline import Deadline
 from ...errors import CollectiveTimeout, DisagreementError
 from .accelerator import Accelerator, Lane
+from .attempt import Attempt
 from .claims import claim, objection
 from .communicator import Communicator, mapped
 from .library import version_in_words
@@ -22,11 +24,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Link:
-    """A communicator and the stream that it works on."""
+    """A communicator and the stream that it works on.
+
+    Attributes:
+        communicator: of all ranks of a group, or of two of them in one direction.
+        lane: its stream.
+        device: the GPU of both.
+        lock: held while something is issued, for NCCL allows one thread at a time.
+    """
 
     communicator: Communicator
     lane: Lane
     device: torch.device
+    lock: Lock = field(default_factory=Lock)
 
 
 class Connector:
@@ -59,12 +69,17 @@ class Connector:
         """Connect with one other rank, once for each direction, by (sender, receiver).
 
         Two, so that a receive need not queue behind a send: two ranks may both send first.
+
+        NCCL connects two ranks only at their first send and receive, and keeps the CPU until the other rank has made the
+        matching call. If these were the user's calls, two ranks that both send first would wait for one another. So the first
+        transfer of each direction is made here, a byte, in the same order on both ranks.
         """
         low, high = sorted((self.rank, peer))
-        return {
-            (sender, receiver): self._connect(f"{sender} to {receiver}", (sender, receiver), device, deadline)
-            for sender, receiver in ((low, high), (high, low))
-        }
+        links = {}
+        for direction in ((low, high), (high, low)):
+            link = links[direction] = self._connect("{} to {}".format(*direction), direction, device, deadline)
+            self._within(deadline, device, partial(self._send_a_byte, link))
+        return links
 
     def split(self, link: Link, members: Sequence[int] | None, color: int | None, deadline: Deadline) -> Link | None:
         """Connect a part of the ranks out of a communicator of all, who all call; None where this rank is in no part."""
@@ -100,6 +115,16 @@ class Connector:
         )
         return Link(made, lane, device)
 
+    def _send_a_byte(self, link: Link) -> None:
+        def body() -> None:
+            byte = torch.empty(1, dtype=torch.uint8, device=link.device)  # any: a kernel to fill it might wait for the GPU
+            if link.communicator.rank == 0:
+                link.communicator.send(byte, 1)
+            else:
+                link.communicator.recv(byte, 0)
+
+        link.lane.run(body, self.accelerator.now(link.device))
+
     def _decide(self, claims: list[Words]) -> Words:
         found = objection(claims)
         if found is not None:
@@ -108,39 +133,10 @@ class Connector:
             return {"unique_id": bytes(self.nccl.get_unique_id()).hex()}
 
     def _within(self, deadline: Deadline, device: torch.device, connect: Callable[[], T]) -> T:
-        """NCCL waits for the other ranks without end, and cannot be asked to stop: so a thread waits, and is left behind."""
-        attempt = _Attempt(connect, lambda: self.accelerator.use(device))
-        attempt.start()
+        attempt = Attempt(connect, partial(self.accelerator.background, device), "syncline-nccl-connect")
         if not attempt.done.wait(deadline.remaining_s()):
             raise CollectiveTimeout(
                 f"NCCL did not connect the ranks of group '{self.name}' within {deadline.timeout_s:g} s, although all came; "
                 "NCCL_DEBUG=INFO shows what it tries (NCCL_SOCKET_IFNAME chooses the network)"
             )
         return attempt.result()
-
-
-class _Attempt(Generic[T]):
-    """A call on a thread of its own."""
-
-    def __init__(self, call: Callable[[], T], context: Callable[[], Any]) -> None:
-        self._call = call
-        self._context = context
-        self._result: list[T] = []
-        self._error: BaseException | None = None
-        self.done = threading.Event()
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="syncline-nccl-connect", daemon=True).start()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
-
-    def _run(self) -> None:
-        try:
-            with self._context():
-                self._result.append(self._call())
-        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
-            self._error = error
-        self.done.set()

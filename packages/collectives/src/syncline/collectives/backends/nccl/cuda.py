@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from ...work import TensorsFuture
 from .accelerator import Accelerator, Lane, Moment
+from .streams import StreamPool
 
 _HIGH_PRIORITY = -1
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -37,12 +38,12 @@ class CudaMoment(Moment):
 
 
 class CudaLane(Lane):
-    """A high-priority stream of torch's pool, so that torch's allocator knows it."""
+    """A high-priority stream that no other lane has."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
-        self.handle = self._stream.cuda_stream
+        self.handle = _streams.lend(device, self)
+        self._stream = torch.cuda.ExternalStream(self.handle, device)  # type: ignore[no-untyped-call]
 
     def run(self, body: Callable[[], None], after: Moment) -> Moment:
         """Issue it at once."""
@@ -52,15 +53,17 @@ class CudaLane(Lane):
             body()
         return CudaMoment(self._stream)
 
-    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment) -> None:
+    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment, *, captured: bool) -> None:
         """Let torch record, on the current stream, the event that waiters and callbacks wait for.
 
         The stream may hold later collectives by now, for which they would wait, too; so a stream of torch's pool stands in,
-        which waits for `done` only.
+        which waits for `done` only. In a capture they do wait for these: the other stream would never be joined.
         """
         assert isinstance(done, CudaMoment)
-        ordered = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        done.order(ordered)
+        ordered: torch.cuda.Stream = self._stream
+        if not captured:
+            ordered = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            done.order(ordered)
         with torch.cuda.stream(ordered):
             future.set_result(tensors)
 
@@ -74,9 +77,16 @@ class CudaAccelerator(Accelerator):
         """As `torch.cuda.set_device` left it."""
         return torch.device("cuda", torch.cuda.current_device())
 
-    def use(self, device: torch.device) -> AbstractContextManager[object]:
-        """Enter torch's context."""
-        return torch.cuda.device(device)
+    @contextmanager
+    def background(self, device: torch.device) -> Iterator[None]:
+        """Enter torch's context, and lift, for this thread, CUDA's rule that asking for an event spoils captures elsewhere."""
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        try:
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        except OSError:  # a driver of another name: what is watched goes on, only captures may be spoilt
+            pass
+        with torch.cuda.device(device):
+            yield
 
     def pci_id(self, device: torch.device) -> str:
         """As CUDA's runtime spells it."""
@@ -104,10 +114,13 @@ class CudaAccelerator(Accelerator):
         """By cudaStreamIsCapturing."""
         return torch.cuda.is_current_stream_capturing()
 
-    def watch_from_here(self) -> None:
-        """By CUDA's default, asking for an event anywhere spoils a capture that goes on elsewhere; the driver lifts that."""
-        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
-        try:
-            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        except OSError:  # a driver of another name: what is watched goes on, only captures may be spoilt
-            pass
+
+def _new_stream(device: torch.device) -> int:
+    """A stream of CUDA's own: torch's come from a pool of 32, which lanes would have to share."""
+    from cupy.cuda import runtime
+
+    with torch.cuda.device(device):
+        return int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, _HIGH_PRIORITY))
+
+
+_streams = StreamPool(_new_stream)

@@ -17,65 +17,74 @@ from .accelerator import Moment
 from .algorithms import Body
 from .batch import Batch
 from .communicator import Communicator
+from .connections import Connections
 from .connector import Connector, Link
-from .pair import Pair
+from .failure import Failure, FatalError
+from .flight import Description
 from .watchdog import Watchdog
-from .work import Description, NcclWork
+from .work import NcclWork
 
 
 class Engine:
     """Puts collectives on the group's stream; see Note [Order over NCCL] in `process_group`.
 
+    Note [Callbacks and locks]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~
+    A future's callback may issue collectives, so futures are completed, well or badly, by threads that hold no lock: a work is
+    settled after the lock under which it was issued, and what ends the group leaves the lock as a `FatalError` first.
+
     Args:
         connector: how the ranks are connected.
         place: says where an error happened.
-        timeout_s: how long one collective may take.
+        timeout_s: says how long one collective may take; asked for each.
         link: the communicator of all ranks, if there is one already.
     """
 
-    def __init__(self, connector: Connector, place: Callable[[], str], timeout_s: float, link: Link | None) -> None:
-        self._connector = connector
+    def __init__(
+        self, connector: Connector, place: Callable[[], str], timeout_s: Callable[[], float], link: Link | None
+    ) -> None:
         self._accelerator = connector.accelerator
+        self._rank = connector.rank
         self._place = place
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # held while a collective is issued: an issue is one
-        self._watchdog = Watchdog(
-            f"syncline-nccl-{connector.name}-rank{connector.rank}", place, self._accelerator.watch_from_here
-        )
+        name = f"syncline-nccl-{connector.name}-rank{connector.rank}"
+        self._watchdog = Watchdog(name, place, lambda: self._connections.background())
+        self._connections = Connections(connector, place, timeout_s, self._watchdog, link)
         self._sequence = itertools.count()
         self._is_closed = False
         self._batch: Batch | None = None
         self._batch_work: NcclWork | None = None
-        self._communicators: list[Communicator] = []
-        self._pairs: dict[int, Pair] = {}
-        self._link = None if link is None else self._adopt(link)
 
     @property
     def device(self) -> torch.device:
         """The GPU that the group serves, or will serve if a collective without a tensor comes first."""
-        return self._accelerator.current_device() if self._link is None else self._link.device
+        return self._connections.device
 
     # ---- the end ----
 
-    def close(self) -> bool:
-        """Let the GPU finish and give the communicators back; false if it was closed before."""
+    def close(self) -> None:
+        """Let the GPU finish and give the communicators back. After `close` or `abort` it does nothing.
+
+        Raises:
+            TransportError: the group had failed, and nobody was told; or what is in flight, or NCCL, does not come to an end.
+        """
         with self._lock:
             if self._is_closed:
-                return False
+                return
             self._is_closed = True
-        if self._watchdog.drain(self._timeout_s):
+        if self._watchdog.drain(self._timeout_s()):
             self._watchdog.stop()
-            for communicator in self._communicators:
-                communicator.destroy()
-        else:
-            self._watchdog.fail(
-                TransportError(f"what was in flight did not finish when the group was closed on {self._place()}")
-            )
-            self._watchdog.stop()
-        return True
+            self._connections.give_back()
+            return
+        self._watchdog.fail(TransportError(f"what was in flight did not finish when the group was closed on {self._place()}"))
+        self._watchdog.stop()
+        failure = self._failure()
+        if not failure.was_told:
+            raise failure.tell()
 
     def abort(self) -> None:
-        """End what is in flight. Does not take the lock: its holder may be stuck in NCCL."""
+        """End what is in flight, without waiting. Does not take the lock: its holder may be stuck in NCCL."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -107,16 +116,22 @@ class Engine:
             blocks: its `wait` blocks the CPU.
         """
         device = self._device_of(call, [*outputs, *reads])
-        with self._lock:
+        if blocks and self._accelerator.is_capturing():
+            raise MisuseError(
+                f"{call.signature()} on {self._place()}: it blocks the CPU, but a CUDA graph is being captured, in which "
+                "nothing can be waited for on the CPU"
+            )
+        with self._ending_the_group(), self._lock:
             self._check_usable(call)
             if self._batch is not None and self._batch.is_here():
                 return self._add_to_batch(
                     call, body, outputs, reads, device, is_one_call=async_op and not in_steps and not blocks
                 )
-            link = self._connected(call, device)
+            link = self._connections.of_all(call, device)
             work = self._new_work(call, outputs, reads, device, blocks=blocks)
             self._watch(work)
             self._put(link, work, _delivering(body), self._accelerator.now(device))
+        work.settle()
         if not async_op:
             work.wait()
         return work
@@ -129,35 +144,35 @@ class Engine:
             if self._batch is not None:
                 raise MisuseError(f"coalescing on {self._place()}: another coalescing context is open; close it first")
             batch = self._batch = Batch()
+        work = None
         try:
-            yield
+            try:
+                yield
+            finally:
+                with self._lock:
+                    work, self._batch, self._batch_work = self._batch_work, None, None
+            if work is not None:
+                self._issue_batch(call, work, batch)
         except BaseException as error:
-            if self._batch_work is not None:
-                self._batch_work.fail(error)
+            if work is not None:
+                work.fail(Failure(error))
             raise
-        finally:
-            work = self._batch_work
-            with self._lock:
-                self._batch = self._batch_work = None
-        if work is not None:
-            with self._lock:
-                self._check_usable(call)
-                assert self._link is not None
-                work.hold(batch.reads)
-                self._watch(work)
-                self._put(self._link, work, batch.run, self._accelerator.now(self._link.device))
+
+    def _issue_batch(self, call: Collective, work: NcclWork, batch: Batch) -> None:
+        with self._ending_the_group(), self._lock:
+            self._check_usable(call)
+            link = self._connections.of_all(call, self.device)
+            work.flight.hold([*batch.outputs, *batch.reads])
+            self._watch(work)
+            self._put(link, work, batch.run, self._accelerator.now(link.device))
+        work.settle()
 
     def split(self, members: Sequence[int] | None, color: int | None, deadline: Deadline) -> Link | None:
-        """A part's communicator, by ncclCommSplit where this group is connected; else the part connects when it is used."""
+        """The communicator of a part of the group; see `Connections.split`."""
         call = Collective("split")
-        with self._lock:
+        with self._ending_the_group(), self._lock:
             self._check_usable(call)
-            if self._link is None:
-                return None
-            if not self._watchdog.drain(deadline.remaining_s()):
-                self._check_usable(call)
-                raise TransportError(f"split on {self._place()}: what was in flight did not finish in {deadline.timeout_s:g} s")
-            return self._connector.split(self._link, members, color, deadline)
+            return self._connections.split(call, members, color, deadline)
 
     def _add_to_batch(
         self,
@@ -174,11 +189,12 @@ class Engine:
                 f"{call.signature()} on {self._place()} cannot be coalesced: it waits, or NCCL needs several steps for it; "
                 "pass async_op=True, or issue it outside"
             )
-        assert self._batch is not None
-        self._connected(call, device)
+        batch = self._batch
+        assert batch is not None
+        self._connections.of_all(call, device)
         if self._batch_work is None:
-            self._batch_work = self._new_work(Collective("coalesced"), self._batch.outputs, (), device)
-        self._batch.add(body, outputs, reads)
+            self._batch_work = self._new_work(Collective("coalesced"), batch.outputs, (), device, batch=batch)
+        batch.add(body, outputs, reads)
         return self._batch_work
 
     # ---- transfers ----
@@ -187,54 +203,21 @@ class Engine:
         """Put a send or a receive on the stream of its direction, a pair (sender, receiver)."""
         device = self._device_of(call, [tensor])
         sender, receiver = direction
-        mine = self._connector.rank
+        sends = sender == self._rank
         with self._lock:
             self._check_usable(call)
-            pair = self._pair_with(receiver if sender == mine else sender, call, device)
-            work = self._new_work(call, [tensor], (), device, source=sender if receiver == mine else None)
+            pair = self._connections.with_peer(receiver if sends else sender, call, device)
+            work = self._new_work(call, [tensor], (), device, source=None if sends else sender)
             self._watch(work)
         after = self._accelerator.now(device)
-        pair.submit(direction, lambda link: self._put(link, work, _delivering(body), after))
+
+        def task(link: Link) -> None:
+            with self._ending_the_group():
+                self._put(link, work, _delivering(body), after)
+            work.settle()
+
+        pair.submit(direction, task)
         return work
-
-    def _pair_with(self, peer: int, call: Collective, device: torch.device) -> Pair:
-        pair = self._pairs.get(peer)
-        if pair is None:
-
-            def connect() -> dict[tuple[int, int], Link]:
-                links = self._connector.of_two(peer, device, Deadline(self._timeout_s))
-                return {direction: self._adopt(link) for direction, link in links.items()}
-
-            pair = self._pairs[peer] = Pair(connect, self._watchdog.fail)
-        if not pair.is_connected:
-            self._refuse_capture(call)
-        return pair
-
-    # ---- connecting ----
-
-    def _connected(self, call: Collective, device: torch.device) -> Link:
-        if self._link is None:
-            self._refuse_capture(call)
-            self._link = self._adopt(self._connector.of_all(device, Deadline(self._timeout_s)))
-        if self._link.device != device:
-            raise InvalidArgumentError(
-                f"{call.signature()} on {self._place()}: the group serves {self._link.device}, the GPU of its first "
-                f"collective, found tensors on {device}; make a group for each GPU (new_group), and choose this rank's GPU by "
-                "torch.cuda.set_device"
-            )
-        return self._link
-
-    def _adopt(self, link: Link) -> Link:
-        self._communicators.append(link.communicator)
-        self._watchdog.attach(link.communicator)
-        return link
-
-    def _refuse_capture(self, call: Collective) -> None:
-        if self._accelerator.is_capturing():
-            raise MisuseError(
-                f"{call.signature()} on {self._place()}: NCCL cannot be connected while a CUDA graph is captured; issue the "
-                "same collective once before the capture (a warm-up step does)"
-            )
 
     # ---- issuing ----
 
@@ -247,6 +230,7 @@ class Engine:
         *,
         blocks: bool = False,
         source: int | None = None,
+        batch: Batch | None = None,
     ) -> NcclWork:
         return NcclWork(
             outputs,
@@ -254,15 +238,16 @@ class Engine:
             Description(call, next(self._sequence), self._place),
             self._accelerator,
             device,
-            timeout_s=self._timeout_s,
+            timeout_s=self._timeout_s(),
             blocks=blocks,
             source=source,
+            batch=batch,
         )
 
     def _watch(self, work: NcclWork) -> None:
         """From before it is issued: NCCL may never return. What is captured runs later, and elsewhere."""
         if not self._accelerator.is_capturing():
-            self._watchdog.watch(work)
+            self._watchdog.watch(work.flight)
 
     def _put(self, link: Link, work: NcclWork, run: Callable[[Communicator], object], after: Moment) -> None:
         captured = self._accelerator.is_capturing()
@@ -272,16 +257,43 @@ class Engine:
                 run(link.communicator)
 
         try:
-            moment = link.lane.run(issue, after)
+            if self._watchdog.failure is not None:
+                raise self._watchdog.failure.error
+            if captured:
+                self._connections.note_capture()
+            with link.lock:
+                moment = link.lane.run(issue, after)
         except BaseException as error:
-            failure = self._failure_of(work, error)
-            self._watchdog.fail(failure)
-            if failure is error:
-                raise
-            raise failure from error
+            raise FatalError(_described(work, error)) from error
         work.is_issued_as(link.lane, moment, captured=captured)
 
-    # ---- complaints ----
+    # ---- failures ----
+
+    @contextmanager
+    def _ending_the_group(self) -> Iterator[None]:
+        """End the group by what is fatal inside, after the locks taken inside; see Note [Callbacks and locks]."""
+        try:
+            yield
+        except FatalError as fatal:
+            self._watchdog.fail(fatal.error)
+            failure = self._failure()  # it may have failed before, which then is the reason
+            raise failure.tell() from (fatal.error.__cause__ if failure.error is fatal.error else fatal.error)
+
+    def _failure(self) -> Failure:
+        failure = self._watchdog.failure
+        assert failure is not None
+        return failure
+
+    def _check_usable(self, call: Collective) -> None:
+        if self._is_closed:
+            raise GroupClosedError(
+                f"{call.name} on {self._place()}: the group is closed; create it again with init_process_group or new_group"
+            )
+        failure = self._watchdog.failure
+        if failure is not None:
+            raise TransportError(
+                f"{call.signature()} on {self._place()} was not started because the group had failed before: {failure.error}"
+            ) from failure.tell()
 
     def _device_of(self, call: Collective, tensors: Sequence[torch.Tensor]) -> torch.device:
         devices = {tensor.device for tensor in tensors}
@@ -290,24 +302,14 @@ class Engine:
             raise InvalidArgumentError(f"{call.signature()} on {self._place()}: expected all tensors on one GPU, found {named}")
         return next(iter(devices), self.device)
 
-    def _check_usable(self, call: Collective) -> None:
-        failure = self._watchdog.failure
-        if self._is_closed:
-            raise GroupClosedError(
-                f"{call.name} on {self._place()}: the group is closed; create it again with init_process_group or new_group"
-            )
-        if failure is not None:
-            raise TransportError(
-                f"{call.signature()} on {self._place()} was not started because the group had failed before: {failure}"
-            ) from failure
 
-    def _failure_of(self, work: NcclWork, error: BaseException) -> BaseException:
-        """What is wrong with the group: if it failed while the work was issued, that; else what was raised now."""
-        if self._watchdog.failure is not None:
-            return self._watchdog.failure
-        if isinstance(error, SynclineError):
-            return type(error)(f"{work.describe()}: {error}")
+def _described(work: NcclWork, error: BaseException) -> BaseException:
+    """What NCCL says, with the collective that it was said of."""
+    if not isinstance(error, SynclineError):
         return error
+    described = type(error)(f"{work.flight.describe()}: {error}")
+    described.__cause__ = error
+    return described
 
 
 def _delivering(body: Body) -> Callable[[Communicator], None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from threading import Lock
 from typing import TypeAlias
 
+from .attempt import Attempt
 from .connector import Link
 
 Direction: TypeAlias = tuple[int, int]
@@ -23,12 +25,19 @@ class Pair:
     Args:
         connect: gives the link for each direction; called on that thread.
         fail: is told if it cannot.
+        context: entered on that thread.
     """
 
-    def __init__(self, connect: Callable[[], Mapping[Direction, Link]], fail: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Mapping[Direction, Link]],
+        fail: Callable[[BaseException], None],
+        context: Callable[[], AbstractContextManager[object]],
+    ) -> None:
         self._connect = connect
         self._fail = fail
-        self._lock = threading.Lock()
+        self._context = context
+        self._lock = Lock()
         self._waiting: deque[tuple[Direction, Task]] = deque()
         self._links: Mapping[Direction, Link] | None = None
         self._is_started = False
@@ -45,7 +54,7 @@ class Pair:
                 self._waiting.append((direction, task))
                 if not self._is_started:
                     self._is_started = True
-                    threading.Thread(target=self._run, name="syncline-nccl-pair", daemon=True).start()
+                    Attempt(self._run, self._context, "syncline-nccl-pair")
                 return
         task(self._links[direction])
 
@@ -57,6 +66,7 @@ class Pair:
                 task(links[direction])
         except BaseException as error:  # noqa: BLE001 - the group's waiters raise it
             self._fail(error)
+            self._waiting.clear()  # after that: what waits holds the works, which must hear of it
 
     def _next(self, links: Mapping[Direction, Link]) -> tuple[Direction, Task] | None:
         with self._lock:

@@ -37,14 +37,16 @@ class NcclGroup(ProcessGroup):
     1. Every collective of the group runs on the group's one stream, in the order in which it was issued; a lock makes each
        issue one. It starts after all that the issuing thread's current stream held, so its tensors are ready.
     2. The call returns when the collective is on the stream. `wait` orders the current stream after it, and blocks the CPU
-       only if it is given a timeout, and for a barrier.
+       only if it is given a timeout, and for a barrier. But where NCCL has to connect ranks first, the call waits for them: at
+       the group's first collective, and at the first gather, scatter, all-to-all, and reduction in steps (see `datatypes`).
+       Transfers between two ranks connect on a thread.
     3. A future is complete at once for the CPU. A callback runs on the thread that attaches it, before that thread issues
        anything else, on a stream that is ordered after the collective: so what it issues has the same place in the order on
        every rank, and it can wait without blocking anybody.
     4. `send` and `recv` have no place in that order: each direction between two ranks has a communicator and a stream of its
        own.
 
-    The group serves the GPU of its first collective. Its communicator is made then, out of the group that it was split from
+    The group serves the GPU of its first call. Its communicator is made then, out of the group that it was split from
     if that had one.
 
     All of it but `barrier`, and `wait` with a timeout, can be captured in a CUDA graph, once the group is connected, which the
@@ -75,7 +77,7 @@ class NcclGroup(ProcessGroup):
         self._reproducible = reproducible
         self._owns_rendezvous = owns_rendezvous
         self._device_types = frozenset({connector.accelerator.device_type})
-        self._engine = Engine(connector, self.place, timeout_s, link)
+        self._engine = Engine(connector, self.place, lambda: self.timeout_s, link)
         self._splits_made = itertools.count()
         self._subsets_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
@@ -102,13 +104,24 @@ class NcclGroup(ProcessGroup):
     # ---- the end ----
 
     def close(self) -> None:
-        """Let the GPU finish, then give the communicators back."""
-        if self._engine.close() and self._owns_rendezvous:
-            self._connector.rendezvous.close()
+        """Let the GPU finish, then give the communicators back.
+
+        Raises:
+            TransportError: the group had failed, and nobody was told, so that what it delivered since is garbage; or what is in
+                flight does not finish; or NCCL keeps a communicator, as it does while a CUDA graph with one of the group's
+                collectives is alive.
+        """
+        try:
+            self._engine.close()
+        finally:
+            if self._owns_rendezvous:
+                self._connector.rendezvous.close()
 
     def abort(self) -> None:
-        """End what is in flight; see Note [Failure over NCCL] in `watchdog`."""
+        """End what is in flight, without waiting; see Note [Failure over NCCL] in `watchdog`."""
         self._engine.abort()
+        if self._owns_rendezvous:
+            self._connector.rendezvous.abort()
 
     def coalescing(self) -> AbstractContextManager[None]:
         """What this thread issues inside, with `async_op=True`, becomes one call of NCCL and one `Work`, which all return.

@@ -20,6 +20,8 @@ from ...process_group import ProcessGroup
 Words: TypeAlias = dict[str, Any]
 # The messages of an agreement; `monitored_barrier` has a tag above these.
 _FIRST_TAG, _TAGS = 32_000, 700
+# In place of a decision: why there is none.
+_COULD_NOT = "could not decide"
 
 
 class Rendezvous(ABC):
@@ -48,17 +50,27 @@ class Rendezvous(ABC):
             deadline: for the whole.
 
         Raises:
-            TransportError: a rank did not come in time.
+            TransportError: a rank did not come in time, or the first could not decide.
         """
         leader, *others = ranks
         if rank != leader:
             self.tell(topic, leader, rank, words, deadline)
-            return self.hear(topic, rank, leader, deadline)
+            decision = self.hear(topic, rank, leader, deadline)
+            if _COULD_NOT in decision:
+                raise TransportError(f"rank {leader} came to '{topic}', but failed there: {decision[_COULD_NOT]}")
+            return decision
         heard = [words, *(self.hear(topic, leader, other, deadline) for other in others)]
-        decision = decide(heard)
-        for other in others:
-            self.tell(topic, other, leader, decision, deadline)
+        try:
+            decision = decide(heard)
+        except Exception as error:
+            self._tell_all(topic, others, leader, {_COULD_NOT: str(error)}, deadline)
+            raise
+        self._tell_all(topic, others, leader, decision, deadline)
         return decision
+
+    def _tell_all(self, topic: str, others: Sequence[int], leader: int, words: Words, deadline: Deadline) -> None:
+        for other in others:
+            self.tell(topic, other, leader, words, deadline)
 
     @abstractmethod
     def tell(self, topic: str, to: int, sender: int, words: Words, deadline: Deadline) -> None:
@@ -71,6 +83,10 @@ class Rendezvous(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give up what it holds."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """The same without waiting for anybody."""
 
 
 class MeetInStore(Rendezvous):
@@ -95,6 +111,9 @@ class MeetInStore(Rendezvous):
 
     def close(self) -> None:
         """Nothing: the store goes with its last user."""
+
+    def abort(self) -> None:
+        """Nothing."""
 
 
 class MeetInGroup(Rendezvous):
@@ -135,6 +154,11 @@ class MeetInGroup(Rendezvous):
         """Close the group if it is ours."""
         if self._owned:
             self._group.close()
+
+    def abort(self) -> None:
+        """Abort the group if it is ours."""
+        if self._owned:
+            self._group.abort()
 
     def _receive(self, into: torch.Tensor, topic: str, sender: int, deadline: Deadline) -> None:
         try:

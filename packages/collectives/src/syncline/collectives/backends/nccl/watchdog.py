@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol
 
 from ...deadline import Deadline
 from ...errors import CollectiveTimeout, SynclineError, TransportError
+from .attempt import Attempt
+from .failure import Failure
 
 _PERIOD_S = 0.1
 
 
 class Flight(Protocol):
-    """What the watchdog needs of a work."""
+    """What the watchdog needs of a collective in flight."""
 
-    deadline: Deadline
+    @property
+    def deadline(self) -> Deadline:
+        """When it is late."""
 
     @property
     def describe(self) -> Callable[[], str]:
@@ -27,7 +33,7 @@ class Flight(Protocol):
     def release(self) -> None:
         """Let go of the caller's tensors."""
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, failure: Failure) -> None:
         """Wake every waiter with an error."""
 
 
@@ -47,73 +53,81 @@ class Watchdog:
     Note [Failure over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~
     A failure is the first of: a collective that is past its deadline, an error that NCCL reports of a communicator, an error
-    raised while a collective was issued, and `abort` by the user. What happens then has this order:
+    raised while a collective was issued or the ranks were connected, and `abort` by the user. What happens then has this order:
 
     1. The failure is recorded: from now on every new collective of the group raises it.
     2. Every work that is still in flight fails with it: threads that block in `wait` wake and raise, later `wait`s raise.
        What was over before succeeded and stays so.
     3. The communicators are aborted: their kernels leave the GPU. Streams that were ordered after them go on, with garbage.
+       Each is aborted on a thread of its own, because NCCL waits there for kernels of the others, or for CUDA graphs; nobody
+       waits for these threads.
 
     So a thread that was blocked outside Syncline (`tensor.item()`, `torch.cuda.synchronize()`) and wakes because of 3 gets the
-    named error from whatever it asks of the group next: it cannot issue another collective, nor wait for the one that failed.
+    named error from whatever it asks of the group next: it cannot issue another collective, nor wait for the one that failed,
+    nor close the group in silence.
 
     The thread is a daemon, runs only while something is in flight, and holds no lock of the group: a thread that is stuck
     inside NCCL cannot keep it from aborting.
+
+    Args:
+        name: of the thread.
+        place: says where an error happened.
+        context: entered on each thread that is started here; asked when it starts.
     """
 
-    def __init__(self, name: str, place: Callable[[], str], prepare: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, name: str, place: Callable[[], str], context: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
         self._name = name
         self._place = place
-        self._prepare = prepare
+        self._context = context
         self._condition = threading.Condition()
         self._flights: list[Flight] = []
         self._links: list[Link] = []
-        self._failure: BaseException | None = None
+        self._failure: Failure | None = None
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     @property
-    def failure(self) -> BaseException | None:
+    def failure(self) -> Failure | None:
         """What ended the group, or None."""
         return self._failure
 
     def attach(self, link: Link) -> None:
-        """A communicator to look after."""
+        """A communicator to look after; one that comes after a failure is aborted."""
         with self._condition:
-            self._links.append(link)
+            if self._failure is None:
+                self._links.append(link)
+                return
+        self._abort(link, [])
 
     def watch(self, flight: Flight) -> None:
-        """A work to look after, from before it is issued."""
+        """A collective to look after, from before it is issued."""
         with self._condition:
             self._flights.append(flight)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
-            self._condition.notify_all()
-
-    def forget(self, flight: Flight) -> None:
-        """A work that came to nothing, or that is part of a CUDA graph, about which nothing may be asked."""
-        with self._condition:
-            if flight in self._flights:
-                self._flights.remove(flight)
+            elif len(self._flights) == 1:  # it sleeps until there is one
+                self._condition.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """End the group; see Note [Failure over NCCL]. Any thread may call it; the first failure counts."""
+        """End the group; see Note [Failure over NCCL]. Any thread may call it, under no lock; the first failure counts."""
         with self._condition:
             if self._failure is not None:
                 return
             self._gpu_problem()
-            self._failure = error
+            failure = self._failure = Failure(error)
             flights, self._flights = self._flights, []
             links, self._links = self._links, []
             self._condition.notify_all()
         for flight in flights:
-            flight.fail(error)
-        for link in links:
             try:
-                link.abort()
-            except Exception:  # noqa: BLE001 - nothing is left to save, and the failure is told already
+                flight.fail(failure)
+            except Exception:  # noqa: BLE001 - a future that a faulty GPU keeps from ending must not keep the others from it
                 pass
+        for link in links:
+            self._abort(link, flights)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight; false if that took longer than `timeout_s` seconds, or the group failed."""
@@ -129,18 +143,25 @@ class Watchdog:
             self._links = []
             self._condition.notify_all()
 
+    def _abort(self, link: Link, flights: list[Flight]) -> None:
+        Attempt(partial(_abort_holding, link, flights), self._context, f"{self._name}-abort")
+
     def _loop(self) -> None:
-        self._prepare()
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._flights or self._stopping)
-                if self._stopping:
-                    return
-                found = self._problem()
-            if found is not None:
-                self.fail(found)
-            with self._condition:
-                self._condition.wait_for(lambda: self._stopping, _PERIOD_S)
+        with self._context():
+            while self._look():
+                with self._condition:
+                    self._condition.wait_for(lambda: self._stopping, _PERIOD_S)
+
+    def _look(self) -> bool:
+        """Wait for something to be in flight, and look after it; false at the end."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._flights or self._stopping)
+            if self._stopping:
+                return False
+            found = self._problem()
+        if found is not None:
+            self.fail(found)
+        return True
 
     def _reap(self) -> None:
         over = [flight for flight in self._flights if flight.is_over()]
@@ -155,10 +176,8 @@ class Watchdog:
         """Reap; a GPU that faults says so at every question."""
         try:
             self._reap()
-        except RuntimeError as error:
-            failure = TransportError(f"the GPU reported, while the group waited for it ({self._place()}): {error}")
-            failure.__cause__ = error
-            return failure
+        except TransportError as error:
+            return error
         return None
 
     def _problem(self) -> BaseException | None:
@@ -184,3 +203,8 @@ class Watchdog:
             f"{flight.describe()} did not finish within {flight.deadline.timeout_s:g} s. Look for a rank that died, left "
             "early, or issued other collectives; a longer time limit is the `timeout` of init_process_group"
         )
+
+
+def _abort_holding(link: Link, flights: list[Flight]) -> None:  # noqa: ARG001 - holding them is the point
+    """Abort, and hold the tensors of what was in flight until the kernels that may write them are gone."""
+    link.abort()

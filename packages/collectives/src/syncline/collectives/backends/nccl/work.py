@@ -3,58 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 
-from ...collective import Collective
 from ...deadline import Deadline, seconds
 from ...errors import CollectiveTimeout, MisuseError
 from ...work import TensorsFuture, Work
 from .accelerator import Accelerator, Lane, Moment
+from .batch import Batch
+from .failure import Failure
+from .flight import Description, Flight, gpu_fault
 
 # How often a thread that was asked to block looks at the GPU: at once, then less and less often.
 _FIRST_LOOK_S = 20e-6
 _LONGEST_PAUSE_S = 2e-3
 
 
-class Description:
-    """Says in words what a work is: with shape and dtype, until the tensor must be let go."""
-
-    __slots__ = ("_call", "_name", "_place", "_sequence")
-
-    def __init__(self, call: Collective, sequence: int, place: Callable[[], str]) -> None:
-        self._name = call.name
-        self._call: Collective | None = call
-        self._sequence = sequence
-        self._place = place
-
-    def __call__(self) -> str:
-        """The words."""
-        call = self._call
-        signature = self._name if call is None else call.signature()
-        return f"{signature}, number {self._sequence} on {self._place()}"
-
-    def forget(self) -> None:
-        """Let go of the tensor."""
-        self._call = None
-
-
 class NcclWork(Work):
     """One collective, or several as one. Made before anything is issued, so that its deadline covers the issuing.
 
-    Note [Memory in flight]
-    ~~~~~~~~~~~~~~~~~~~~~~~
-    The stream reads and writes the caller's tensors after the call has returned. torch's allocator would give their memory to
-    the next tensor as soon as the caller drops them, so the work holds references, until
-
-    1. the stream from which the collective was issued has been ordered after it (`wait`): then the collective is as good as a
-       kernel of that stream, and what is freed there is reused in order; or
-    2. the watchdog sees that the collective is over.
-
-    `record_stream` is not needed, and memory does not pile up behind it. Copies that a collective makes for itself are made on
-    its own stream and need neither.
+    Who holds the tensors, and how long, says Note [Memory in flight] in `flight`.
 
     Args:
         tensors: the outputs.
@@ -65,6 +35,10 @@ class NcclWork(Work):
         blocks: whether `wait` blocks the CPU, as that of a barrier does.
         timeout_s: how long that may take where the caller does not say.
         source: for a receive, the rank that sends.
+        batch: what it is the work of, if it is of several as one.
+
+    Attributes:
+        flight: what the watchdog looks after.
     """
 
     def __init__(
@@ -78,57 +52,45 @@ class NcclWork(Work):
         timeout_s: float,
         blocks: bool = False,
         source: int | None = None,
+        batch: Batch | None = None,
     ) -> None:
+        self.flight = Flight(describe, timeout_s, (*tensors, *reads), self)
         self._tensors = tensors
-        self._held = tuple(reads)
-        self.describe = describe
-        self.deadline = Deadline(timeout_s)
+        self._describe = describe
         self._accelerator = accelerator
         self._device = device
         self._blocks = blocks
         self._source = source
+        self._batch = batch
         self._issued_from = accelerator.current_stream(device)
         self._lane: Lane | None = None
         self._moment: Moment | None = None
-        self._captured = False
         self._issued = threading.Event()
         self._failed = threading.Event()
-        self._error: BaseException | None = None
+        self._failure: Failure | None = None
         self._lock = threading.Lock()
         self._future: TensorsFuture | None = None
+        self._is_settled = False
 
     # ---- for the group and its watchdog ----
 
     def is_issued_as(self, lane: Lane, moment: Moment, *, captured: bool) -> None:
-        """All of it is on a stream, or captured from there into a CUDA graph, and will be done at a moment."""
-        self._lane, self._moment, self._captured = lane, moment, captured
-        self._settle()
+        """All of it is on a stream, or captured from there into a CUDA graph. `settle` must follow, under no lock."""
+        self._lane, self._moment = lane, moment
+        self.flight.is_issued(moment, captured=captured)
 
-    def is_over(self) -> bool:
-        """Whether the GPU is done with it. What was captured is: its event means nothing outside the graph."""
-        return self._captured or (self._moment is not None and self._moment.is_over())
-
-    def hold(self, reads: Sequence[torch.Tensor]) -> None:
-        """Keep these, too: a batch is filled after its work was made."""
-        self._held = tuple(reads)
-
-    def release(self) -> None:
-        """Let go of the caller's tensors, but for the outputs, which are the result."""
-        self._held = ()
-        self.describe.forget()
-
-    def fail(self, error: BaseException) -> None:
-        """Wake every waiter with an error."""
-        self._error = error
+    def fail(self, failure: Failure) -> None:
+        """Wake every waiter with an error; the first counts. Runs callbacks, as `settle` does."""
+        self._failure = self._failure or failure
         self._failed.set()
-        self._settle()
+        self.settle()
 
-    def _settle(self) -> None:
-        """Whoever asked for the future, or for the issue, before this gets it now."""
+    def settle(self) -> None:
+        """Whoever asked for the future, or for the issue, before this gets it now. Callbacks run here, and may issue."""
         with self._lock:
             self._issued.set()
-            future = self._future
-        if future is not None and not future.done():
+            future = self._due()
+        if future is not None:
             self._complete(future)
 
     # ---- Work ----
@@ -136,32 +98,33 @@ class NcclWork(Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Order the current stream after the collective; with a timeout, also block until it is over."""
         timeout_s = None if timeout is None else seconds(timeout)
-        deadline = self.deadline if timeout_s is None else Deadline(timeout_s)
+        deadline = self.flight.deadline if timeout_s is None else Deadline(timeout_s)
+        if not self._issued.is_set() and self._batch is not None and self._batch.is_here():
+            raise MisuseError(f"{self._describe()}: its batch is still open, so it would never come; wait after `coalescing`")
         if not self._issued.wait(deadline.remaining_s()):
             raise self._not_in_time(deadline)
         self._raise_failure()
-        assert self._moment is not None
         capturing = self._accelerator.is_capturing()
         blocks = self._blocks or timeout_s is not None
         if capturing and blocks:
-            raise MisuseError(f"{self.describe()}: a CUDA graph is being captured, so nothing can be waited for on the CPU")
-        if capturing or not self._captured:
-            self._order_current_stream(self._moment)
+            raise MisuseError(f"{self._describe()}: a CUDA graph is being captured, so nothing can be waited for on the CPU")
+        if capturing or not self.flight.captured:
+            self._order_current_stream()
         if blocks:
             self._block(deadline)
-        if self._accelerator.current_stream(self._device) == self._issued_from:
-            self.release()
+        if blocks or self._accelerator.current_stream(self._device) == self._issued_from:
+            self.flight.release()
         return True
 
     def is_completed(self) -> bool:
         """Whether the GPU is done, or the collective failed; false in a capture, when the GPU cannot be asked."""
-        if self._error is not None:
+        if self._failure is not None:
             return True
-        return not self._accelerator.is_capturing() and self.is_over()
+        return not self._accelerator.is_capturing() and self.flight.is_over()
 
     def exception(self) -> BaseException | None:
-        """The error given to `fail`, or None."""
-        return self._error
+        """The error with which the collective failed, or None."""
+        return None if self._failure is None else self._failure.tell()
 
     def result(self) -> list[torch.Tensor]:
         """The output tensors."""
@@ -175,37 +138,44 @@ class NcclWork(Work):
         """A CUDA future: complete for the CPU once the collective is issued, ordered after it for streams.
 
         A callback runs at once, on the thread that attaches it; see Note [Order over NCCL] in `process_group`. Only that of a
-        transfer that waits for its peer to connect runs later, on the thread that connects.
+        transfer that waits for its peer to connect, or of a batch that is still open, runs later, on the thread that issues it.
         """
         with self._lock:
-            if self._future is not None:
-                return self._future
-            future = self._future = self._accelerator.future(self._device)
-            is_issued = self._issued.is_set()
-        if is_issued:
-            self._complete(future)
-        return future
+            if self._future is None:
+                self._future = self._accelerator.future(self._device)
+            asked, due = self._future, self._due()
+        if due is not None:
+            self._complete(due)
+        return asked
+
+    def _due(self) -> TensorsFuture | None:
+        """The future, for the one who is to complete it: the first to find it both asked for and issued. Under the lock."""
+        if self._future is None or self._is_settled or not self._issued.is_set():
+            return None
+        self._is_settled = True
+        return self._future
 
     def _complete(self, future: TensorsFuture) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)  # type: ignore[arg-type]  # torch says "result: T"
+        if self._failure is not None:
+            future.set_exception(self._failure.error)  # type: ignore[arg-type]  # torch says "result: T"
         else:
             assert self._lane is not None
             assert self._moment is not None
-            self._lane.complete(future, self._tensors, self._moment)
+            self._lane.complete(future, self._tensors, self._moment, captured=self.flight.captured)
 
-    def _order_current_stream(self, moment: Moment) -> None:
+    # ---- waiting ----
+
+    def _order_current_stream(self) -> None:
+        assert self._moment is not None
         try:
-            moment.order_current_stream()
-        except Exception:
+            self._moment.order_current_stream()
+        except Exception as error:
             self._raise_failure()  # it says more than a GPU that faulted, and repeats itself at every call
-            raise
-
-    # ---- blocking ----
+            raise gpu_fault(self._describe(), error) from error
 
     def _block(self, deadline: Deadline) -> None:
         pause_s = _FIRST_LOOK_S
-        while not self.is_over():
+        while not self.flight.is_over():
             if deadline.expired():
                 self._raise_failure()
                 raise self._not_in_time(deadline)
@@ -214,11 +184,12 @@ class NcclWork(Work):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _raise_failure(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._failure is not None:
+            raise self._failure.tell()
 
     def _not_in_time(self, deadline: Deadline) -> CollectiveTimeout:
+        whose = "of the group" if deadline is self.flight.deadline else "given to wait()"
         return CollectiveTimeout(
-            f"{self.describe()} did not finish within the {deadline.timeout_s:g} s given to wait(); it goes on, and its "
+            f"{self._describe()} did not finish within the {deadline.timeout_s:g} s {whose}; it goes on, and its "
             "tensors still belong to it. Wait again, or abort the group."
         )

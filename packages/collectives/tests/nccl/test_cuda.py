@@ -1,0 +1,83 @@
+"""What the accelerator asks of torch and of CuPy, written down instead of done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.collectives.backends.nccl import cuda
+from syncline.collectives.backends.nccl.streams import StreamPool
+
+DEVICE = torch.device("cuda", 1)
+OWN = 77
+
+
+class Recorded:
+    """Streams and events by name; what is done with them, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        recorded = self
+
+        class Stream:
+            def __init__(self, device: torch.device, name: str = "of torch's pool") -> None:
+                self.device, self.name = device, name
+                recorded.log.append(f"stream {name}")
+
+        class Event:
+            def record(self, stream: Stream) -> None:
+                self.name = stream.name
+
+            def wait(self, stream: Stream) -> None:
+                recorded.log.append(f"{stream.name} waits for {self.name}")
+
+        @contextmanager
+        def entered(stream: Stream) -> Iterator[None]:
+            recorded.log.append(f"enter {stream.name}")
+            yield
+
+        self.stream, self.event = Stream, Event
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: Stream(device, f"own {handle}"))
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "stream", entered)
+        monkeypatch.setattr(cuda, "_streams", StreamPool(lambda device: OWN))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    return Recorded(monkeypatch)
+
+
+class Future:
+    """Notes that it was completed."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def set_result(self, tensors: Any) -> None:
+        self.log.append("completed")
+
+
+def test_a_lane_has_a_stream_of_its_own(recorded: Recorded) -> None:
+    lane = cuda.CudaLane(DEVICE)
+    assert lane.handle == OWN
+    after = cuda.CudaMoment(recorded.stream(DEVICE, "the caller's"))
+    recorded.log.clear()
+    lane.run(lambda: recorded.log.append("body"), after)
+    assert recorded.log == ["own 77 waits for the caller's", "enter own 77", "body"]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_future_in_a_capture_adds_no_stream(recorded: Recorded, captured: bool) -> None:
+    """A stream that enters a capture must be joined; if nobody waits for the future, nobody would."""
+    lane = cuda.CudaLane(DEVICE)
+    done = cuda.CudaMoment(recorded.stream(DEVICE, "done"))
+    recorded.log.clear()
+    lane.complete(Future(recorded.log), [], done, captured=captured)
+    elsewhere = ["stream of torch's pool", "of torch's pool waits for done", "enter of torch's pool", "completed"]
+    assert recorded.log == (["enter own 77", "completed"] if captured else elsewhere)

@@ -1,0 +1,315 @@
+"""How a group ends: what `close` and `abort` do, and that a failure reaches everybody, whatever else goes wrong."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import CollectiveTimeout, MisuseError, TransportError
+from syncline.collectives.backends.nccl import connections
+from syncline.collectives.backends.nccl.connector import Connector
+from syncline.collectives.backends.nccl.failure import Failure
+from syncline.collectives.backends.nccl.process_group import NcclGroup
+from syncline.collectives.backends.nccl.rendezvous import MeetInGroup, MeetInStore
+from syncline.collectives.backends.nccl.watchdog import Watchdog
+from syncline.collectives.deadline import Deadline
+from syncline.collectives.testing.stand_in_accelerator import StandInAccelerator, StandInMoment
+from syncline.collectives.testing.stand_in_group import run_on_stand_ins
+from syncline.collectives.testing.stand_in_nccl import NcclError, StandInNccl
+
+PATIENCE_S = 10.0
+
+
+def alone(accelerator: StandInAccelerator | None = None, *, timeout_s: float = PATIENCE_S) -> NcclGroup:
+    connector = Connector(StandInNccl(), accelerator or StandInAccelerator(), MeetInStore(dist.HashStore()), [0], 0, "alone")
+    return NcclGroup(connector, timeout_s=timeout_s)
+
+
+def raw_communicators(group: NcclGroup):
+    return [communicator._raw for communicator in group._engine._connections._communicators]
+
+
+# ---- close tells of a failure that nobody has heard of ----
+
+
+@pytest.mark.ranks
+def test_close_tells_of_a_failure() -> None:
+    """A peer dies in the last backward: without this the job would end well, with garbage."""
+
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        if group.rank == 1:
+            return
+        group.all_reduce(torch.ones(3), async_op=True)
+        raw_communicators(group)[0].break_down(NcclError(6, "remote process exited"))
+        with pytest.raises(TransportError, match="remote process exited"):
+            group.close()
+        group.close()
+
+    run_on_stand_ins(2, body)
+
+
+@pytest.mark.ranks
+def test_close_does_not_tell_twice() -> None:
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        if group.rank == 0:
+            work = group.all_reduce(torch.ones(3), async_op=True)
+            with pytest.raises(CollectiveTimeout):
+                work.wait(PATIENCE_S)
+            group.close()
+
+    run_on_stand_ins(2, body, timeout_s=0.5)
+
+
+@pytest.mark.ranks
+def test_close_tells_of_work_that_does_not_finish() -> None:
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        if group.rank == 0:
+            group.timeout_s = PATIENCE_S
+            group.all_reduce(torch.ones(3), async_op=True)
+            group.timeout_s = 0.2
+            with pytest.raises(TransportError, match="did not finish when the group was closed on rank 0 of 2"):
+                group.close()
+
+    run_on_stand_ins(2, body)
+
+
+# ---- a CUDA graph keeps a communicator ----
+
+
+@pytest.mark.ranks
+def test_close_names_a_graph_that_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_GRAPHS_S", 0.2)
+    accelerator = StandInAccelerator()
+    group = alone(accelerator)
+    group.all_reduce(torch.ones(2))
+    accelerator.captures = True
+    group.all_reduce(torch.ones(2), async_op=True).wait()
+    accelerator.captures = False
+    delete_graph = raw_communicators(group)[0].enter_a_graph()
+    with pytest.raises(TransportError, match=r"close on rank 0 of 1.*within 0\.2 s\. A CUDA graph .* is still alive: delete"):
+        group.close()
+    delete_graph()
+
+
+@pytest.mark.ranks
+def test_close_waits_for_the_others_where_there_is_no_graph() -> None:
+    group = alone(timeout_s=0.2)
+    group.all_reduce(torch.ones(2))
+    let_go = raw_communicators(group)[0].enter_a_graph()
+    with pytest.raises(TransportError, match="waits for the other ranks, which must close the group"):
+        group.close()
+    let_go()
+
+
+@pytest.mark.ranks
+def test_abort_waits_for_no_graph() -> None:
+    group = alone()
+    group.all_reduce(torch.ones(2))
+    raw = raw_communicators(group)[0]
+    let_go, is_aborted = threading.Event(), threading.Event()
+    raw.abort = lambda: (let_go.wait(PATIENCE_S), is_aborted.set())
+    group.abort()
+    assert not is_aborted.is_set()
+    let_go.set()
+    assert is_aborted.wait(PATIENCE_S)
+
+
+# ---- the watchdog ----
+
+
+class Flight:
+    """In flight for ever."""
+
+    def __init__(self) -> None:
+        self.deadline = Deadline(PATIENCE_S)
+        self.heard = threading.Event()
+
+    def describe(self) -> str:
+        return "flight"
+
+    def is_over(self) -> bool:
+        return False
+
+    def release(self) -> None: ...
+
+    def fail(self, failure: Failure) -> None:
+        self.heard.set()
+
+
+class Broken(Flight):
+    """Its future cannot be ended, because its GPU faults at every call."""
+
+    def fail(self, failure: Failure) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+class Together:
+    """Is aborted when all are: as where NCCL waits for kernels of one another's."""
+
+    def __init__(self, meeting: threading.Barrier) -> None:
+        self.meeting = meeting
+        self.is_aborted = threading.Event()
+
+    def check(self) -> None: ...
+
+    def abort(self) -> None:
+        self.meeting.wait(PATIENCE_S)
+        self.is_aborted.set()
+
+
+def test_communicators_are_aborted_at_once() -> None:
+    """Also when one of the works cannot be told."""
+    watchdog = Watchdog("w", lambda: "rank 0")
+    meeting = threading.Barrier(3)
+    links = [Together(meeting) for _ in range(3)]
+    last = Flight()
+    for link in links[:2]:
+        watchdog.attach(link)
+    for flight in (Broken(), last):
+        watchdog.watch(flight)
+    watchdog.fail(TransportError("over"))
+    assert last.heard.is_set()
+    watchdog.attach(links[2])  # connected too late
+    assert all(link.is_aborted.wait(PATIENCE_S) for link in links)
+    watchdog.stop()
+
+
+def test_threads_of_the_group_choose_its_gpu() -> None:
+    """What they ask CUDA for would else take memory on GPU 0."""
+    entered: list[str] = []
+
+    def context():
+        entered.append(threading.current_thread().name)
+        return nullcontext()
+
+    watchdog = Watchdog("w", lambda: "rank 0", context)
+    link = Together(threading.Barrier(1))
+    watchdog.attach(link)
+    flight = Flight()
+    watchdog.watch(flight)
+    watchdog.fail(TransportError("over"))
+    assert link.is_aborted.wait(PATIENCE_S)
+    watchdog.stop()
+    assert sorted(entered) == ["w", "w-abort"]
+
+
+@pytest.mark.ranks
+def test_every_thread_that_asks_cuda_has_chosen_the_gpu() -> None:
+    """Those that connect, transfer, watch and give back."""
+    chosen: set[str] = set()
+
+    class Choosing(StandInAccelerator):
+        def background(self, device: torch.device):
+            chosen.add(threading.current_thread().name)
+            return super().background(device)
+
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        tensor = torch.full((2,), float(group.rank))
+        (group.send(tensor, 1, async_op=True) if group.rank == 0 else group.recv(tensor, 0, async_op=True)).wait()
+
+    run_on_stand_ins(2, body, accelerator=Choosing)
+    watching = {f"syncline-nccl-ranks-rank{rank}" for rank in range(2)}
+    assert chosen == watching | {f"syncline-nccl-{what}" for what in ("connect", "pair", "destroy")}
+
+
+# ---- waiters ----
+
+
+class FaultyMoment(StandInMoment):
+    def is_over(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def order_current_stream(self) -> None:
+        self.is_over()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ask", [lambda work: work.wait(), lambda work: work.wait(5), lambda work: work.is_completed()])
+def test_a_fault_of_the_gpu_has_a_name(ask) -> None:
+    group = alone()
+    work = group.all_reduce(torch.ones(2), async_op=True)
+    work.wait(PATIENCE_S)
+    work._moment = work.flight._moment = FaultyMoment()
+    with pytest.raises(TransportError, match=r"the GPU reported, while the group waited for all_reduce.*illegal memory"):
+        ask(work)
+    group.abort()
+
+
+@pytest.mark.ranks
+def test_a_barrier_says_whose_time_limit_it_was() -> None:
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(1))
+        if group.rank == 0:
+            work = group.barrier(async_op=True)
+            work.flight.deadline.cancel()
+            with pytest.raises(CollectiveTimeout, match=r"within the 20 s of the group|did not finish within 20 s"):
+                work.wait()
+
+    run_on_stand_ins(2, body, timeout_s=20)
+
+
+@pytest.mark.ranks
+def test_waiting_for_an_open_batch_is_refused() -> None:
+    group = alone()
+    with pytest.raises(MisuseError, match="its batch is still open"), group.coalescing():
+        group.all_reduce(torch.ones(2), async_op=True).wait()
+    group.close()
+
+
+@pytest.mark.ranks
+def test_a_failure_and_a_question_for_the_future_may_meet() -> None:
+    """Whoever comes first completes it; the other must not."""
+    group = alone()
+    group.all_reduce(torch.ones(2))
+    for _ in range(50):
+        work = group.all_reduce(torch.ones(2), async_op=True)
+        start, errors = threading.Barrier(2), []
+
+        def fail(work=work, start=start, errors=errors) -> None:
+            start.wait()
+            try:
+                work.fail(Failure(TransportError("over")))
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=fail)
+        thread.start()
+        start.wait()
+        work.get_future()
+        thread.join()
+        assert errors == []
+    group.close()
+
+
+# ---- where the ranks met ----
+
+
+class Host:
+    """A host group that notes its end."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def close(self) -> None:
+        self.ended.append("close")
+
+    def abort(self) -> None:
+        self.ended.append("abort")
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_a_group_to_meet_in_ends_with_the_group_that_owns_it(owned: bool, how: str) -> None:
+    host = Host()
+    connector = Connector(StandInNccl(), StandInAccelerator(), MeetInGroup(host, owned=owned), [0], 0, "g")
+    group = NcclGroup(connector, timeout_s=1)
+    getattr(group, how)()
+    assert host.ended == ([how] if owned else [])

@@ -1,0 +1,74 @@
+"""One group for each type of device, and what each is told."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from syncline.collectives import RoundRobinGroup, TransportError
+from syncline.collectives.backend import Backend, ConnectRequest
+from syncline.collectives.backends import per_device
+from syncline.collectives.backends.in_process import backend as in_process
+from syncline.collectives.process_group import ProcessGroup
+
+REQUEST = ConnectRequest(None, None, None, None, 5.0)
+
+
+class OnItsDevice(Backend):
+    """The in-process backend, as one that serves whatever it was connected for."""
+
+    def __init__(self) -> None:
+        self.requests: list[ConnectRequest] = []
+
+    def missing(self) -> None:
+        return None
+
+    def connect(self, request: ConnectRequest) -> ProcessGroup:
+        self.requests.append(request)
+        group = in_process.connect(REQUEST)
+        group._device_types = request.devices
+        return group
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> OnItsDevice:
+    made = OnItsDevice()
+    monkeypatch.setattr(per_device, "load_backend", lambda name: made)
+    return made
+
+
+def test_each_backend_hears_which_device_it_is_for(backend: OnItsDevice) -> None:
+    """MPI need not find out whether it could send CUDA memory if that goes another way."""
+    group = per_device.backend("cuda:nccl,cpu:mpi").connect(REQUEST)
+    cpu, cuda = backend.requests
+    assert (cpu.devices, cuda.devices) == ({"cpu"}, {"cuda"})
+    assert (cpu.wants("cuda"), cuda.wants("cuda"), REQUEST.wants("cuda")) == (False, True, True)
+    assert cuda.host_group is group.groups["cpu"]
+    group.close()
+
+
+def test_all_are_closed_also_if_one_cannot(backend: OnItsDevice) -> None:
+    closed: list[str] = []
+
+    def close(name: str) -> None:
+        closed.append(name)
+        if name == "cuda":
+            raise TransportError("a failure that nobody was told of")
+
+    group = per_device.backend("cuda:a,cpu:b").connect(REQUEST)
+    for name, part in group.groups.items():
+        part.close = partial(close, name)
+    with pytest.raises(TransportError, match="nobody was told"):
+        group.close()
+    assert closed == ["cuda", "cpu"]
+
+
+def test_a_new_time_limit_is_every_groups(backend: OnItsDevice) -> None:
+    group = per_device.backend("cpu:a,cuda:b").connect(REQUEST)
+    group.set_timeout(3.5)
+    assert [part.timeout_s for part in (group, *group.groups.values())] == [3.5] * 3
+    in_turn = RoundRobinGroup(list(group.groups.values()))
+    in_turn.set_timeout(4.5)
+    assert [part.timeout_s for part in (in_turn, *in_turn.groups)] == [4.5] * 3
+    group.close()
