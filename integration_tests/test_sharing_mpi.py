@@ -156,8 +156,10 @@ def test_trying_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_warning(ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node import sharing
-    from syncline.collectives.backends.mpi.node.transport import NodeTransport
+    from syncline.collectives.backends.mpi.node import memory, sharing
+    from syncline.collectives.backends.mpi.node.node_transport import NodeTransport
+
+    monkeypatch.setattr(memory, "_warned_of", set())
     from syncline.collectives.host_group import HostGroup
 
     monkeypatch.setattr(sharing, "reserve", raising(OSError(12, "no memory left")))

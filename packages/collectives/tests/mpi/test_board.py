@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from syncline.collectives.backends.mpi.meeting import NOWHERE
-from syncline.collectives.backends.mpi.node.board import BOARD_BYTES, SLOT_BYTES, Board, is_ordered
+from syncline.collectives.backends.mpi.node.board import Board, GaveUpError, board_bytes, is_ordered
 from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded
 from syncline.collectives.deadline import Deadline
 from syncline.collectives.testing import run_ranks
@@ -24,11 +24,15 @@ pytestmark = [
 ]
 
 
+SLOT_BYTES = 4096
+PART_BYTES = board_bytes(SLOT_BYTES)
+
+
 def on_boards(size: int, body: Callable[[Board], object]) -> list[object]:
     """What `body` returns on each of some ranks that share a board."""
-    file = create_file("test", size * padded(BOARD_BYTES))
+    file = create_file("test", size * padded(PART_BYTES))
     # Sleeping lets the other threads run; between processes nothing need be done.
-    boards = [Board(Segment(file, size, BOARD_BYTES, rank), lambda: time.sleep(0)) for rank in range(size)]
+    boards = [Board(Segment(file, size, PART_BYTES, rank), SLOT_BYTES, lambda: time.sleep(0)) for rank in range(size)]
     os.close(file)
     return run_ranks(size, lambda group: body(boards[group.rank]))
 
@@ -70,18 +74,37 @@ def test_what_they_are_about_to_do_is_compared() -> None:
 
 
 def test_a_rank_that_does_not_come_is_a_timeout_and_messages_go_on_meanwhile() -> None:
-    file = create_file("test", 2 * padded(BOARD_BYTES))
+    file = create_file("test", 2 * padded(PART_BYTES))
     calls: list[None] = []
-    board = Board(Segment(file, 2, BOARD_BYTES, 0), lambda: calls.append(None))
+    board = Board(Segment(file, 2, PART_BYTES, 0), SLOT_BYTES, lambda: calls.append(None))
     os.close(file)
     with pytest.raises(TimeoutError):
         board.arrive(Deadline(0.05))
     assert calls
 
 
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_a_rank_that_gives_up_is_named_at_once(has_arrived: bool) -> None:
+    """Also by those for whom it had arrived: they may have been about to read what it does not keep any more."""
+
+    def body(board: Board) -> str:
+        if board.mine == 1:
+            if has_arrived:
+                with pytest.raises(TimeoutError):
+                    board.arrive(Deadline(0.1))
+            board.give_up()
+            return ""
+        time.sleep(0.3 * has_arrived)
+        with pytest.raises(GaveUpError) as caught:
+            board.arrive(Deadline(30))
+        return f"rank {caught.value.rank}"
+
+    assert on_boards(2, body) == ["rank 1", ""]
+
+
 def test_views_serve_inside_and_outside_of_inference_mode() -> None:
-    file = create_file("test", padded(BOARD_BYTES))
-    board = Board(Segment(file, 1, BOARD_BYTES, 0), lambda: None)
+    file = create_file("test", padded(PART_BYTES))
+    board = Board(Segment(file, 1, PART_BYTES, 0), SLOT_BYTES, lambda: None)
     os.close(file)
     with torch.inference_mode():
         board.slots(3, torch.float32)[0].fill_(1.0)
@@ -89,9 +112,9 @@ def test_views_serve_inside_and_outside_of_inference_mode() -> None:
 
 
 def test_a_slot_ends_before_the_next_begins() -> None:
-    file = create_file("test", 2 * padded(BOARD_BYTES))
-    board = Board(Segment(file, 2, BOARD_BYTES, 0), lambda: None)
-    peer = Board(Segment(file, 2, BOARD_BYTES, 1), lambda: None)
+    file = create_file("test", 2 * padded(PART_BYTES))
+    board = Board(Segment(file, 2, PART_BYTES, 0), SLOT_BYTES, lambda: None)
+    peer = Board(Segment(file, 2, PART_BYTES, 1), SLOT_BYTES, lambda: None)
     os.close(file)
     slots = []
     for _ in range(2):

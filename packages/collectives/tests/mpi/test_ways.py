@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
-from syncline.collectives.backends.mpi.node import board, exchange, in_window, single_copy, staging
-from syncline.collectives.backends.mpi.node.board import BOARD_BYTES, Board, is_ordered
+from syncline.collectives.backends.mpi.node import in_window, single_copy, staging
+from syncline.collectives.backends.mpi.node.board import Board, board_bytes, is_ordered
 from syncline.collectives.backends.mpi.node.exchange import Exchange
 from syncline.collectives.backends.mpi.node.in_window import InWindow
 from syncline.collectives.backends.mpi.node.peer_memory import PeerMemory
@@ -62,13 +62,14 @@ class Rank:
     def tensor(self, source: torch.Tensor) -> torch.Tensor:
         """A copy, at the same place on every rank, in the window or not."""
         if self._name != "in window":
-            return source.clone()
+            self._last = source.clone()
+            return self._last
         return self._window.view(self.rank, OFFSET_BYTES, source.numel(), source.dtype).copy_(source)
 
     def way(self) -> Way:
         """For one call; all ranks have met, if the way wants that."""
         if self._name == "single copy":
-            return SingleCopy(self._peers(), self.rank, self.size, self._addresses, self._arrive)
+            return SingleCopy(self._peers(), self.rank, self._addresses(), self._arrive)
         if self._name != "staged":
             return self.full_way()
         self.group.barrier()
@@ -84,8 +85,9 @@ class Rank:
     def _arrive(self, key: int = 0) -> None:
         self._board.arrive(Deadline(30), key=key)
 
-    def _addresses(self, address: int) -> list[int]:
-        self._arrive(address)
+    def _addresses(self) -> list[int]:
+        """Where each rank has the tensor that it made last."""
+        self._arrive(self._last.data_ptr())
         return self._board.keys()
 
     def _peers(self) -> PeerMemory:
@@ -94,12 +96,12 @@ class Rank:
 
 
 def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:
-    files = [create_file("test", size * padded(nbytes)) for nbytes in (PART_BYTES, PART_BYTES, BOARD_BYTES)]
+    files = [create_file("test", size * padded(nbytes)) for nbytes in (PART_BYTES, PART_BYTES, board_bytes(64))]
 
     def run(group: ProcessGroup) -> None:
         window, slots = (Segment(file, size, PART_BYTES, group.rank) for file in files[:2])
         # Sleeping lets the other threads run; between processes nothing need be done.
-        meeting_place = Board(Segment(files[2], size, BOARD_BYTES, group.rank), lambda: time.sleep(0))
+        meeting_place = Board(Segment(files[2], size, board_bytes(64), group.rank), 64, lambda: time.sleep(0))
         body(Rank(group, window, Slots(slots, size), meeting_place, name))
 
     try:
@@ -130,8 +132,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_window, "CHUNK_BYTES", 64)
     monkeypatch.setattr(staging, "SLOT_BYTES", 64)
     monkeypatch.setattr(single_copy, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(board, "SLOT_BYTES", 64)
-    monkeypatch.setattr(exchange, "SLOT_BYTES", 64)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

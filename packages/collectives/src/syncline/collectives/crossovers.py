@@ -18,15 +18,16 @@ class Crossovers:
             counted is what each reads of the others.
         window_bytes: from here on, memory that a group allocates lies in a window that the ranks of a node share, and
             collectives on such memory run there.
-        single_copy_bytes: from here on, ranks of one node read one another's memory to reduce it, where the system allows that.
-        staged_bytes: from here on, reductions of memory that may not be read go through a window of the group.
+        single_copy_bytes: from here on, counted for each rank, ranks of one node read one another's memory to reduce it, where
+            the system allows that.
+        staged_bytes: from here on, reductions of memory that is not read go through a window of the group.
         staged_bytes_not_native: the same for reductions that the library underneath does not do: those of float16 and bfloat16,
             for example, and every `reduce_scatter`.
     """
 
     exchange_bytes: int = 512 << 10
     window_bytes: int = 32 << 10
-    single_copy_bytes: int = 1 << 20
+    single_copy_bytes: int = 512 << 10
     staged_bytes: int = 48 << 20
     staged_bytes_not_native: int = 64 << 10
 

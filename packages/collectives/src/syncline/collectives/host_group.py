@@ -270,7 +270,7 @@ class HostGroup(ProcessGroup):
         made: list[HostGroup] = []
 
         def body(deadline: Deadline) -> None:
-            mine = torch.tensor([-1 if color is None else color, key], dtype=torch.int64)
+            mine = torch.tensor([-1 if color is None else color, key], dtype=torch.int64, device="cpu")
             block = self._empty_block(mine)
             self._transport.all_gather(block, mine, call, deadline)
             number = next(self._splits_made)
@@ -407,11 +407,12 @@ class HostGroup(ProcessGroup):
         finally:
             self._deadline = None
         if self._first_failure is not None:
+            self._transport.give_up()
             raise self._first_failure
 
     def _compare(self, call: Collective, deadline: Deadline) -> None:
         """Gather what all ranks are about to do: eight bytes of each, and the words only where these differ."""
-        mine = torch.tensor([crc32(call.signature().encode())])
+        mine = torch.tensor([crc32(call.signature().encode())], device="cpu")
         digests = self._empty_block(mine)
         self._transport.all_gather(digests, mine, call, deadline)
         if digests.eq(mine).all():

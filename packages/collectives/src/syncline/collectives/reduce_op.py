@@ -73,6 +73,7 @@ FLOATS = HALVES | {torch.float32, torch.float64}
 COMPLEX = frozenset({torch.complex64, torch.complex128})
 INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 BOOL = frozenset({torch.bool})
+REDUCIBLE = FLOATS | COMPLEX | INTEGERS | BOOL
 
 DTYPES_OF: dict[ReduceOp, frozenset[torch.dtype]] = {
     ReduceOp.SUM: FLOATS | COMPLEX | INTEGERS,

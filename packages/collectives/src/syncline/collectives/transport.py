@@ -50,7 +50,7 @@ class Transport(ABC):
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:  # noqa: ARG002
         """Memory from which the transport communicates fastest, flat; what it holds is undefined. By default plain memory."""
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
@@ -114,6 +114,9 @@ class Transport(ABC):
 
         `name` and `number` (0 or above) are the same for all members. At any time there is only one subset of that name.
         """
+
+    def give_up(self) -> None:  # noqa: B027 - most have no way to say it
+        """A collective has failed here, and there will be no other: tell the ranks that wait, if possible. Must not block."""
 
     @abstractmethod
     def close(self) -> None:

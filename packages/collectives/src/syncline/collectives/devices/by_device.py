@@ -107,6 +107,12 @@ class ByDevice(Transport):
             None if self._direct is None else self._direct.subset(members, name, number, deadline),
         )
 
+    def give_up(self) -> None:
+        """Both."""
+        self._host.give_up()
+        if self._direct is not None:
+            self._direct.give_up()
+
     def close(self) -> None:
         """Close both."""
         self._on_device.close()

@@ -50,7 +50,7 @@ class MPIBackend(Backend):
         from mpi4py import MPI
 
         from .leaving import abort_on_uncaught
-        from .node.transport import NodeTransport
+        from .node.node_transport import NodeTransport
         from .transport import MPITransport
 
         if not MPI.Is_initialized():
@@ -63,7 +63,11 @@ class MPIBackend(Backend):
         device = cuda_layer() if request.wants("cuda") else None
         crossovers = world.bcast(request.crossovers)
         transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, crossovers=crossovers)
-        direct = MPITransport(world.Dup(), reproducible=request.reproducible) if _all_are_cuda_aware(device) else None
+        direct = (
+            MPITransport(world.Dup(), reproducible=request.reproducible, on_device=True)
+            if _all_are_cuda_aware(device)
+            else None
+        )
         if device is not None:
             transport = ByDevice(transport, world.Get_rank(), device, direct)
         return HostGroup(

@@ -7,7 +7,8 @@ import time
 
 from mpi4py import MPI
 
-_STATEMENT = 2  # tag on the private communicator
+from .tags import Tag
+
 _GRACE_S = 2.0
 _LONGEST_BYTES = 4096
 
@@ -19,7 +20,7 @@ class Inquest:
     same missing rank time out at about the same time, so the one that stays silent is the one to look for.
 
     Args:
-        communicator: a private one, on which nothing else has the tag 2.
+        communicator: a private one, on which nothing else has its tag.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
@@ -31,7 +32,7 @@ class Inquest:
         rank, size = self._communicator.Get_rank(), self._communicator.Get_size()
         others = [other for other in range(size) if other != rank]
         line = signature.encode()[:_LONGEST_BYTES]
-        self._sent += [self._communicator.Isend([line, MPI.BYTE], other, _STATEMENT) for other in others]
+        self._sent += [self._communicator.Isend([line, MPI.BYTE], other, Tag.STATEMENT) for other in others]
         statements = self._listen(len(others))
         silent = [other for other in others if other not in statements]
         words = [f"rank {other} waits in {said}" for other, said in sorted(statements.items())]
@@ -44,9 +45,9 @@ class Inquest:
         end = time.monotonic() + _GRACE_S
         status = MPI.Status()
         while len(heard) < expected and time.monotonic() < end:
-            if self._communicator.Iprobe(MPI.ANY_SOURCE, _STATEMENT, status):
+            if self._communicator.Iprobe(MPI.ANY_SOURCE, Tag.STATEMENT, status):
                 line = bytearray(status.Get_count(MPI.BYTE))
-                self._communicator.Recv([line, MPI.BYTE], status.Get_source(), _STATEMENT)
+                self._communicator.Recv([line, MPI.BYTE], status.Get_source(), Tag.STATEMENT)
                 heard[status.Get_source()] = line.decode(errors="replace")
             else:
                 os.sched_yield()

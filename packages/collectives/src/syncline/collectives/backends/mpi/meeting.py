@@ -9,8 +9,10 @@ from mpi4py import MPI
 
 from ...collective import Collective, different_calls
 from ...deadline import Deadline
+from ...errors import DisagreementError
 from .inquest import Inquest
 from .library import mapped, mpi_errors
+from .objects import all_gather
 from .waiting import wait
 
 NOWHERE = -1
@@ -44,8 +46,17 @@ class Meeting:
         spec = (numbers, MPI.INT64_T)
         self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX), deadline)
         if numbers[0] != -numbers[1]:
-            raise different_calls(self._communicator.allgather(call.signature()))
+            raise self.different_calls(call, deadline)
         return numbers[2] == -numbers[3] != NOWHERE
+
+    def different_calls(self, call: Collective, deadline: Deadline) -> DisagreementError:
+        """What each rank called, when all know that it is not the same.
+
+        Raises:
+            TimeoutError: a rank does not say it: it has given up before.
+        """
+        run = lambda start: self.run(call, start, deadline)  # noqa: E731
+        return different_calls(all_gather(self._communicator, call.signature(), run))
 
     def run(self, call: Collective, start: Callable[[], MPI.Request], deadline: Deadline) -> None:
         """Start an operation and wait for it.

@@ -18,6 +18,7 @@ from .datatypes import memory, mpi_reduction
 from .inquest import Inquest
 from .library import library_name, mapped, mpi_errors
 from .meeting import NOWHERE, Meeting
+from .tags import Tag
 from .waiting import wait
 
 # MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes.
@@ -28,7 +29,6 @@ MEETING_BYTES = 32 << 10
 _BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI"
 
 _TAGS = 32_767  # MPI promises at least as many
-_PAIRWISE = 1  # tag on the private communicator; Inquest has another
 
 
 class MPITransport(Transport):
@@ -45,12 +45,21 @@ class MPITransport(Transport):
         reproducible: reduce in rank order, so that the same inputs give the same bits in every run, whatever algorithms the MPI
             library chooses.
         inquest: asks the ranks after a time-out; by default those of this communicator.
+        on_device: tensors lie in the memory of a device, and MPI takes them.
     """
 
     backend_name = "mpi"
 
-    def __init__(self, communicator: MPI.Intracomm, *, reproducible: bool = False, inquest: Inquest | None = None) -> None:
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        *,
+        reproducible: bool = False,
+        inquest: Inquest | None = None,
+        on_device: bool = False,
+    ) -> None:
         self._communicator = communicator
+        self._on_device = on_device
         self._size = communicator.Get_size()
         self._rank = communicator.Get_rank()
         self._reproducible = reproducible
@@ -170,9 +179,9 @@ class MPITransport(Transport):
         requests = []
         with mpi_errors():
             for peer, part in enumerate(torch.split(output, list(output_counts))):
-                requests += [self._private.Irecv((memory(p), MPI.BYTE), peer, _PAIRWISE) for p in _pieces(part)]
+                requests += [self._private.Irecv((memory(p), MPI.BYTE), peer, Tag.PAIRWISE) for p in _pieces(part)]
             for peer, part in enumerate(torch.split(tensor, list(input_counts))):
-                requests += [self._private.Isend((memory(p), MPI.BYTE), peer, _PAIRWISE) for p in _pieces(part)]
+                requests += [self._private.Isend((memory(p), MPI.BYTE), peer, Tag.PAIRWISE) for p in _pieces(part)]
         for request in requests:
             self._meeting.run(call, lambda request=request: request, deadline)  # type: ignore[misc]
 
@@ -280,10 +289,9 @@ class MPITransport(Transport):
 
         CUDA memory is only given to the blocking form: Open MPI crashes in the other.
         """
-        is_on_host = call.tensor is None or call.tensor.is_cpu
-        if nbytes >= MEETING_BYTES or not is_on_host:
+        if nbytes >= MEETING_BYTES or self._on_device:
             self._meet(call, deadline)
-            if _BLOCKS_WELL or not is_on_host:
+            if _BLOCKS_WELL or self._on_device:
                 try:
                     getattr(self._communicator, name)(*arguments)
                 except MPI.Exception as error:

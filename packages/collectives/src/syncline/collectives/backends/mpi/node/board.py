@@ -15,8 +15,8 @@ from .segment import Segment
 # A rank's part: two lines of numbers, for arrivals in turn, then two slots for what the rank shows.
 _LINE_BYTES = 128  # two cache lines: some processors fetch them in pairs
 _HEAD_BYTES = 2 * _LINE_BYTES
-SLOT_BYTES = 256 << 10  # stays in a core's cache; of 64 KiB to 1 MiB the fastest for large tensors of two ranks
-BOARD_BYTES = _HEAD_BYTES + 2 * SLOT_BYTES
+NOTE_BYTES = 64  # the least that a slot can hold
+_GAVE_UP = -1
 
 # A look costs 0.06 us. Ranks that come at about the same time find each other without giving the core away.
 _LOOKS_BEFORE_YIELDING = 100
@@ -33,6 +33,19 @@ def is_ordered() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
+def board_bytes(slot_bytes: int) -> int:
+    """The size of each rank's part of a board."""
+    return _HEAD_BYTES + 2 * slot_bytes
+
+
+class GaveUpError(Exception):
+    """A rank said that it will not arrive any more."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
 class Board:
     """The ranks of a node arrive at points in a common order, say what for, and show each other a few bytes.
 
@@ -44,14 +57,16 @@ class Board:
     all have arrived at k + 1, that is, after they have read everything of arrival k.
 
     Args:
-        segment: with a part of `BOARD_BYTES` for each rank of the node.
+        segment: with a part of `board_bytes(slot_bytes)` for each rank of the node.
+        slot_bytes: how much a rank can show; a multiple of 64.
         progress: called while waiting, for what the library underneath has to do meanwhile: another rank may come only when
             a message of this one has reached it.
     """
 
-    def __init__(self, segment: Segment, progress: Callable[[], object]) -> None:
+    def __init__(self, segment: Segment, slot_bytes: int, progress: Callable[[], object]) -> None:
         self.size = segment.parts
         self.mine = segment.mine
+        self.slot_bytes = slot_bytes
         self._segment = segment
         self._progress = progress
         self._numbers = memoryview(segment).cast("q")
@@ -60,7 +75,7 @@ class Board:
         self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
 
     def slots(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """What every rank shows at the next arrival: flat tensors, of at most `SLOT_BYTES` and at least one element.
+        """What every rank shows at the next arrival: flat tensors, of at most `slot_bytes` and at least one element.
 
         This rank's is to be written before, the others' to be read after it.
         """
@@ -69,34 +84,40 @@ class Board:
         if views is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            offset_bytes = _HEAD_BYTES + turn * SLOT_BYTES
+            offset_bytes = _HEAD_BYTES + turn * self.slot_bytes
             with torch.inference_mode(False):  # they serve calls outside that mode, too
                 views = [self._segment.view(rank, offset_bytes, numel, dtype) for rank in range(self.size)]
             self._views[turn, numel, dtype] = views
         return views
 
-    def arrive(self, deadline: Deadline, what: int = 0, key: int = NOWHERE) -> tuple[bool, bool]:
-        """Return when all ranks have arrived: whether `what` is the same everywhere, and whether `key` is, and not `NOWHERE`.
+    def arrive(self, deadline: Deadline, digest: int = 0, key: int = NOWHERE) -> tuple[bool, bool]:
+        """Return when all ranks have arrived: whether `digest` is the same everywhere, and whether `key` is, and not `NOWHERE`.
 
         Both are integers of 64 bits.
 
         Raises:
+            GaveUpError: a rank will not come.
             TimeoutError: the deadline passed.
         """
         self._arrivals = arrival = self._arrivals + 1
         numbers, (own, others, _) = self._numbers, self._lines[arrival & 1]
-        numbers[own + 1] = what
+        numbers[own + 1] = digest
         numbers[own + 2] = key
         numbers[own] = arrival
         is_same, is_common = True, key != NOWHERE
         for line in others:
             if numbers[line] != arrival:
                 self._wait(line, arrival, deadline)
-            if numbers[line + 1] != what:
+            if numbers[line + 1] != digest:
                 is_same = False
             if numbers[line + 2] != key:
                 is_common = False
         return is_same, is_common
+
+    def give_up(self) -> None:
+        """Let all who wait for this rank, or will, hear that it does not come; those, too, for whom it had arrived."""
+        for own, _, _ in self._lines:
+            self._numbers[own] = _GAVE_UP
 
     def keys(self) -> list[int]:
         """What every rank gave as key at the last arrival; valid until this rank arrives again."""
@@ -113,7 +134,9 @@ class Board:
             if numbers[line] == arrival:
                 return
         looks = 0
-        while numbers[line] != arrival:
+        while (number := numbers[line]) != arrival:
+            if number == _GAVE_UP:
+                raise GaveUpError(self._lines[arrival & 1][2].index(line))
             self._progress()
             os.sched_yield()
             looks += 1

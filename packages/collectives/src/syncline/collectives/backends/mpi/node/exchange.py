@@ -8,11 +8,14 @@ import torch
 
 from ....reduce_op import Reduction
 from ....reduction import reduce_into
-from .board import SLOT_BYTES, Board
+from .board import Board
 from .way import Barrier, FullWay
 
 # More ranks than these would read more than MPI's trees move.
 MOST_RANKS = 8
+
+# Two slots stay in a core's cache; of 64 KiB to 1 MiB the fastest for large tensors of two ranks.
+SLOT_BYTES = 256 << 10
 
 
 class Exchange(FullWay):
@@ -33,13 +36,13 @@ class Exchange(FullWay):
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Reduce everything."""
-        for piece in _pieces(tensor):
+        for piece in self._pieces(tensor):
             reduce_into(piece, op, self._shown(piece))
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction) -> None:
         """Reduce this rank's part."""
         rows = block.view(self._board.size, tensor.numel())
-        step = SLOT_BYTES // (self._board.size * tensor.element_size())
+        step = self._board.slot_bytes // (self._board.size * tensor.element_size())
         for start in range(0, tensor.numel(), step):
             columns = rows[:, start : start + step]
             terms = [row.view(columns.shape)[self._mine] for row in self._shown(columns.reshape(-1))]
@@ -49,7 +52,7 @@ class Exchange(FullWay):
         """Copy everybody's tensor."""
         rows = block.view(self._board.size, tensor.numel())
         start = 0
-        for piece in _pieces(tensor):
+        for piece in self._pieces(tensor):
             shown = self._shown(piece)
             stop = start + piece.numel()
             for row, part in zip(rows, shown, strict=True):
@@ -58,7 +61,7 @@ class Exchange(FullWay):
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy the root's tensor."""
-        for piece in _pieces(tensor):
+        for piece in self._pieces(tensor):
             if self._mine == root:
                 self._shown(piece)
             else:
@@ -73,8 +76,7 @@ class Exchange(FullWay):
         self._arrive()
         return slots
 
-
-def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    if tensor.nbytes <= SLOT_BYTES:
-        return (tensor,)
-    return torch.split(tensor, SLOT_BYTES // tensor.element_size())
+    def _pieces(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        if tensor.nbytes <= self._board.slot_bytes:
+            return (tensor,)
+        return torch.split(tensor, self._board.slot_bytes // tensor.element_size())

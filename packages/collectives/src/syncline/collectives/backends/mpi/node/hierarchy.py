@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
+from .board import is_ordered
+
 SplitByNode = Callable[[MPI.Intracomm], MPI.Comm]
 
 
@@ -32,13 +34,16 @@ class Hierarchy:
         node: this rank's node.
         nodes: how many there are.
         shares_memory: whether any rank of the group is not alone on its node.
+        is_ordered: whether all processors let the ranks meet on a board (see `board.is_ordered`).
         owners: how many ranks of each node, its first, own a slice of what crosses.
         counterparts: those who own the same slice as this rank, one on each node; None if it owns none, or nothing crosses.
     """
 
     def __init__(self, communicator: MPI.Intracomm, split: SplitByNode = split_by_node) -> None:
         self.node = MPI.Intracomm(split(communicator))
-        sizes = communicator.allgather(self.node.Get_size() if self.node.Get_rank() == 0 else 0)
+        said = communicator.allgather((self.node.Get_size() if self.node.Get_rank() == 0 else 0, is_ordered()))
+        sizes = [size for size, _ in said]
+        self.is_ordered = all(ordered for _, ordered in said)
         self.nodes = sum(size > 0 for size in sizes)
         self.shares_memory = max(sizes) > 1
         self.owners = min(size for size in sizes if size > 0)

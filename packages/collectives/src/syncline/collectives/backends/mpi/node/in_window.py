@@ -28,7 +28,8 @@ class InWindow(FullWay):
     1. a meeting before: everybody's terms are there, and nobody uses a tensor that belongs to a collective;
     2. a barrier after: all slices have been written, and no rank touches another's tensor any more.
 
-    Both are MPI's, so what a rank wrote before is seen by those that come out: MPI itself hands its messages over in that way.
+    What a rank wrote before is seen by those that come out: of a board because the processor keeps the order of writes (see
+    `is_ordered`), of MPI because it hands its messages over in that way.
 
     Args:
         place: of this rank's tensor (of the block, where there is one), and so of everybody's.

@@ -17,6 +17,7 @@ from .sharing import SharingError, share
 from .windows import Place, Windows
 
 logger = logging.getLogger("syncline.collectives")
+_warned_of: set[str] = set()  # by this process: every group meets the same reasons
 
 
 class NodeMemory:
@@ -34,7 +35,6 @@ class NodeMemory:
         self._communicator = communicator
         self._meeting = meeting
         self._has_windows = False
-        self._has_warned = False
 
     @property
     def has_windows(self) -> bool:
@@ -65,12 +65,13 @@ class NodeMemory:
         return self.windows.find(tensor)
 
     def _warn(self, error: SharingError) -> None:
-        if self._communicator.Get_rank() == 0 and not self._has_warned:
+        reason = str(error)
+        if self._communicator.Get_rank() == 0 and reason not in _warned_of:
+            _warned_of.add(reason)
             logger.warning(
                 "in a group of %d ranks those of a node cannot share memory (%s). They use MPI instead, which is slower; the "
                 "results are equal up to rounding. Leave the job more memory, or start the ranks of a node in one container; "
                 "`syncline doctor` tries whether they can share any",
                 self._communicator.Get_size(),
-                error,
+                reason,
             )
-        self._has_warned = True

@@ -141,6 +141,6 @@ def _fields(path: Path) -> dict[str, int]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
+        return path.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []

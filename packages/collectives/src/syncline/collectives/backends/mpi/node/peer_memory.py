@@ -49,6 +49,7 @@ class PeerMemory:
         while done < nbytes:
             self._here.start, self._here.nbytes = start + done, nbytes - done
             self._there.start, self._there.nbytes = address + done, nbytes - done
+            ctypes.set_errno(0)
             moved = self._read(self._pids[rank], *self._spans)
             if moved <= 0:
                 raise TransportError(

@@ -10,13 +10,20 @@ from ....deadline import Deadline
 from ..meeting import NOWHERE
 from ..transport import MEETING_BYTES
 from .exchange import MOST_RANKS, Exchange
+from .group_meeting import GroupMeeting
 from .hierarchy import Hierarchy
 from .in_window import InWindow
-from .meeting import NodeMeeting
 from .memory import NodeMemory
 from .single_copy import SingleCopy
 from .staging import STAGING_BYTES, Slots, Staged
 from .way import FullWay, Way
+
+
+def most_exchanged(hierarchy: Hierarchy, crossovers: Crossovers) -> int:
+    """Up to which size the ranks of a group exchange tensors, in bytes; 0 if they do not."""
+    size = hierarchy.node.Get_size()
+    is_small = hierarchy.nodes == 1 and 1 < size <= MOST_RANKS
+    return crossovers.exchange_bytes // (size - 1) if is_small else 0
 
 
 class Ways:
@@ -27,8 +34,8 @@ class Ways:
     ============================ =======================================================
     in a window                  `InWindow`
     small, of a few ranks        `Exchange`
-    large                        `SingleCopy`, but moves, which MPI does as well
-    the same, if that is refused `Staged`, where it gains from it
+    large                        `SingleCopy`, if permitted, but moves, which MPI does as well
+    not that large, or refused   `Staged`, where it gains from it
     others                       none: MPI
     ============================ =======================================================
 
@@ -39,17 +46,15 @@ class Ways:
         crossovers: the same on all ranks.
     """
 
-    def __init__(self, hierarchy: Hierarchy, memory: NodeMemory, meeting: NodeMeeting, crossovers: Crossovers) -> None:
+    def __init__(self, hierarchy: Hierarchy, memory: NodeMemory, meeting: GroupMeeting, crossovers: Crossovers) -> None:
         self._rank = hierarchy.node.Get_rank()
         self._size = hierarchy.node.Get_size()
-        self._is_one_node = hierarchy.nodes == 1 and hierarchy.shares_memory
         self._memory = memory
         self._meeting = meeting
         self._crossovers = crossovers
         self._slots: Slots | None = None
         self._may_stage = True
-        is_small = self._is_one_node and self._size <= MOST_RANKS
-        self._most_exchanged = crossovers.exchange_bytes // (self._size - 1) if is_small else 0
+        self._most_exchanged = most_exchanged(hierarchy, crossovers)
 
     def of_reduction(self, tensor: torch.Tensor, is_native: bool, call: Collective, deadline: Deadline) -> Way | None:
         """For an `all_reduce` or `reduce_scatter` on one node.
@@ -62,8 +67,8 @@ class Ways:
         """
         nbytes = tensor.nbytes
         way: Way | None = self.window(tensor, call, deadline) or self._exchange(nbytes, call, deadline)
-        if way is None and nbytes >= self._crossovers.single_copy_bytes:
-            way = self._single_copy(call, deadline)
+        if way is None and nbytes >= self._crossovers.single_copy_bytes * self._size:
+            way = self._single_copy(tensor, call, deadline)
         least_bytes = self._crossovers.staged_bytes if is_native else self._crossovers.staged_bytes_not_native
         if way is None and nbytes >= least_bytes:
             way = self._staged(call, deadline)
@@ -107,17 +112,15 @@ class Ways:
             return None
         return Exchange(board, lambda: self._meeting.meet(call, deadline))
 
-    def _single_copy(self, call: Collective, deadline: Deadline) -> SingleCopy | None:
+    def _single_copy(self, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> SingleCopy | None:
         peers = self._meeting.peers(call, deadline)
         if peers is None:
             return None
-        return SingleCopy(
-            peers,
-            self._rank,
-            self._size,
-            lambda address: self._meeting.addresses(call, deadline, address),
-            lambda: self._meeting.barrier(call, deadline),
-        )
+        # Memory that is pinned for a device may lie where no process can read another's.
+        addresses = self._meeting.addresses(call, deadline, NOWHERE if tensor.is_pinned() else tensor.data_ptr())
+        if NOWHERE in addresses:
+            return None
+        return SingleCopy(peers, self._rank, addresses, lambda: self._meeting.barrier(call, deadline))
 
     def _staged(self, call: Collective, deadline: Deadline) -> Staged | None:
         if self._may_stage:

@@ -10,16 +10,18 @@ from mpi4py import MPI
 from ....collective import Collective
 from ....crossovers import Crossovers
 from ....deadline import Deadline
-from ....reduce_op import Reduction
+from ....layout import bytes_of
+from ....reduce_op import REDUCIBLE, Reduction
 from ....transport import Transport
 from ..meeting import NOWHERE
 from ..transport import MPITransport
 from .across import all_reduce_across
+from .exchange import SLOT_BYTES
+from .group_meeting import GroupMeeting
 from .hierarchy import Hierarchy, SplitByNode, split_by_node
 from .in_window import InWindow
-from .meeting import NodeMeeting
 from .memory import NodeMemory
-from .ways import Ways
+from .ways import Ways, most_exchanged
 
 
 class NodeTransport(MPITransport):
@@ -56,8 +58,11 @@ class NodeTransport(MPITransport):
         across = self._hierarchy.counterparts
         self._between = None if across is None else MPITransport(across, inquest=self._inquest)
         self._memory = NodeMemory(self._hierarchy, self._private, self._meeting)
-        self._node_meeting = NodeMeeting(self._hierarchy, self._private, self._meeting, self._inquest, self._memory.share)
-        self._ways = Ways(self._hierarchy, self._memory, self._node_meeting, self._crossovers)
+        slot_bytes = SLOT_BYTES if most_exchanged(self._hierarchy, self._crossovers) else 0
+        self._group_meeting = GroupMeeting(
+            self._hierarchy, self._private, self._meeting, self._inquest, self._memory.share, slot_bytes
+        )
+        self._ways = Ways(self._hierarchy, self._memory, self._group_meeting, self._crossovers)
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
         """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""
@@ -95,6 +100,7 @@ class NodeTransport(MPITransport):
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
         """In shared memory or by MPI."""
+        block, tensor = _movable(block), _movable(tensor)
         way = self._ways.of_move(block, tensor.nbytes, call, deadline) if self._is_one_node else None
         if way is None:
             super().all_gather(block, tensor, call, deadline)
@@ -103,6 +109,7 @@ class NodeTransport(MPITransport):
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
         """In shared memory or by MPI."""
+        tensor = _movable(tensor)
         way = self._ways.of_move(tensor, tensor.nbytes, call, deadline) if self._is_one_node else None
         if way is None:
             super().broadcast(tensor, root, call, deadline)
@@ -130,10 +137,10 @@ class NodeTransport(MPITransport):
                 self._size,
                 lambda total, core: between.all_reduce(total, core, call, deadline),
             )
-        self._node_meeting.barrier(call, deadline)
+        self._group_meeting.barrier(call, deadline)
 
     def _meet(self, call: Collective, deadline: Deadline, key: int = NOWHERE) -> bool:
-        return self._node_meeting.meet(call, deadline, key)
+        return self._group_meeting.meet(call, deadline, key)
 
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """As `MPITransport`, with windows of its own."""
@@ -144,10 +151,24 @@ class NodeTransport(MPITransport):
             split=self._split,
         )
 
+    def give_up(self) -> None:
+        """Ranks of the node that wait for this one hear of it."""
+        self._group_meeting.give_up()
+
+    def abort(self) -> None:
+        """The same; MPI has no way to wake the ranks of other nodes short of ending the job."""
+        self._group_meeting.give_up()
+
     def close(self) -> None:
         """Free all communicators; memory lasts as long as tensors lie in it."""
         self._ways.forget()
+        self._group_meeting.forget()
         if self._between is not None:
             self._between.close()
         self._hierarchy.node.Free()
         super().close()
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes: torch does not copy all dtypes."""
+    return tensor if tensor.dtype in REDUCIBLE else bytes_of(tensor)

@@ -7,20 +7,20 @@ from collections.abc import Callable
 import torch
 from mpi4py import MPI
 
-from ....collective import Collective, different_calls
+from ....collective import Collective
 from ....deadline import Deadline
+from ....errors import TransportError
 from ..inquest import Inquest
 from ..library import mapped, mpi_errors
 from ..meeting import NOWHERE, Meeting
-from .board import BOARD_BYTES, Board, is_ordered
+from ..tags import Tag
+from .board import NOTE_BYTES, Board, GaveUpError, board_bytes
 from .hierarchy import Hierarchy
 from .peer_memory import Introduction, PeerMemory
 from .segment import Segment
 
-_NO_TAG = 3  # nobody sends with it on the private communicator
 
-
-class NodeMeeting:
+class GroupMeeting:
     """Lets all ranks of a group meet, or those of a node, by the fastest means that there is.
 
     The board is made when the ranks meet for the first time: a group that never communicates has none.
@@ -31,6 +31,7 @@ class NodeMeeting:
         meeting: by messages, of the whole group.
         inquest: asks the ranks after a time-out.
         share: makes memory that the ranks of a node share, or returns None on all ranks.
+        slot_bytes: how much each rank shall be able to show on the board.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class NodeMeeting:
         meeting: Meeting,
         inquest: Inquest,
         share: Callable[[int, Collective, Deadline], Segment | None],
+        slot_bytes: int,
     ) -> None:
+        self._slot_bytes = max(slot_bytes, NOTE_BYTES)
         self._hierarchy = hierarchy
         self._communicator = communicator
         self._meeting = meeting
@@ -50,18 +53,18 @@ class NodeMeeting:
         self._board: Board | None = None
         self._peers: PeerMemory | None = None
         self._may_have_peers = self._is_one_node
-        self._may_have_board = hierarchy.shares_memory and is_ordered()
+        self._may_have_board = hierarchy.shares_memory and hierarchy.is_ordered
 
     def board(self, call: Collective, deadline: Deadline) -> Board | None:
         """That of this node. All ranks of the group call it at the same point of their order of collectives."""
         if self._board is None and self._may_have_board:
             self._meeting.meet(call, deadline)
-            segment = self._share(BOARD_BYTES, call, deadline)
+            segment = self._share(board_bytes(self._slot_bytes), call, deadline)
             if segment is None:
                 self._may_have_board = False
             else:
                 probe, rank = self._communicator.Iprobe, self._communicator.Get_rank()
-                self._board = Board(segment, lambda: probe(rank, _NO_TAG))
+                self._board = Board(segment, self._slot_bytes, lambda: probe(rank, Tag.NOTHING))
         return self._board
 
     def peers(self, call: Collective, deadline: Deadline) -> PeerMemory | None:
@@ -78,6 +81,16 @@ class NodeMeeting:
         assert self._board is not None
         return self._board.keys()
 
+    def give_up(self) -> None:
+        """Let the others know that this rank will not come any more."""
+        if self._board is not None:
+            self._board.give_up()
+
+    def forget(self) -> None:
+        """Give the board back."""
+        self._board, self._peers = None, None
+        self._may_have_board = self._may_have_peers = False
+
     def _introduced(self, board: Board, call: Collective, deadline: Deadline) -> PeerMemory | None:
         introduction = Introduction()
         peers = introduction.answered(self._shown(board, introduction.words, call, deadline), board.mine)
@@ -87,7 +100,7 @@ class NodeMeeting:
     def _shown(self, board: Board, mine: list[int], call: Collective, deadline: Deadline) -> list[list[int]]:
         """What all ranks show, who have as many integers each."""
         slots = board.slots(len(mine), torch.int64)
-        slots[board.mine].copy_(torch.tensor(mine))
+        slots[board.mine].copy_(torch.tensor(mine, device="cpu"))
         self._arrive(board, call, deadline, 0, NOWHERE)
         return [slot.tolist() for slot in slots]
 
@@ -98,8 +111,7 @@ class NodeMeeting:
             return self._meeting.meet(call, deadline, key)
         is_same, is_common = self._arrive(board, call, deadline, call.digest(), key)
         if not is_same:
-            with mpi_errors():
-                raise different_calls(self._communicator.allgather(call.signature()))
+            raise self._meeting.different_calls(call, deadline)
         return is_common
 
     def barrier(self, call: Collective, deadline: Deadline) -> None:
@@ -109,9 +121,13 @@ class NodeMeeting:
         else:
             self._arrive(self._board, call, deadline, 0, NOWHERE)
 
-    def _arrive(self, board: Board, call: Collective, deadline: Deadline, what: int, key: int) -> tuple[bool, bool]:
+    def _arrive(self, board: Board, call: Collective, deadline: Deadline, digest: int, key: int) -> tuple[bool, bool]:
         try:
-            return board.arrive(deadline, what, key)
+            return board.arrive(deadline, digest, key)
+        except GaveUpError as error:
+            raise TransportError(
+                f"rank {error.rank} of this node gave up on a collective of this group; its own error says why"
+            ) from None
         except MPI.Exception as error:
             raise mapped(error) from error
         except TimeoutError:
