@@ -9,7 +9,7 @@ import torch
 
 from syncline.collectives import ProcessGroup
 
-from .graph import Graph
+from .graph import Graph, UnexpectedGradientError
 from .used_parameters import UsedMap
 
 
@@ -19,6 +19,9 @@ class StaticGraph(Graph):
     A parameter may get several in one backward, from re-entrant checkpoints, or none. In the first backward nobody knows
     which gradient is the last, so all are reduced at its end; there the ranks also agree which parameters are used on any
     rank. From the second backward on a parameter is ready when its last gradient has come, and buckets overlap.
+
+    Backwards that are not synchronised may leave out parameters, but not use others. What they used before the first
+    reduction is reduced by it, and only that once if the first synchronised backward did not use it.
     """
 
     advice_missing = (
@@ -36,6 +39,8 @@ class StaticGraph(Graph):
         self._arrivals: Counter[int] = Counter()
         self._last_arrival: dict[int, None] = {}
         self._used: set[int] = set()
+        self._regular: set[int] = set()  # used by the first backward itself
+        self._is_first = True
         self._map = UsedMap(group, parameters[0].device)
         self._agreed = False
 
@@ -76,12 +81,30 @@ class StaticGraph(Graph):
             self._arrivals[index] += 1
             self._last_arrival.pop(index, None)
             self._last_arrival[index] = None
-        self.accumulated(indices, undefined)
+        self.used(indices, undefined)
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Count as uses."""
+        """Count as uses in the first backward; later ones may not use what that did not.
+
+        Raises:
+            UnexpectedGradientError: it does.
+        """
         if self._expected is None:
             self._used.update(index for index in indices if index not in undefined)
+            return
+        for index in indices:
+            if index not in self._regular:
+                raise UnexpectedGradientError(index)
+
+    def used(self, indices: Sequence[int], undefined: Collection[int]) -> None:
+        """As `accumulated`, and in each later backward, too.
+
+        Raises:
+            UnexpectedGradientError: as there.
+        """
+        self.accumulated(indices, undefined)
+        if self._expected is None:
+            self._regular.update(index for index in indices if index not in undefined)
 
     def ended(self) -> Sequence[int]:
         """In the first backward all: in the order of their last gradients, then those that had none."""
@@ -94,18 +117,19 @@ class StaticGraph(Graph):
     def agree(self) -> None:
         """Once, one all_reduce of a byte for each parameter."""
         if not self._agreed:
-            self._map.agree([index in self._used for index in range(self._count)])
+            self._map.agree([(index in self._used) + (index in self._regular) for index in range(self._count)])
             self._agreed = True
 
     def unused_here(self, indices: Collection[int]) -> frozenset[int]:
-        """Those that were given no gradient in the first backward."""
-        return frozenset(indices) - self._used
+        """Those that were given no gradient in the first backward, or, in that, up to then."""
+        return frozenset(indices) - (self._used if self._is_first else self._regular)
 
     def untouched(self, indices: Collection[int]) -> frozenset[int]:
         """As agreed in the first backward."""
         doubtful = self.unused_here(indices)
-        return self._map.unused(doubtful) if doubtful else frozenset()
+        return self._map.unused(doubtful, 1 if self._is_first else 2) if doubtful else frozenset()
 
     def forget(self) -> None:
         """Expect the same again."""
         self._arrivals = Counter()
+        self._is_first = self._expected is None

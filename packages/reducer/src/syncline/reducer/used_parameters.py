@@ -16,7 +16,7 @@ GraphNode = torch.autograd.graph.Node
 
 
 class UsedMap:
-    """One byte for each parameter, agreed between the ranks: is it used anywhere?"""
+    """One byte for each parameter, agreed between the ranks: is it used anywhere? A higher level than 1 may say how."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = group
@@ -24,19 +24,20 @@ class UsedMap:
         self._work: Work | None = None
         self._anywhere: list[int] | None = None
 
-    def agree(self, used: Sequence[bool]) -> None:
+    def agree(self, used: Sequence[int]) -> None:
         """Start an all_reduce of these bytes (MAX). A collective."""
         self._anywhere = None
         self._bytes = torch.tensor(used, dtype=torch.uint8, device=self._device)
         self._work = self._group.all_reduce(self._bytes, ReduceOp.MAX, async_op=True)
 
-    def unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Those of the parameters that no rank uses; waits for the agreement."""
+    def unused(self, indices: Collection[int], level: int = 1) -> frozenset[int]:
+        """Those of the parameters that no rank uses, at this level or a higher one; waits for the agreement."""
         if self._anywhere is None:
             assert self._work is not None, "agree() comes first"
             self._work.wait()
             self._anywhere = self._bytes.tolist()
-        return frozenset(index for index in indices if not self._anywhere[index])
+        anywhere = self._anywhere
+        return frozenset(index for index in indices if anywhere[index] < level)
 
 
 class ChangingGraph(Graph):
