@@ -36,6 +36,8 @@ class StaticGraph(Graph):
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:
         self._count = len(parameters)
         self._expected: Counter[int] | None = None
+        self._absent: list[int] = []
+        self._repeated: frozenset[int] = frozenset()
         self._arrivals: Counter[int] = Counter()
         self._last_arrival: dict[int, None] = {}
         self._used: set[int] = set()
@@ -46,9 +48,7 @@ class StaticGraph(Graph):
 
     def begin(self) -> Sequence[int]:
         """Those that had no gradient in the first backward."""
-        if self._expected is None:
-            return ()
-        return [index for index in range(self._count) if not self._expected[index]]
+        return self._absent
 
     @property
     def needs_everyone(self) -> bool:
@@ -62,13 +62,16 @@ class StaticGraph(Graph):
 
     def needed(self, indices: Collection[int]) -> int:
         """As many as in the first backward."""
-        return 1 if self._expected is None else sum(map(self._expected.__getitem__, indices))
+        expected = self._expected
+        return 1 if expected is None else sum(expected[index] for index in indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Final are the last that are expected, and those one too many, which readiness refuses."""
         if self._expected is None:
             self._learn(indices, undefined)
             return ()
+        if self._repeated.isdisjoint(indices):
+            return indices
         final, arrivals, expected = [], self._arrivals, self._expected
         for index in indices:
             arrivals[index] += 1
@@ -111,6 +114,8 @@ class StaticGraph(Graph):
         if self._expected is not None:
             return ()
         self._expected = self._arrivals
+        self._absent = [index for index in range(self._count) if index not in self._expected]
+        self._repeated = frozenset(index for index, count in self._expected.items() if count > 1)
         rest = [index for index in range(self._count) if index not in self._last_arrival]
         return [*self._last_arrival, *rest]
 
@@ -122,7 +127,8 @@ class StaticGraph(Graph):
 
     def unused_here(self, indices: Collection[int]) -> frozenset[int]:
         """Those that were given no gradient in the first backward, or, in that, up to then."""
-        return frozenset(indices) - (self._used if self._is_first else self._regular)
+        used = self._used if self._is_first else self._regular
+        return frozenset() if used.issuperset(indices) else frozenset(indices) - used
 
     def untouched(self, indices: Collection[int]) -> frozenset[int]:
         """As agreed in the first backward."""
