@@ -17,7 +17,8 @@ class Arrivals(list[int]):
     Autograd calls a Python function for every gradient, and that call is what a reducer in Python costs most. So the function
     only notes the gradient here. It wakes the reducer at the bucket's first gradient, because a backward may begin with it,
     and when so many have come that the bucket may be complete: twice for each bucket, once they are built in the order of
-    arrival. While that order is learnt, without synchronisation, and with delayed parameters, it wakes it at every gradient.
+    arrival. While that order is learnt, without synchronisation, and in the buckets of delayed parameters and of the one that
+    they wait for, it wakes it at every gradient.
     What wakes nobody is looked at in the end of backward. The parameters of a bucket are on one device, and autograd has one
     thread for each device: so there is no race.
 

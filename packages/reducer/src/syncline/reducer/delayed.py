@@ -38,6 +38,10 @@ class DelayedGraph(Graph):
         """As without delay, but for the delayed."""
         return [index for index in self._graph.begin() if index not in self._delayed]
 
+    def needed(self, indices: Collection[int]) -> int:
+        """As without delay, in buckets that have nothing to do with it; others are looked at gradient by gradient."""
+        return 1 if self._until in indices or not self._delayed.isdisjoint(indices) else self._graph.needed(indices)
+
     def sit_out(self) -> None:
         """As without delay."""
         self._graph.sit_out()

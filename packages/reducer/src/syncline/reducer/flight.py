@@ -113,7 +113,7 @@ class HookFlight(Flight):
 
     def _wait(self) -> object:
         limit_s = min(_PATIENCE * self._group.timeout_s, threading.TIMEOUT_MAX)
-        if not self._is_over.wait(limit_s):
+        if not self._is_over.wait(limit_s) and not self._future.done():
             raise CollectiveTimeout(
                 f"the communication hook's future for bucket {self._shown.index()} did not finish within {limit_s:g} s on "
                 f"{self._group.place()}: look for a hook that never sets its result, or for a rank that waits elsewhere"

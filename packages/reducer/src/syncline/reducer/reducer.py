@@ -127,7 +127,7 @@ class Reducer:
         self._has_accumulated = False
         self._rebuilt = False
         self.statistics = IterationStatistics(time.perf_counter())
-        wake, settled = _waker(weakref.ref(self)), _settler(weakref.ref(self))
+        wake, settled = _weakly(self._on_arrivals), _weakly(self._on_settled)
         self._listeners = [Listener(index, parameter, wake, settled) for index, parameter in enumerate(self._parameters)]
         self._backlog = Backlog()
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
@@ -435,26 +435,16 @@ def _caps_bytes(cap_bytes: int | Sequence[int], first_cap_bytes: int) -> list[in
     return [min(first_cap_bytes, cap_bytes), cap_bytes] if isinstance(cap_bytes, int) else list(cap_bytes)
 
 
-def _waker(reducer: weakref.ref[Reducer]) -> Callable[[Arrivals], None]:
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """What parameters' hooks call. It does not keep the reducer alive, or a model could never be wrapped anew."""
+    reference = weakref.WeakMethod(method)
 
-    def wake(arrivals: Arrivals) -> None:
-        living = reducer()
+    def call(*arguments: Arrivals) -> None:
+        living = reference()
         if living is not None:
-            living._on_arrivals(arrivals)
+            living(*arguments)
 
-    return wake
-
-
-def _settler(reducer: weakref.ref[Reducer]) -> Callable[[], None]:
-    """The same for what follows all hooks of a parameter."""
-
-    def settled() -> None:
-        living = reducer()
-        if living is not None:
-            living._on_settled()
-
-    return settled
+    return call
 
 
 def _remove(listeners: Sequence[Listener]) -> None:
