@@ -266,10 +266,10 @@ class Reducer:
                 self._begin()
             for indices in self._backlog.take(arrivals):
                 self._look_at(indices)
-            if len(arrivals) >= arrivals.needed:
+            if arrivals.suffice:
                 self._backlog.add(arrivals)
                 if not self._learns_order:
-                    self._listeners[arrivals[-1]].follow()
+                    self._listeners[arrivals.indices[-1]].follow()
 
     def _on_settled(self) -> None:
         """Called on the thread of backward when all hooks on a parameter have run; see Note [After all hooks]."""
@@ -291,7 +291,7 @@ class Reducer:
         absent = self._graph.begin()
         # As long as the order of arrival is to be learnt, each gradient is looked at when it comes.
         for arrivals, bucket in zip(self._arrivals, self._buckets, strict=True):
-            arrivals.needed = 1 if self._learns_order else self._graph.needed(bucket.indices)
+            arrivals.expect(1 if self._learns_order else self._graph.needed(bucket.indices))
         self._mark_ready(absent)
 
     @property
@@ -352,7 +352,7 @@ class Reducer:
         """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward]."""
         with self._lock:
             for arrivals in self._arrivals:
-                if arrivals:
+                if arrivals.indices:
                     self._look_at(arrivals.take())
             self._mark_ready(self._graph.ended())
         if not self._readiness.is_complete:
@@ -449,5 +449,4 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 def _remove(listeners: Sequence[Listener]) -> None:
     for listener in listeners:
-        for handle in listener.handles:
-            handle.remove()
+        listener.remove()
