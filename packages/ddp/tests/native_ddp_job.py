@@ -151,15 +151,26 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any]]] = {
     "checkpointed, as view": (Checkpointed, {"static_graph": True, "gradient_as_bucket_view": True}),
     "recurrent": (Recurrent, {"static_graph": True}),
     "tied": (Tied, {}),
+    "tied, hooked": (Tied, {}),
+    "tied, hooked, static, as view": (Tied, {"static_graph": True, "gradient_as_bucket_view": True}),
     "channels last": (ChannelsLast, {"bucket_cap_mb_list": [0.0001, 0.001]}),
     "ignoring": (Ignoring, {"forward_sync_buffers": True}),
 }
+
+
+def halve(parameter: torch.Tensor) -> None:
+    """A user's hook, which runs after those that were registered before, on what native DDP reduces."""
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
 
 
 def train(case: str, model: torch.nn.Module, rank: int) -> Iterator[tuple[Gradients, Gradients]]:
     """The gradients and then the state, after every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(1000 + rank)
+    if "hooked" in case:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro in range(2 if "accumulated" in case else 1):

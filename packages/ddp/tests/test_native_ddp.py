@@ -36,6 +36,8 @@ def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "checkpointed, as view",
         "recurrent",
         "tied",
+        "tied, hooked",
+        "tied, hooked, static, as view",
         "channels last",
         "ignoring",
     ],

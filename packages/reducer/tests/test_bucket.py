@@ -9,10 +9,10 @@ from syncline.reducer.bucket import Bucket
 from syncline.reducer.grad_bucket import GradBucket
 
 
-def make_bucket(*tensors: torch.Tensor) -> Bucket:
+def make_bucket(*tensors: torch.Tensor, as_view: bool = False) -> Bucket:
     (group,) = create_groups(1)
     parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
-    return Bucket(range(len(parameters)), parameters, [f"p{i}" for i in range(len(parameters))], group)
+    return Bucket(range(len(parameters)), parameters, [f"p{i}" for i in range(len(parameters))], group, as_view=as_view)
 
 
 def numbered(*shape: int) -> torch.Tensor:
@@ -120,6 +120,29 @@ def test_a_gradient_that_is_none_counts_as_zeros_and_is_left_none_if_nobody_has_
     assert second.grad.tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("missing", [False, True])
+def test_vectors_come_and_go_like_other_shapes(as_view: bool, missing: bool) -> None:
+    """They are concatenated if all are there, and copied one by one if not; a stride and an empty one make no difference."""
+    bucket = make_bucket(torch.zeros(3), torch.zeros(0), torch.zeros(2), as_view=as_view)
+    given = [numbered(3, 2)[:, 1], torch.zeros(0), None if missing else 10 * numbered(2)]
+    for parameter, gradient in zip(bucket.parameters, given, strict=True):
+        parameter.grad = gradient
+
+    bucket.collect()
+    last = [0.0, 0.0] if missing else [10.0, 20.0]
+    assert bucket.buffer.tolist() == [2, 4, 6, *last]
+
+    bucket.buffer.mul_(2)
+    bucket.deliver()
+    assert [parameter.grad.tolist() for parameter in bucket.parameters] == [  # type: ignore[union-attr]
+        [4, 8, 12],
+        [],
+        [2 * value for value in last],
+    ]
+
+
+@pytest.mark.parametrize("vectors", [False, True])
 @pytest.mark.parametrize(
     ("gradient", "complaint"),
     [
@@ -132,11 +155,15 @@ def test_a_gradient_that_is_none_counts_as_zeros_and_is_left_none_if_nobody_has_
         pytest.param(torch.eye(2, requires_grad=True), "'p1' itself requires a gradient.*create_graph", id="requires grad"),
     ],
 )
-def test_collect_refuses(gradient: torch.Tensor | None, complaint: str) -> None:
-    bucket = make_bucket(torch.zeros(2, 2), torch.zeros(2, 2))
+def test_collect_refuses(gradient: torch.Tensor, complaint: str, vectors: bool) -> None:
+    example = torch.zeros(2) if vectors else torch.zeros(2, 2)
+    bucket = make_bucket(example, example)
     first, second = bucket.parameters
     second.grad_dtype = None  # any: what a cast after wrapping and some tensor subclasses bring
-    first.grad, second.grad = torch.eye(2), gradient
+    if vectors:
+        gradient = gradient.detach().to_dense()[0].requires_grad_(gradient.requires_grad)
+        gradient = gradient.to_sparse() if "sparse" in complaint else gradient
+    first.grad, second.grad = torch.ones_like(example), gradient
 
     with pytest.raises(MisuseError, match=complaint):
         bucket.collect()

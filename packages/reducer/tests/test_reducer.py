@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from syncline.collectives import MisuseError, ProcessGroup, ReduceOp, Work
+from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup, ReduceOp, Work
+from syncline.collectives.backends.in_process import create_groups
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import GradBucket, Reducer
 
@@ -539,6 +540,16 @@ def test_a_hook_may_return_what_a_work_does() -> None:
 
     for (gradient,) in run_ranks(2, body):
         assert torch.equal(gradient, 2 * average(2, 0, gradient))
+
+
+def test_a_hook_that_never_finishes_ends_in_an_error_that_names_the_parameters() -> None:
+    (group,) = create_groups(1, timeout_s=0.05)
+    parameters = make_parameters((3,), (2,))
+    reducer = Reducer(parameters, group)
+    reducer.set_hook(lambda _state, _bucket: torch.futures.Future())
+    with pytest.raises(CollectiveTimeout, match=r"bucket 0 did not finish within 0\.1 s.*rank 0.*'p1', 'p0'"):
+        backward(reducer, lambda: linear_loss(parameters, 0))
+    group.close()
 
 
 @pytest.mark.parametrize("as_view", VIEWS)

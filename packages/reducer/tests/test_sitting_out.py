@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
@@ -88,6 +89,28 @@ def test_views_keep_their_values() -> None:
                 assert torch.equal(parameter.grad, expected)  # type: ignore[arg-type]
         else:
             step_with_gradients(reducer, parameters, group.rank, 1, {0, 1, 2, 3})
+
+    run_ranks(2, body)
+
+
+def test_it_does_what_the_last_forward_announced() -> None:
+    """A forward without a backward, then none: the next backward that is not synchronised is so on every rank."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group)
+        if group.rank == 1:
+            reducer.prepare_for_backward()
+            reducer.sit_out()
+        else:
+            step_with_gradients(reducer, parameters, group.rank, 0, {0, 1, 2, 3})
+        for _, parameter in parameters:
+            parameter.grad = None
+        reducer.prepare_for_backward(synchronizes=False)
+        parameters[3][1].sum().backward()
+        reducer.check_finalized()
+        assert parameters[3][1].grad is not None
+        assert parameters[3][1].grad.tolist() == [1.0] * 4
 
     run_ranks(2, body)
 
@@ -188,6 +211,71 @@ def test_delayed_gradients_may_come_often_or_never(as_view: bool, options: Any) 
             assert sorted(reducer.buckets[-1].indices) == [0, 1]
 
     run_ranks(2, body)
+
+
+def test_a_delayed_gradient_may_wait_for_the_end_of_backward() -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, delayed=["p3"])
+        assert reducer.buckets[-1].indices == [3]
+        for step in range(3):
+            for _, parameter in parameters:
+                parameter.grad = None
+            # Autograd visits the latest node first: p3, p2, p1, p0, and p3 again in a re-entrant backward.
+            again = checkpoint(
+                lambda one: (parameters[3][1] * one).sum(), torch.ones(4, requires_grad=True), use_reentrant=True
+            )
+            reducer.prepare_for_backward()
+            total = again + sum((parameters[i][1] * coefficient(group.rank, i, step)).sum() for i in range(4))
+            total.backward()
+            for index, (_, parameter) in enumerate(parameters):
+                expected = (coefficient(0, index, step) + coefficient(1, index, step)) / 2 + (1.0 if index == 3 else 0.0)
+                assert torch.equal(parameter.grad, expected)  # type: ignore[arg-type]
+
+    run_ranks(2, body)
+
+
+def test_what_is_delayed_waits_for_the_last_of_several_gradients() -> None:
+    """In a static graph that of p3 arrives twice, before and after p0's, which waits for it."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, static_graph=True, delayed=["p0"], delayed_until="p3")
+        values = [parameter for _, parameter in parameters]
+
+        def again() -> torch.Tensor:
+            return checkpoint(lambda one: (values[3] * one).sum(), torch.ones(4, requires_grad=True), use_reentrant=True)  # type: ignore[no-any-return]
+
+        for _ in range(3):
+            for value in values:
+                value.grad = None
+            reducer.prepare_for_backward()
+            late = again()
+            (late + values[1].sum() + values[2].sum() + values[0].sum() * (group.rank + 1) + again()).backward()
+            assert torch.equal(values[0].grad, torch.full_like(values[0], 1.5))  # type: ignore[arg-type]
+            assert torch.equal(values[3].grad, torch.full_like(values[3], 2.0))  # type: ignore[arg-type]
+
+    run_ranks(2, body)
+
+
+def test_what_is_delayed_in_a_static_graph_may_not_appear_late() -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, static_graph=True, delayed=["p0"])
+        step_with_gradients(reducer, parameters, group.rank, 0, {1, 2, 3})
+        assert parameters[0][1].grad is None
+        with pytest.raises(MisuseError, match=r"'p0' on rank .*had none in the first backward"):
+            step_with_gradients(reducer, parameters, group.rank, 1, {0, 1, 2, 3})
+
+    run_ranks(2, body)
+
+
+def test_delayed_until_without_delayed_is_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(InvalidArgumentError, match="delayed_until='p0' without delayed"):
+            Reducer(make_parameters(), group, delayed_until="p0")
+
+    run_ranks(1, body)
 
 
 def test_a_delayed_gradient_that_comes_after_all_is_refused() -> None:

@@ -137,6 +137,66 @@ def test_a_graph_that_was_not_static_after_all(first: tuple[int, int], then: tup
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_what_only_an_unsynchronised_backward_uses_is_refused(as_view: bool) -> None:
+    """No later backward would reduce it, and replicas would drift apart."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = [("a", torch.nn.Parameter(torch.ones(2))), ("b", torch.nn.Parameter(torch.ones(2)))]
+        (_, a), (_, b) = parameters
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view, static_graph=True)
+        reducer.prepare_for_backward()
+        a.sum().backward()
+        reducer.prepare_for_backward(synchronizes=False)
+        with pytest.raises(MisuseError, match=r"'b' on rank .*had none in the first backward.*find_unused_parameters=True"):
+            (a.sum() + (b * (group.rank + 1)).sum()).backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_what_was_used_only_before_the_first_reduction_is_reduced_once(as_view: bool) -> None:
+    """Afterwards it has no gradient, not zeros, on which weight decay and momentum would act."""
+
+    def body(group: ProcessGroup) -> None:
+        a, b = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        reducer = Reducer([("a", a), ("b", b)], group, gradient_as_bucket_view=as_view, static_graph=True)
+        if group.rank == 1:
+            reducer.prepare_for_backward(synchronizes=False)
+            (b * 6).sum().backward()
+        for step in range(3):
+            reducer.prepare_for_backward()
+            (a * (group.rank + step)).sum().backward()
+            assert a.grad is not None
+            assert a.grad.tolist() == [step + 0.5] * 2
+            if step == 0:
+                assert b.grad is not None
+                assert b.grad.tolist() == [3.0, 3.0]
+            else:
+                assert b.grad is None
+            a.grad = b.grad = None
+
+    run_ranks(2, body)
+
+
+def test_unsynchronised_backwards_may_use_less_than_the_first() -> None:
+    def body(group: ProcessGroup) -> None:
+        a, b = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        reducer = Reducer([("a", a), ("b", b)], group, static_graph=True)
+        for step in range(3):
+            a.grad = b.grad = None
+            reducer.prepare_for_backward(synchronizes=False)
+            (a * (group.rank + step)).sum().backward()
+            reducer.prepare_for_backward()
+            ((a + 2 * b) * (group.rank + 10)).sum().backward()
+            assert a.grad is not None
+            assert b.grad is not None
+            assert a.grad.tolist() == [step + 0.5 + 10.5] * 2
+            assert b.grad.tolist() == [21.0] * 2
+
+    run_ranks(2, body)
+
+
 def test_a_block_that_is_checkpointed_re_entrantly_once_needs_no_static_graph() -> None:
     """The first gradient arrives in the inner backward, whose end is not the end; see Note [The outermost backward]."""
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup, ReduceOp, Work
 from syncline.collectives.testing import run_ranks
-from syncline.reducer import Reducer
+from syncline.reducer import GradBucket, Reducer
 
 pytestmark = pytest.mark.ranks
 
@@ -209,6 +209,35 @@ def test_a_gradient_that_autograd_leaves_undefined(find_unused: bool) -> None:
             assert second.grad.tolist() == [0.0, 0.0]
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_hook_is_told_which_bucket_is_the_last_of_those_that_are_not_skipped(world_size: int) -> None:
+    def body(group: ProcessGroup) -> list[list[tuple[int, bool]]]:
+        parameters = make_parameters()
+        reducer = Reducer(
+            parameters, group, bucket_cap_bytes=0, find_unused_parameters=True, skip_all_reduce_unused_params=True
+        )
+        calls: list[tuple[int, bool]] = []
+
+        def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            calls.append((bucket.index(), bucket.is_last()))
+            return group.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+        reducer.set_hook(hook)
+        history = []
+        for step, uses in enumerate(USES):
+            reducer.prepare_for_backward()
+            loss_of(parameters, group.rank, step, uses[group.rank]).backward()
+            history.append(list(calls))
+            calls.clear()
+        return history
+
+    for history in run_ranks(world_size, body):
+        for uses, calls in zip(USES, history, strict=True):
+            # A bucket to each parameter, the last one first.
+            used = sorted(COUNT - 1 - index for index in set().union(*(uses[rank] for rank in range(world_size))))
+            assert calls == [(number, number == used[-1]) for number in used]
 
 
 def test_a_sparse_parameter_that_one_rank_does_not_use() -> None:

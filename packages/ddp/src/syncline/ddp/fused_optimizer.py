@@ -55,6 +55,8 @@ class FusedOptimizer:
 
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Step those that have an optimizer here; they have their averaged gradients."""
+        if not self.optimizers:  # mostly; to look up each parameter would cost as much as to copy its gradient
+            return
         for parameter in parameters:
             for optimizer in self.optimizers.get(parameter, ()):
                 optimizer.step()

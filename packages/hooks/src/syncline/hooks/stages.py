@@ -44,6 +44,7 @@ class Pipeline:
 
     def __init__(self) -> None:
         self._flights: list[_Flight] = []
+        self._latest = -1
 
     def run(self, stages: Stages, group: ProcessGroup, bucket: Bucket) -> TensorFuture:
         """Start the stages; called on the thread of backward, on every rank for the same buckets in the same order.
@@ -54,8 +55,9 @@ class Pipeline:
         if not isinstance(group, TorchGroup):
             _chained(stages, next(stages), future)
             return future
-        if bucket.index() == 0:
+        if bucket.index() <= self._latest:
             self._drop_stale()
+        self._latest = bucket.index()
         for flight in self._flights:
             flight.advance()
         self._flights.append(_Flight(stages, next(stages), future))

@@ -56,6 +56,8 @@ class Bucket:
         numel = sum(parameter.numel() for parameter in self.parameters)
         self.buffer = group.allocate(numel, first.dtype, first.device)
         self.views = self.views_into(self.buffer)
+        # Biases and norms: to concatenate many small vectors costs a third of copying each (and nothing else can be so joined).
+        self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """One view of a flat buffer for each parameter, shaped and strided like it."""
@@ -79,7 +81,7 @@ class Bucket:
                 shall stay as they are: `deliver` sees to it. Here they are worth what they hold, and zero if they are None.
         """
         gradients = [parameter.grad for parameter in self.parameters]
-        if self._are_views(gradients):  # with `as_view`, in most backwards
+        if self._are_views(gradients):  # with `as_view`, if gradients are kept between backwards
             if unused:
                 self._kept.update((index, view.clone()) for index, _, view in self._members() if index in unused)
             return
@@ -95,10 +97,9 @@ class Bucket:
             else:
                 sources.append(gradient)
                 targets.append(view)
-        self._check(gradients)
         with torch.no_grad():
             if targets:
-                torch._foreach_copy_(targets, sources)
+                self._copy(targets, sources)
             if absent:
                 torch._foreach_zero_(absent)
         if self._as_view:
@@ -173,8 +174,22 @@ class Bucket:
     def _are_views(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         return all(map(operator.is_, gradients, self.views))
 
-    def _check(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for gradient, name in zip(gradients, self.names, strict=True):
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        # What would be copied without a word is asked for at once; the rest is looked into if copying fails.
+        if {source.dtype for source in sources} != {self.buffer.dtype} or torch._C._any_requires_grad(*sources):
+            self._complain()
+        try:
+            if self._holds_vectors and len(targets) == len(self.views):
+                torch.cat(sources, out=self.buffer)
+            else:
+                torch._foreach_copy_(targets, sources)
+        except RuntimeError:
+            self._complain()
+            raise
+
+    def _complain(self) -> None:
+        for parameter, name in zip(self.parameters, self.names, strict=True):
+            gradient = parameter.grad
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided:

@@ -39,12 +39,15 @@ class BucketReduction:
         """Divide sums by this number instead of the number of ranks; None for that. A hook divides as it likes."""
         self._op = ReduceOp.AVG if count in (None, self._group.size) else premul_sum(1 / (count or 1))
 
-    def start(self, bucket: AnyBucket, number: int, is_last: bool, times: BucketTimes) -> Flight:
-        """Issue the reduction of a bucket; every rank does, for the same buckets in the same order."""
+    def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> Flight:
+        """Issue the reduction of a bucket; every rank does, for the same buckets in the same order.
+
+        Whether it is the last is asked for a hook only, because the answer may have to be waited for.
+        """
         with naming_parameters(bucket):
             if self.hook is not None:
-                shown = GradBucket(bucket, number, is_last, self._group)
-                return HookFlight(bucket, times, self._future(self.hook, shown), shown)
+                shown = GradBucket(bucket, number, is_last(), self._group)
+                return HookFlight(bucket, times, self._future(self.hook, shown), shown, self._group)
             if isinstance(bucket, SparseBucket) and isinstance(self._group, TorchGroup):
                 return LateFlight(bucket, times, self._group, self._op)
             return CollectiveFlight(bucket, times, self._group.all_reduce(bucket.buffer, self._op, async_op=True))

@@ -24,6 +24,14 @@ def marked_twice(name: str, place: str, advice: str) -> MisuseError:
     return MisuseError(f"the gradient of parameter '{name}' became ready twice in one backward on {place}. {advice}")
 
 
+def not_expected(name: str, place: str) -> MisuseError:
+    """A gradient arrived that no backward would reduce."""
+    return MisuseError(
+        f"found a gradient of parameter '{name}' on {place}, which had none in the first backward that was reduced. The graph "
+        "is not static: pass static_graph=False and find_unused_parameters=True"
+    )
+
+
 def never_ended(what: str, place: str) -> MisuseError:
     """The previous backward is still open."""
     return MisuseError(

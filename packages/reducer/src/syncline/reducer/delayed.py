@@ -13,10 +13,11 @@ class DelayedGraph(Graph):
     Args:
         graph: what is known of the graph otherwise.
         delayed: the parameters that wait, by index; they are in the last buckets.
-        until: the parameter whose gradient they wait for. If it does not come, they wait for the end of backward.
+        until: the parameter for whose last gradient they wait. If it does not come, or is None, they wait for the end of
+            backward.
     """
 
-    def __init__(self, graph: Graph, delayed: Collection[int], until: int) -> None:
+    def __init__(self, graph: Graph, delayed: Collection[int], until: int | None) -> None:
         self._graph = graph
         self._delayed = frozenset(delayed)
         self._until = until
@@ -37,6 +38,10 @@ class DelayedGraph(Graph):
         """As without delay, but for the delayed."""
         return [index for index in self._graph.begin() if index not in self._delayed]
 
+    def needed(self, indices: Collection[int]) -> int:
+        """As without delay, in buckets that have nothing to do with it; others are looked at gradient by gradient."""
+        return 1 if self._until in indices or not self._delayed.isdisjoint(indices) else self._graph.needed(indices)
+
     def sit_out(self) -> None:
         """As without delay."""
         self._graph.sit_out()
@@ -47,10 +52,10 @@ class DelayedGraph(Graph):
 
     def _arrived(self, index: int, undefined: Collection[int]) -> Sequence[int]:
         if index in self._delayed and index != self._until:
-            self._graph.accumulated([index], undefined)
+            self._graph.used([index], undefined)
             return (index,) if self._released else ()
         final = self._graph.arrived([index], undefined)
-        if index != self._until:
+        if index != self._until or self._released or index not in final:
             return final
         self._released = True
         return [*(other for other in final if other not in self._delayed), *sorted(self._delayed)]
@@ -58,6 +63,10 @@ class DelayedGraph(Graph):
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
         """As without delay."""
         self._graph.accumulated(indices, undefined)
+
+    def used(self, indices: Sequence[int], undefined: Collection[int]) -> None:
+        """As without delay."""
+        self._graph.used(indices, undefined)
 
     def ended(self) -> Sequence[int]:
         """The delayed, too, if they still wait."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .flight import Flight
+from .flight import AnyBucket, Flight
 from .statistics import IterationStatistics
 
 if TYPE_CHECKING:
@@ -44,9 +44,13 @@ def finalize(
         kept = untouched(flight.bucket.indices)
         flight.bucket.deliver(kept)
         if delivered is not None:
-            members = zip(flight.bucket.indices, flight.bucket.parameters, strict=True)
-            delivered([parameter for index, parameter in members if index not in kept])
+            delivered(_others(flight.bucket, kept) if kept else flight.bucket.parameters)
     for future in others:
         future.wait()
     statistics.finished = time.perf_counter()
     statistics.waited_s += statistics.finished - statistics.finalize_started
+
+
+def _others(bucket: AnyBucket, kept: Collection[int]) -> list[torch.nn.Parameter]:
+    members = zip(bucket.indices, bucket.parameters, strict=True)
+    return [parameter for index, parameter in members if index not in kept]

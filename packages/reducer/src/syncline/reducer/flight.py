@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from syncline.collectives import ProcessGroup, Work
+from syncline.collectives import CollectiveTimeout, ProcessGroup, Work
 from syncline.collectives.reduce_op import Reduction
 
 from . import complaints
@@ -20,6 +21,9 @@ from .sparse_bucket import SparseBucket
 from .statistics import BucketTimes
 
 AnyBucket: TypeAlias = Bucket | SparseBucket
+
+# How long to wait for a hook, in time limits of its group: its collectives have one each, and can tell more when it is over.
+_PATIENCE = 2
 
 
 @contextmanager
@@ -85,15 +89,35 @@ class HookFlight(Flight):
         times: gets the end of the reduction.
         future: what the hook returned.
         shown: what the hook was given.
+        group: whose time limit holds for each collective of the hook.
     """
 
-    def __init__(self, bucket: AnyBucket, times: BucketTimes, future: torch.futures.Future[Any], shown: GradBucket) -> None:
+    def __init__(
+        self,
+        bucket: AnyBucket,
+        times: BucketTimes,
+        future: torch.futures.Future[Any],
+        shown: GradBucket,
+        group: ProcessGroup,
+    ) -> None:
         super().__init__(bucket, times)
         self._future = future
         self._shown = shown
+        self._group = group
+        self._is_over = threading.Event()
         future.add_done_callback(self._note_end)
 
+    def _note_end(self, _: object = None) -> None:
+        super()._note_end()
+        self._is_over.set()
+
     def _wait(self) -> object:
+        limit_s = min(_PATIENCE * self._group.timeout_s, threading.TIMEOUT_MAX)
+        if not self._is_over.wait(limit_s) and not self._future.done():
+            raise CollectiveTimeout(
+                f"the communication hook's future for bucket {self._shown.index()} did not finish within {limit_s:g} s on "
+                f"{self._group.place()}: look for a hook that never sets its result, or for a rank that waits elsewhere"
+            )
         value = self._future.wait()
         self._note_end()
         return self._as_given(value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value)

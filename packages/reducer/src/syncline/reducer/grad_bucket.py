@@ -47,7 +47,7 @@ class GradBucket:
         return list(self._bucket.parameters)
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of the iteration."""
+        """Whether this is the last bucket that is reduced in this iteration."""
         return self._is_last
 
     def process_group(self) -> ProcessGroup:

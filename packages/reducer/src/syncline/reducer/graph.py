@@ -6,6 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 
+class UnexpectedGradientError(ValueError):
+    """A gradient arrived that should not have; `index` says which."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(f"gradient {index} was not expected")
+        self.index = index
+
+
 class Graph(ABC):
     """Tells the reducer which gradients to wait for. Parameters are named by their indices.
 
@@ -13,7 +21,8 @@ class Graph(ABC):
 
         begin       when the first gradient of a backward arrives (sit_out, instead, on a rank that has none)
         needed      for each bucket, then: how many gradients make it worth looking at it
-        arrived     when so many have arrived, or at the end (accumulated, instead, while nothing is synchronised)
+        arrived     when so many have arrived, or at the end (accumulated, instead, while nothing is synchronised; used, of
+                    those whose end is known otherwise)
         agree       when all buckets have started, on every rank: here collectives may be issued
         untouched   once for each bucket, when its reduction is over
         ended       when the outermost backward has ended, before the buckets are waited for
@@ -57,7 +66,19 @@ class Graph(ABC):
         """This rank has no gradients in a backward of the others, and reaches no parameter."""
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most need not know
-        """Note gradients that are not reduced yet, for a later backward."""
+        """Note gradients of a backward that is not reduced, for a later one.
+
+        Raises:
+            UnexpectedGradientError: it was to be known already that there would be none.
+        """
+
+    def used(self, indices: Sequence[int], undefined: Collection[int]) -> None:
+        """Note gradients of a backward that is reduced, of which somebody else knows when they are final.
+
+        Raises:
+            UnexpectedGradientError: as `accumulated`.
+        """
+        self.accumulated(indices, undefined)
 
     def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's
         """Whether no rank has anything to say about these parameters; the same answer on every rank."""

@@ -14,14 +14,14 @@ import torch
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 
 from . import complaints
-from .arrivals import Arrivals, Listener
+from .arrivals import Arrivals, Backlog, Listener
 from .bucket_building import BucketBuilder
 from .bucket_reduction import BucketReduction, CommunicationHook
 from .delayed import DelayedGraph
 from .expectation import Expectation
 from .finalize import AnyFuture, Delivered, finalize
 from .flight import AnyBucket, Flight
-from .graph import CompleteGraph, Graph
+from .graph import CompleteGraph, Graph, UnexpectedGradientError
 from .outermost_backward import call_at_the_end
 from .readiness import MarkedTwiceError, Readiness
 from .static_graph import StaticGraph
@@ -70,13 +70,14 @@ class Reducer:
 
         delayed: names of parameters that get any number of gradients, or none, until that of `delayed_until` arrives, or
             backward ends; they are reduced last.
-        delayed_until: the name of one parameter.
+        delayed_until: the name of one parameter; None waits for the end of backward.
 
     Extra memory: the buckets, as large as all gradients together; none beyond the gradients with `gradient_as_bucket_view`.
 
     Raises:
         MisuseError: there is no parameter, or one needs no gradient.
-        InvalidArgumentError: there are more or fewer `sparse` flags than parameters, or a name is not among theirs.
+        InvalidArgumentError: there are more or fewer `sparse` flags than parameters, a name is not among theirs, or
+            `delayed_until` comes without `delayed`.
     """
 
     def __init__(
@@ -101,6 +102,10 @@ class Reducer:
         self._group = group
         self._delayed = [self._index(name) for name in delayed]
         self._delayed_until = None if delayed_until is None else self._index(delayed_until)
+        if delayed_until is not None and not delayed:
+            raise InvalidArgumentError(
+                f"delayed_until='{delayed_until}' without delayed: name what waits for it, or leave it out"
+            )
         self._graph = self._make_graph(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
         self._builder = BucketBuilder(
             self._names,
@@ -122,14 +127,11 @@ class Reducer:
         self._has_accumulated = False
         self._rebuilt = False
         self.statistics = IterationStatistics(time.perf_counter())
-        wake = _waker(weakref.ref(self))
-        self._listeners = [Listener(index, wake) for index in range(len(self._parameters))]
+        wake, settled = _weakly(self._on_arrivals), _weakly(self._on_settled)
+        self._listeners = [Listener(index, parameter, wake, settled) for index, parameter in enumerate(self._parameters)]
+        self._backlog = Backlog()
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(listener.hook)  # type: ignore[no-untyped-call]
-            for parameter, listener in zip(self._parameters, self._listeners, strict=True)
-        ]
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, _remove, self._listeners)
 
     @property
     def buckets(self) -> Sequence[AnyBucket]:
@@ -234,7 +236,8 @@ class Reducer:
                 self._start(number, empty=True)
             self._graph.agree()
         finalize(self._flights, self.statistics, frozenset)
-        if not self._rebuilt and self._graph.order_recurs:
+        self._expectation.fulfil()
+        if self._learns_order:
             self._arrival_order = [index for bucket in self._buckets for index in bucket.indices]
         self._reset()
 
@@ -248,7 +251,7 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters; their gradients stay. The end of the reducer's life does the same."""
-        _remove(self._handles)
+        _remove(self._listeners)
 
     # ---- during backward ----
 
@@ -256,14 +259,29 @@ class Reducer:
         """Called on the thread of backward as soon as gradients are accumulated; see Note [What one gradient costs]."""
         self._has_accumulated = True
         if not self._expectation.is_due:
-            indices = arrivals.take()
-            self._graph.accumulated(indices, self._undefined(indices))
+            self._accumulate(arrivals.take())
             return
         with self._lock:
             if self._phase is _Phase.IDLE:
                 self._begin()
-            if len(arrivals) >= arrivals.needed:
-                self._look_at(arrivals)
+            for indices in self._backlog.take(arrivals):
+                self._look_at(indices)
+            if arrivals.suffice:
+                self._backlog.add(arrivals)
+                if not self._learns_order:
+                    self._listeners[arrivals.indices[-1]].follow()
+
+    def _on_settled(self) -> None:
+        """Called on the thread of backward when all hooks on a parameter have run; see Note [After all hooks]."""
+        with self._lock:
+            for indices in self._backlog.take():
+                self._look_at(indices)
+
+    def _accumulate(self, indices: Sequence[int]) -> None:
+        try:
+            self._graph.accumulated(indices, self._undefined(indices))
+        except UnexpectedGradientError as error:
+            raise complaints.not_expected(self._names[error.index], self._group.place()) from None
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before it is marked."""
@@ -272,14 +290,20 @@ class Reducer:
         call_at_the_end(self._end)
         absent = self._graph.begin()
         # As long as the order of arrival is to be learnt, each gradient is looked at when it comes.
-        learns = self._graph.order_recurs and not self._rebuilt
         for arrivals, bucket in zip(self._arrivals, self._buckets, strict=True):
-            arrivals.needed = 1 if learns else self._graph.needed(bucket.indices)
+            arrivals.expect(1 if self._learns_order else self._graph.needed(bucket.indices))
         self._mark_ready(absent)
 
-    def _look_at(self, arrivals: Arrivals) -> None:
-        indices = arrivals.take()
-        self._mark_ready(self._graph.arrived(indices, self._undefined(indices)))
+    @property
+    def _learns_order(self) -> bool:
+        return self._graph.order_recurs and not self._rebuilt
+
+    def _look_at(self, indices: Sequence[int]) -> None:
+        try:
+            final = self._graph.arrived(indices, self._undefined(indices))
+        except UnexpectedGradientError as error:
+            raise complaints.not_expected(self._names[error.index], self._group.place()) from None
+        self._mark_ready(final)
 
     def _undefined(self, indices: Sequence[int]) -> Collection[int]:
         if not self._graph.minds_undefined:
@@ -318,20 +342,23 @@ class Reducer:
             bucket.collect(self._graph.unused_here(bucket.indices))
         times = BucketTimes(bucket.nbytes, ready, time.perf_counter())
         self.statistics.buckets.append(times)
-        is_last = number == len(self._buckets) - 1
-        self._flights.append(self._reduction.start(bucket, number, is_last, times))
+        self._flights.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
+
+    def _is_last(self, number: int) -> bool:
+        """Whether no later bucket is reduced in this backward; the same on every rank."""
+        return all(self._graph.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _end(self) -> None:
         """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward]."""
         with self._lock:
             for arrivals in self._arrivals:
-                if arrivals:
-                    self._look_at(arrivals)
+                if arrivals.indices:
+                    self._look_at(arrivals.take())
             self._mark_ready(self._graph.ended())
         if not self._readiness.is_complete:
             raise self._never_ready()
         finalize(self._flights, self.statistics, self._graph.untouched, delivered=self._delivered, others=self._others)
-        if not self._rebuilt and self._graph.order_recurs:
+        if self._learns_order:
             self._arrival_order = self._readiness.arrival_order()
         self._others = []
         self._expectation.fulfil()
@@ -339,6 +366,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._flights = []
+        self._backlog.clear()
         self._readiness.reset()
         self._graph.forget()
         self._phase = _Phase.IDLE
@@ -352,6 +380,7 @@ class Reducer:
         for arrivals, bucket in zip(self._arrivals, buckets, strict=True):
             for index in bucket.indices:
                 self._listeners[index].listen_for(arrivals)
+            self._listeners[bucket.indices[-1]].follow()  # the last to arrive, as far as is known
 
     def _rebuild_if_due(self) -> None:
         """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective."""
@@ -373,7 +402,7 @@ class Reducer:
         return self._with_delay(CompleteGraph())
 
     def _with_delay(self, graph: Graph) -> Graph:
-        return graph if self._delayed_until is None else DelayedGraph(graph, self._delayed, self._delayed_until)
+        return DelayedGraph(graph, self._delayed, self._delayed_until) if self._delayed else graph
 
     # ---- complaints ----
 
@@ -406,17 +435,18 @@ def _caps_bytes(cap_bytes: int | Sequence[int], first_cap_bytes: int) -> list[in
     return [min(first_cap_bytes, cap_bytes), cap_bytes] if isinstance(cap_bytes, int) else list(cap_bytes)
 
 
-def _waker(reducer: weakref.ref[Reducer]) -> Callable[[Arrivals], None]:
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """What parameters' hooks call. It does not keep the reducer alive, or a model could never be wrapped anew."""
+    reference = weakref.WeakMethod(method)
 
-    def wake(arrivals: Arrivals) -> None:
-        living = reducer()
+    def call(*arguments: Arrivals) -> None:
+        living = reference()
         if living is not None:
-            living._on_arrivals(arrivals)
+            living(*arguments)
 
-    return wake
+    return call
 
 
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+def _remove(listeners: Sequence[Listener]) -> None:
+    for listener in listeners:
+        listener.remove()

@@ -9,7 +9,7 @@ import torch
 
 from syncline.collectives import ProcessGroup
 
-from .graph import Graph
+from .graph import Graph, UnexpectedGradientError
 from .used_parameters import UsedMap
 
 
@@ -19,6 +19,9 @@ class StaticGraph(Graph):
     A parameter may get several in one backward, from re-entrant checkpoints, or none. In the first backward nobody knows
     which gradient is the last, so all are reduced at its end; there the ranks also agree which parameters are used on any
     rank. From the second backward on a parameter is ready when its last gradient has come, and buckets overlap.
+
+    Backwards that are not synchronised may leave out parameters, but not use others. What they used before the first
+    reduction is reduced by it, and only that once if the first synchronised backward did not use it.
     """
 
     advice_missing = (
@@ -33,17 +36,19 @@ class StaticGraph(Graph):
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:
         self._count = len(parameters)
         self._expected: Counter[int] | None = None
+        self._absent: list[int] = []
+        self._repeated: frozenset[int] = frozenset()
         self._arrivals: Counter[int] = Counter()
         self._last_arrival: dict[int, None] = {}
         self._used: set[int] = set()
+        self._regular: set[int] = set()  # used by the first backward itself
+        self._is_first = True
         self._map = UsedMap(group, parameters[0].device)
         self._agreed = False
 
     def begin(self) -> Sequence[int]:
         """Those that had no gradient in the first backward."""
-        if self._expected is None:
-            return ()
-        return [index for index in range(self._count) if not self._expected[index]]
+        return self._absent
 
     @property
     def needs_everyone(self) -> bool:
@@ -57,13 +62,16 @@ class StaticGraph(Graph):
 
     def needed(self, indices: Collection[int]) -> int:
         """As many as in the first backward."""
-        return 1 if self._expected is None else sum(map(self._expected.__getitem__, indices))
+        expected = self._expected
+        return 1 if expected is None else sum(expected[index] for index in indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Final are the last that are expected, and those one too many, which readiness refuses."""
         if self._expected is None:
             self._learn(indices, undefined)
             return ()
+        if self._repeated.isdisjoint(indices):
+            return indices
         final, arrivals, expected = [], self._arrivals, self._expected
         for index in indices:
             arrivals[index] += 1
@@ -76,36 +84,58 @@ class StaticGraph(Graph):
             self._arrivals[index] += 1
             self._last_arrival.pop(index, None)
             self._last_arrival[index] = None
-        self.accumulated(indices, undefined)
+        self.used(indices, undefined)
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Count as uses."""
+        """Count as uses in the first backward; later ones may not use what that did not.
+
+        Raises:
+            UnexpectedGradientError: it does.
+        """
         if self._expected is None:
             self._used.update(index for index in indices if index not in undefined)
+            return
+        for index in indices:
+            if index not in self._regular:
+                raise UnexpectedGradientError(index)
+
+    def used(self, indices: Sequence[int], undefined: Collection[int]) -> None:
+        """As `accumulated`, and in each later backward, too.
+
+        Raises:
+            UnexpectedGradientError: as there.
+        """
+        self.accumulated(indices, undefined)
+        if self._expected is None:
+            self._regular.update(index for index in indices if index not in undefined)
 
     def ended(self) -> Sequence[int]:
         """In the first backward all: in the order of their last gradients, then those that had none."""
         if self._expected is not None:
             return ()
         self._expected = self._arrivals
+        self._absent = [index for index in range(self._count) if index not in self._expected]
+        self._repeated = frozenset(index for index, count in self._expected.items() if count > 1)
         rest = [index for index in range(self._count) if index not in self._last_arrival]
         return [*self._last_arrival, *rest]
 
     def agree(self) -> None:
         """Once, one all_reduce of a byte for each parameter."""
         if not self._agreed:
-            self._map.agree([index in self._used for index in range(self._count)])
+            self._map.agree([(index in self._used) + (index in self._regular) for index in range(self._count)])
             self._agreed = True
 
     def unused_here(self, indices: Collection[int]) -> frozenset[int]:
-        """Those that were given no gradient in the first backward."""
-        return frozenset(indices) - self._used
+        """Those that were given no gradient in the first backward, or, in that, up to then."""
+        used = self._used if self._is_first else self._regular
+        return frozenset() if used.issuperset(indices) else frozenset(indices) - used
 
     def untouched(self, indices: Collection[int]) -> frozenset[int]:
         """As agreed in the first backward."""
         doubtful = self.unused_here(indices)
-        return self._map.unused(doubtful) if doubtful else frozenset()
+        return self._map.unused(doubtful, 1 if self._is_first else 2) if doubtful else frozenset()
 
     def forget(self) -> None:
         """Expect the same again."""
         self._arrivals = Counter()
+        self._is_first = self._expected is None
