@@ -222,7 +222,7 @@ def test_reproducible_is_in_rank_order_everywhere(split: Callable[[Any], Any] | 
     group.close()
 
 
-@pytest.mark.parametrize(("numel", "way"), [(5, "Exchange"), (600_001, "SingleCopy")])
+@pytest.mark.parametrize(("numel", "way"), [(5, "Exchange"), (1_200_001, "SingleCopy")])
 def test_ways_serve_tracked_and_plain_tensors_in_turn(numel: int, way: str) -> None:
     """What a call keeps for the next, it keeps for those that autograd tracks and for the others."""
     made = Group()
@@ -243,7 +243,7 @@ def test_memory_that_one_rank_may_not_read_is_read_by_none(monkeypatch: pytest.M
     group = made.group
     if group.rank == group.size - 1:
         monkeypatch.setattr(PeerMemory, "read", _refused)
-    terms = [noise(rank, 1_200_001, torch.bfloat16) for rank in range(group.size)]
+    terms = [noise(rank, 2_400_001, torch.bfloat16) for rank in range(group.size)]
     for _ in range(2):
         tensor = terms[group.rank].clone()
         group.all_reduce(tensor)
@@ -260,14 +260,14 @@ def test_a_rank_that_fails_within_a_collective_is_named_by_the_others(monkeypatc
     from syncline.collectives.backends.mpi.node.peer_memory import PeerMemory
 
     group = Group().group
-    group.all_reduce(torch.zeros(1_000_000))
+    group.all_reduce(torch.zeros(1_200_000))
     last = group.size - 1
     if group.rank == last:
         monkeypatch.setattr(PeerMemory, "read", _refused)
     if group.size > 1:
         words = "not permitted" if group.rank == last else rf"rank {last} of this node gave up|rank \d of this node gave up"
         with pytest.raises(TransportError, match=words):
-            group.all_reduce(torch.zeros(1_000_000))
+            group.all_reduce(torch.zeros(1_200_000))
         group.abort()
 
 
@@ -321,7 +321,7 @@ def test_what_torch_cannot_copy_moves_all_the_same(eager: Group, dtype: torch.dt
 def test_another_default_device_does_no_harm() -> None:
     group = Group().group
     with torch.device("meta"):
-        for numel in (5, 1_000_000):
+        for numel in (5, 1_200_000):
             tensor = torch.full((numel,), 1.0, device="cpu")
             group.all_reduce(tensor)
             assert tensor[-1].item() == group.size

@@ -128,6 +128,10 @@ def _install(wanted: InstallSet) -> None:
 
 
 def _make_venv(home: Path) -> None:
+    if home.is_symlink():
+        raise ToolError(
+            f"{home} is a link to {home.resolve()}, which would be emptied; remove the link, or pass --skip-install"
+        )
     _require_venv_module()
     check(
         (sys.executable, "-m", "venv", "--clear", home),

@@ -12,6 +12,7 @@ import torch
 from ....errors import TransportError
 
 _TOKEN_BYTES = 16
+_ALIGNMENT_BYTES = 64
 
 
 class _Span(ctypes.Structure):
@@ -37,7 +38,17 @@ class PeerMemory:
         self._read.restype = ctypes.c_ssize_t
         spans = ctypes.c_void_p, ctypes.c_ulong
         self._read.argtypes = [ctypes.c_int, *spans, *spans, ctypes.c_ulong]
+        self._landing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._spans = ctypes.addressof(self._here), 1, ctypes.addressof(self._there), 1, 0
+
+    def landing(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """For each process room for what is read next; the same at every call, so that it stays in the core's cache."""
+        nbytes = numel * dtype.itemsize
+        step = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if self._landing.numel() < step * len(self._pids):
+            with torch.inference_mode(False):  # it serves calls outside that mode, too
+                self._landing = torch.empty(step * len(self._pids), dtype=torch.uint8, device="cpu")
+        return [self._landing[start : start + nbytes].view(dtype) for start in range(0, step * len(self._pids), step)]
 
     def read(self, rank: int, address: int, tensor: torch.Tensor) -> None:
         """Fill a contiguous tensor with what lies at an address of a rank.

@@ -13,7 +13,7 @@ from .slicing import chunks, slice_of
 from .way import Barrier, Way
 
 # What is read at a time, of all together: when it is reduced it is still in the core's cache.
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 1 << 20
 
 
 class SingleCopy(Way):
@@ -58,9 +58,8 @@ class SingleCopy(Way):
         """Combine what all ranks have from element `start` on; this rank has it in `own`."""
         size_bytes = own.element_size()
         step = max(1, CHUNK_BYTES // (self._size * size_bytes))
-        fetched = own.new_empty((self._size, min(step, own.numel())))
         for begin, end in chunks(0, own.numel(), step):
-            terms = list(fetched[:, : end - begin])
+            terms = self._peers.landing(end - begin, own.dtype)
             terms[self._mine] = own[begin:end]
             for rank in self._others:
                 self._peers.read(rank, self._addresses[rank] + (start + begin) * size_bytes, terms[rank])
