@@ -26,7 +26,7 @@ class Crossovers:
     """
 
     exchange_bytes: int = 512 << 10
-    window_bytes: int = 32 << 10
+    window_bytes: int = 128 << 10
     single_copy_bytes: int = 1 << 20
     staged_bytes: int = 48 << 20
     staged_bytes_not_native: int = 64 << 10

@@ -77,7 +77,7 @@ class NodeTransport(MPITransport):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """In shared memory or by MPI; on several nodes in the window and then between them."""
         if self._is_one_node:
-            way = self._ways.of_reduction(tensor, self._native(tensor, op) is not None, call, deadline)
+            way = self._ways.of_reduction(tensor, lambda: self._native(tensor, op) is not None, call, deadline)
             if way is not None:
                 way.all_reduce(tensor, op)
                 return
@@ -92,7 +92,7 @@ class NodeTransport(MPITransport):
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
     ) -> None:
         """In shared memory or by MPI."""
-        way = self._ways.of_reduction(block, False, call, deadline) if self._is_one_node else None
+        way = self._ways.of_reduction(block, lambda: False, call, deadline) if self._is_one_node else None
         if way is None:
             super().reduce_scatter(tensor, block, op, call, deadline)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ....collective import Collective
@@ -56,7 +58,9 @@ class Ways:
         self._may_stage = True
         self._most_exchanged = most_exchanged(hierarchy, crossovers)
 
-    def of_reduction(self, tensor: torch.Tensor, is_native: bool, call: Collective, deadline: Deadline) -> Way | None:
+    def of_reduction(
+        self, tensor: torch.Tensor, is_native: Callable[[], bool], call: Collective, deadline: Deadline
+    ) -> Way | None:
         """For an `all_reduce` or `reduce_scatter` on one node.
 
         Args:
@@ -69,8 +73,7 @@ class Ways:
         way: Way | None = self.window(tensor, call, deadline) or self._exchange(nbytes, call, deadline)
         if way is None and nbytes >= self._crossovers.single_copy_bytes * self._size:
             way = self._single_copy(tensor, call, deadline)
-        least_bytes = self._crossovers.staged_bytes if is_native else self._crossovers.staged_bytes_not_native
-        if way is None and nbytes >= least_bytes:
+        if way is None and nbytes >= self._least_staged(is_native):
             way = self._staged(call, deadline)
         return way
 
@@ -121,6 +124,9 @@ class Ways:
         if NOWHERE in addresses:
             return None
         return SingleCopy(peers, self._rank, addresses, lambda: self._meeting.barrier(call, deadline))
+
+    def _least_staged(self, is_native: Callable[[], bool]) -> int:
+        return self._crossovers.staged_bytes if is_native() else self._crossovers.staged_bytes_not_native
 
     def _staged(self, call: Collective, deadline: Deadline) -> Staged | None:
         if self._may_stage:
