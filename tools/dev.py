@@ -36,6 +36,7 @@ UNDER_MPIEXEC = {
     "step": ("benchmarks.step",),
     "paper": ("benchmarks.paper",),
     "hooks": ("benchmarks.hooks",),
+    "waiting": ("benchmarks.waiting",),
     "torch_backend": ("benchmarks.torch_backend",),
 }
 BENCH_LAUNCH = (2, "mpich")

@@ -362,7 +362,7 @@ TWO_RANKS = """
 import sys
 from pathlib import Path
 
-from benchmarks import hooks, hosts_job, paper, step
+from benchmarks import hooks, hosts_job, paper, step, waiting
 
 folder = Path(sys.argv[1])
 hosts_job.DEVICE = "lo"  # there is no wire here
@@ -370,6 +370,7 @@ for name, main, words in (
     ("step", step.main, []),
     ("paper", paper.main, []),
     ("hooks", hooks.main, ["--parts", "mlp"]),
+    ("waiting", waiting.main, []),
     ("hosts", hosts_job.main, ["--parts", "hooks", "buckets", "overlap"]),
 ):
     outputs = ["--json", str(folder / f"{name}.json"), "--plot", str(folder)]
@@ -432,6 +433,12 @@ def test_every_part_of_the_papers_evaluation_is_told_kept_and_drawn(played: Path
     for found in kept["round_robin"].values():
         assert found.keys() == {"the group itself", "1 in turn", "2 in turn", "3 in turn", "none"}
     assert len(drawn_by("paper", played)) == 7
+
+
+def test_policies_of_waiting_are_kept_and_drawn(played: Path) -> None:
+    kept = kept_by("waiting", played)["steps"]
+    assert all(steps.keys() == {"yield", "spin", "sleep"} for steps in kept.values())
+    assert drawn_by("waiting", played) == {"steps"}
 
 
 def test_hooks_are_told_kept_and_drawn(played: Path) -> None:

@@ -13,6 +13,11 @@ _TESTS_BEFORE_YIELDING = 50
 _TESTS_BETWEEN_CLOCKS = 256
 
 
+def give_way() -> None:
+    """Let another thread have the core: what a rank that waits does between two looks, after a few in vain."""
+    os.sched_yield()
+
+
 def wait(request: MPI.Request, deadline: Deadline, status: MPI.Status | None = None) -> None:
     """Block until an MPI request is complete.
 
@@ -27,6 +32,6 @@ def wait(request: MPI.Request, deadline: Deadline, status: MPI.Status | None = N
     while not request.Test(status):
         tests += 1
         if tests > _TESTS_BEFORE_YIELDING:
-            os.sched_yield()
+            give_way()
         if tests % _TESTS_BETWEEN_CLOCKS == 0 and deadline.expired():
             raise TimeoutError("MPI does not say which ranks do not take part")

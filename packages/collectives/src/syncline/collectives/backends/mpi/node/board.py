@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable
 
 import torch
 
 from ....deadline import Deadline
+from .. import waiting
 from ..meeting import NOWHERE
 from .segment import Segment
 
@@ -138,7 +138,7 @@ class Board:
             if number == _GAVE_UP:
                 raise GaveUpError(self._lines[arrival & 1][2].index(line))
             self._progress()
-            os.sched_yield()
+            waiting.give_way()
             looks += 1
             if looks % _LOOKS_BETWEEN_CLOCKS == 0 and deadline.expired():
                 raise TimeoutError("rank(s) of this node did not come")
