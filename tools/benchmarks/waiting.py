@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from syncline.collectives import ProcessGroup
+from syncline.collectives.backends.mpi import yielding
 
 from . import picture, session
 from .cases import all_cases
@@ -57,14 +58,13 @@ def _steps(options: argparse.Namespace, group: ProcessGroup, report: Report) -> 
 
 def with_policy(policy: Callable[[], None], step: Step) -> Step:
     """A step during which this process waits in that way."""
-    from syncline.collectives.backends.mpi import waiting  # initializes MPI
 
     def run() -> Phases:
-        usual, waiting.give_way = waiting.give_way, policy
+        usual, yielding.give_way = yielding.give_way, policy
         try:
             return step()
         finally:
-            waiting.give_way = usual
+            yielding.give_way = usual
 
     return run
 

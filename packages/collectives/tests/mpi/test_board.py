@@ -11,8 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from syncline.collectives.backends.mpi.meeting import NOWHERE
-from syncline.collectives.backends.mpi.node.board import Board, GaveUpError, board_bytes, is_ordered
+from syncline.collectives.backends.mpi.node.board import NOWHERE, Board, GaveUpError, board_bytes, is_ordered
 from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded
 from syncline.collectives.deadline import Deadline
 from syncline.collectives.testing import run_ranks

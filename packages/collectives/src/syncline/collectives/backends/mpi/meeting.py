@@ -12,10 +12,9 @@ from ...deadline import Deadline
 from ...errors import DisagreementError
 from .inquest import Inquest
 from .library import mapped, mpi_errors
+from .node.board import NOWHERE
 from .objects import all_gather
 from .waiting import wait
-
-NOWHERE = -1
 
 
 class Meeting:

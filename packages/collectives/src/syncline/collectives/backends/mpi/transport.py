@@ -17,7 +17,8 @@ from ...transport import Request, Transport
 from .datatypes import memory, mpi_reduction
 from .inquest import Inquest
 from .library import library_name, mapped, mpi_errors
-from .meeting import NOWHERE, Meeting
+from .meeting import Meeting
+from .node.board import NOWHERE
 from .tags import Tag
 from .waiting import wait
 

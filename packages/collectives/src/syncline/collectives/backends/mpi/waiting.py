@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 from mpi4py import MPI
 
 from ...deadline import Deadline
+from . import yielding
 
 # Testing costs about 0.3 us; a small collective between ranks of a node is over after a few of them.
 _TESTS_BEFORE_YIELDING = 50
 _TESTS_BETWEEN_CLOCKS = 256
-
-
-def give_way() -> None:
-    """Let another thread have the core: what a rank that waits does between two looks, after a few in vain."""
-    os.sched_yield()
 
 
 def wait(request: MPI.Request, deadline: Deadline, status: MPI.Status | None = None) -> None:
@@ -32,6 +26,6 @@ def wait(request: MPI.Request, deadline: Deadline, status: MPI.Status | None = N
     while not request.Test(status):
         tests += 1
         if tests > _TESTS_BEFORE_YIELDING:
-            give_way()
+            yielding.give_way()
         if tests % _TESTS_BETWEEN_CLOCKS == 0 and deadline.expired():
             raise TimeoutError("MPI does not say which ranks do not take part")

@@ -8,13 +8,14 @@ from collections.abc import Callable
 import torch
 
 from ....deadline import Deadline
-from .. import waiting
-from ..meeting import NOWHERE
+from .. import yielding
 from .segment import Segment
 
 # A rank's part: two lines of numbers, for arrivals in turn, then two slots for what the rank shows.
 _LINE_BYTES = 128  # two cache lines: some processors fetch them in pairs
 _HEAD_BYTES = 2 * _LINE_BYTES
+NOWHERE = -1  # as a key: this rank has none
+
 NOTE_BYTES = 64  # the least that a slot can hold
 _GAVE_UP = -1
 
@@ -138,7 +139,7 @@ class Board:
             if number == _GAVE_UP:
                 raise GaveUpError(self._lines[arrival & 1][2].index(line))
             self._progress()
-            waiting.give_way()
+            yielding.give_way()
             looks += 1
             if looks % _LOOKS_BETWEEN_CLOCKS == 0 and deadline.expired():
                 raise TimeoutError("rank(s) of this node did not come")

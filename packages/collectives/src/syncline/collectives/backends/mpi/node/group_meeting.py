@@ -12,9 +12,9 @@ from ....deadline import Deadline
 from ....errors import TransportError
 from ..inquest import Inquest
 from ..library import mapped, mpi_errors
-from ..meeting import NOWHERE, Meeting
+from ..meeting import Meeting
 from ..tags import Tag
-from .board import NOTE_BYTES, Board, GaveUpError, board_bytes
+from .board import NOTE_BYTES, NOWHERE, Board, GaveUpError, board_bytes
 from .hierarchy import Hierarchy
 from .peer_memory import Introduction, PeerMemory
 from .segment import Segment

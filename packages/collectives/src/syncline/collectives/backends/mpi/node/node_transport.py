@@ -13,9 +13,9 @@ from ....deadline import Deadline
 from ....layout import bytes_of
 from ....reduce_op import REDUCIBLE, Reduction
 from ....transport import Transport
-from ..meeting import NOWHERE
 from ..transport import MPITransport
 from .across import all_reduce_across
+from .board import NOWHERE
 from .exchange import SLOT_BYTES
 from .group_meeting import GroupMeeting
 from .hierarchy import Hierarchy, SplitByNode, split_by_node

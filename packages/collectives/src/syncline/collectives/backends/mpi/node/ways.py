@@ -9,8 +9,8 @@ import torch
 from ....collective import Collective
 from ....crossovers import Crossovers
 from ....deadline import Deadline
-from ..meeting import NOWHERE
 from ..transport import MEETING_BYTES
+from .board import NOWHERE
 from .exchange import MOST_RANKS, Exchange
 from .group_meeting import GroupMeeting
 from .hierarchy import Hierarchy
