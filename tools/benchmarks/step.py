@@ -5,11 +5,11 @@
 All train copies of one model in one process, taking turns. Every rank computes with one thread, and a step (forward, backward,
 optimizer) takes as long as on its slowest rank. The parts:
 
+memory   peak memory of a rank with gradient_as_bucket_view, ours and torch's
 cases    each model: median and quartiles of a step, ours over torch's, and the communication left exposed (a step minus an
          unsynchronised step of the same round), ours over torch's, with the geometric mean over the models
 unused   the same with find_unused_parameters, each model with a layer that nothing reaches
 buckets  steps by bucket size, from one parameter a bucket to all in one
-memory   peak memory of a rank with gradient_as_bucket_view, ours and torch's
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ def _peak(case: Case, wrap: Wrap, group: ProcessGroup) -> int:
 
 
 PARTS: dict[str, session.Part] = {
+    "memory": _memory,  # first: what other parts leave in the process would count
     "cases": _cases,
     "unused": _unused,
     "buckets": _buckets,
-    "memory": _memory,
 }
 
 if __name__ == "__main__":
