@@ -80,7 +80,7 @@ class Rank:
         if self._name == "exchange":
             return Exchange(self._board, self._arrive)
         self.group.barrier()
-        return InWindow(Place(self._window, OFFSET_BYTES, 0), self.size, self.group.barrier)
+        return InWindow(Place(self._window, OFFSET_BYTES, 0), self.group.barrier)
 
     def _arrive(self, key: int = 0) -> None:
         self._board.arrive(Deadline(30), key=key)
@@ -102,7 +102,7 @@ def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:
         window, slots = (Segment(file, size, PART_BYTES, group.rank) for file in files[:2])
         # Sleeping lets the other threads run; between processes nothing need be done.
         meeting_place = Board(Segment(files[2], size, board_bytes(64), group.rank), 64, lambda: time.sleep(0))
-        body(Rank(group, window, Slots(slots, size), meeting_place, name))
+        body(Rank(group, window, Slots(slots), meeting_place, name))
 
     try:
         run_ranks(size, run)

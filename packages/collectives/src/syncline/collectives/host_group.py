@@ -347,8 +347,7 @@ class HostGroup(ProcessGroup):
 
         `outputs` and `inputs` together are all the tensors that the body touches.
         """
-        if self._closed:
-            self._check_open(call)
+        self._check_open(call)
         sequence = next(self._sequence) if is_numbered else None
         tensors = (*outputs, *inputs)
         order = None if self._device is None else self._ordered_on(self._device, tensors)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from mpi4py import MPI
 
+from . import yielding
 from .tags import Tag
 
 _GRACE_S = 2.0
@@ -50,5 +50,5 @@ class Inquest:
                 self._communicator.Recv([line, MPI.BYTE], status.Get_source(), Tag.STATEMENT)
                 heard[status.Get_source()] = line.decode(errors="replace")
             else:
-                os.sched_yield()
+                yielding.give_way()
         return heard

@@ -11,13 +11,13 @@ from ....deadline import Deadline
 from .. import yielding
 from .segment import Segment
 
+NOWHERE = -1  # as a key: this rank has none
+_GAVE_UP = -1  # as an arrival
+
 # A rank's part: two lines of numbers, for arrivals in turn, then two slots for what the rank shows.
 _LINE_BYTES = 128  # two cache lines: some processors fetch them in pairs
 _HEAD_BYTES = 2 * _LINE_BYTES
-NOWHERE = -1  # as a key: this rank has none
-
 NOTE_BYTES = 64  # the least that a slot can hold
-_GAVE_UP = -1
 
 # A look costs 0.06 us. Ranks that come at about the same time find each other without giving the core away.
 _LOOKS_BEFORE_YIELDING = 100
@@ -87,7 +87,7 @@ class Board:
                 self._views.clear()
             offset_bytes = _HEAD_BYTES + turn * self.slot_bytes
             with torch.inference_mode(False):  # they serve calls outside that mode, too
-                views = [self._segment.view(rank, offset_bytes, numel, dtype) for rank in range(self.size)]
+                views = self._segment.rows(offset_bytes, numel, dtype)
             self._views[turn, numel, dtype] = views
         return views
 

@@ -33,13 +33,12 @@ class InWindow(FullWay):
 
     Args:
         place: of this rank's tensor (of the block, where there is one), and so of everybody's.
-        size: the number of ranks on this node.
-        barrier: of these.
+        barrier: of the ranks on this node.
     """
 
-    def __init__(self, place: Place, size: int, barrier: Barrier) -> None:
+    def __init__(self, place: Place, barrier: Barrier) -> None:
         self._place = place
-        self._size = size
+        self._size = place.segment.parts
         self._mine = place.segment.mine
         self._barrier = barrier
 
@@ -91,5 +90,4 @@ class InWindow(FullWay):
         if start == stop:
             return []
         offset_bytes = self._place.offset_bytes + start * tensor.element_size()
-        view = self._place.segment.view
-        return [view(rank, offset_bytes, stop - start, tensor.dtype) for rank in range(self._size)]
+        return self._place.segment.rows(offset_bytes, stop - start, tensor.dtype)

@@ -53,6 +53,10 @@ class Segment(mmap.mmap):
         """Elements of a part as a flat tensor, which shares the memory; one or more."""
         return torch.frombuffer(self, dtype=dtype, count=numel, offset=self.offset_of(part) + offset_bytes)
 
+    def rows(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The same place of every part, as `view` shows it."""
+        return [self.view(part, offset_bytes, numel, dtype) for part in range(self.parts)]
+
     def offset_of(self, part: int) -> int:
         """Where a part begins, in bytes."""
         return part * padded(self.part_bytes)

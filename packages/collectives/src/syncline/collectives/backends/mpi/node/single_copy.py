@@ -41,7 +41,8 @@ class SingleCopy(Way):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Reduce this rank's slice, and fetch the others'."""
         start, stop = slice_of(tensor.numel(), self._size, self._mine)
-        self._reduce(tensor[start:stop], tensor[start:stop], op, start)
+        own = tensor[start:stop]
+        self._reduce(own, own, op, start)
         self._barrier()
         for rank in self._others:
             start, stop = slice_of(tensor.numel(), self._size, rank)

@@ -34,13 +34,12 @@ class Slots:
 
     Args:
         segment: with a part of `STAGING_BYTES` for each rank.
-        size: the number of ranks.
     """
 
-    def __init__(self, segment: Segment, size: int) -> None:
+    def __init__(self, segment: Segment) -> None:
         self.mine = segment.mine
-        self.size = size
-        self.others = [rank for rank in range(size) if rank != segment.mine]
+        self.size = segment.parts
+        self.others = [rank for rank in range(segment.parts) if rank != segment.mine]
         self._segment = segment
         self._next = 0
         self._shown: dict[tuple[int, int, torch.dtype], list[Slices]] = {}
@@ -54,7 +53,7 @@ class Slots:
             if len(self._shown) >= _MOST_SHOWN:
                 self._shown.clear()
             with torch.inference_mode(False):  # they serve calls outside that mode, too
-                rows = [self._segment.view(rank, number * SLOT_BYTES, numel, dtype) for rank in range(self.size)]
+                rows = self._segment.rows(number * SLOT_BYTES, numel, dtype)
                 shown = [row.tensor_split(self.size) for row in rows]
             self._shown[number, numel, dtype] = shown
         return shown

@@ -100,7 +100,7 @@ class Ways:
         is_common = self._meeting.meet(call, deadline, NOWHERE if place is None else place.key)
         if place is None or not is_common:
             return None
-        return InWindow(place, self._size, lambda: self._meeting.barrier(call, deadline))
+        return InWindow(place, lambda: self._meeting.barrier(call, deadline))
 
     def forget(self) -> None:
         """Give back what is kept for the next call."""
@@ -133,7 +133,7 @@ class Ways:
             self._meeting.meet(call, deadline)
             if self._slots is None:
                 segment = self._memory.share(STAGING_BYTES, call, deadline)
-                self._slots = None if segment is None else Slots(segment, self._size)
+                self._slots = None if segment is None else Slots(segment)
                 self._may_stage = self._slots is not None
         slots = self._slots
         return None if slots is None else Staged(slots, lambda: self._meeting.barrier(call, deadline))
