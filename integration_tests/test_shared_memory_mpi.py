@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import random
@@ -50,8 +51,11 @@ EXACT = [
 ]
 
 
+PREPARED = "Prepared"
+
+
 class Group:
-    """A group of all ranks, and the ways that its calls take."""
+    """A group of all ranks, and the ways that its calls take: one that was prepared, and what that falls back to."""
 
     def __init__(self, **options: Any) -> None:
         from mpi4py import MPI
@@ -72,6 +76,17 @@ class Group:
             return way
 
         setattr(chooser, name, recording)
+        prepare = chooser.prepared_all_reduce
+
+        def recording_prepared(*arguments: Any) -> Any:
+            prepared = prepare(*arguments)
+            return prepared and functools.partial(self._run_prepared, prepared)
+
+        chooser.prepared_all_reduce = recording_prepared  # type: ignore[method-assign]
+
+    def _run_prepared(self, prepared: Any, tensor: torch.Tensor, deadline: Any) -> None:
+        self.ways.append(PREPARED)
+        prepared(tensor, deadline)
 
 
 def by_pairs(communicator: Any) -> Any:
@@ -105,10 +120,10 @@ def nodes() -> Iterator[Group]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node import across, in_window, node_transport, single_copy, staging
+    from syncline.collectives.backends.mpi.node import across, in_window, node_transport, slice_reduction, staging
 
     monkeypatch.setattr(node_transport, "SLOT_BYTES", 1 << 10)  # of groups that are made from now on
-    monkeypatch.setattr(single_copy, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(slice_reduction, "CHUNK_BYTES", 1 << 10)
     monkeypatch.setattr(in_window, "CHUNK_BYTES", 1 << 10)
     monkeypatch.setattr(staging, "SLOT_BYTES", 1 << 10)
     monkeypatch.setattr(across, "CROSSING_BYTES", 1 << 10)
@@ -131,7 +146,7 @@ def test_each_way_conforms(one_way: tuple[Group, str], small_pieces: None, check
     made, way = one_way
     made.ways.clear()
     CHECKS[check](made.group)
-    assert set(made.ways) - {"NoneType"} == ({way} if made.group.size > 1 else set())
+    assert set(made.ways) - {"NoneType", PREPARED} == ({way} if made.group.size > 1 else set())
 
 
 def test_in_the_window(eager: Group, small_pieces: None) -> None:
@@ -224,7 +239,10 @@ def test_reproducible_is_in_rank_order_everywhere(split: Callable[[Any], Any] | 
 
 @pytest.mark.parametrize(("numel", "way"), [(5, "Exchange"), (1_200_001, "SingleCopy")])
 def test_ways_serve_tracked_and_plain_tensors_in_turn(numel: int, way: str) -> None:
-    """What a call keeps for the next, it keeps for those that autograd tracks and for the others."""
+    """What a call keeps for the next, it keeps for those that autograd tracks and for the others.
+
+    Rank 0's second tensor is tracked, the others' are not: a rank that takes the prepared way meets one that does not.
+    """
     made = Group()
     group = made.group
     for number in range(4):
@@ -232,8 +250,67 @@ def test_ways_serve_tracked_and_plain_tensors_in_turn(numel: int, way: str) -> N
         tensor = terms[group.rank].clone().requires_grad_(number < 2 and group.rank == 0)
         group.all_reduce(tensor)
         assert torch.equal(tensor.detach(), reduce_in_rank_order(ReduceOp.SUM, terms))
-    assert made.ways == [way if group.size > 1 else "NoneType"] * 4
+    unprepared = 2 if group.rank == 0 else 1
+    assert made.ways == ([way] * unprepared + [PREPARED] * (4 - unprepared) if group.size > 1 else ["NoneType"] * 4)
     group.close()
+
+
+@pytest.mark.parametrize(("numel", "way"), [(40_000, "Exchange"), (1_200_001, "SingleCopy")])
+def test_windows_that_are_made_after_a_call_was_prepared_are_used(numel: int, way: str) -> None:
+    made = Group()
+    group = made.group
+    plain = torch.empty(numel)
+    for _ in range(2):
+        _sum_of_noise(group, plain)
+    window = group.allocate(numel, torch.float32)
+    for tensor in (window, plain):
+        _sum_of_noise(group, tensor)
+    taken = [way, PREPARED, PREPARED, "InWindow", PREPARED, way]
+    assert made.ways == (taken if group.size > 1 else ["NoneType"] * 4)
+    group.close()
+
+
+@pytest.mark.parametrize("numel", [300_001, 1_200_001])
+def test_what_no_other_rank_may_read_goes_another_way(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's tensor is pinned for a device: at the first call, or at a prepared one, or both."""
+    from syncline.collectives.backends.mpi.node import prepared, ways
+
+    for pinned_at in ({0}, {1}, {1, 2}, {0, 1}):
+        made = Group(crossovers=Crossovers(exchange_bytes=0, single_copy_bytes=1, staged_bytes=2_000_000))
+        group = made.group
+        for number in range(4):
+            is_pinned = number in pinned_at and group.rank == group.size - 1
+            for room in (prepared, ways):
+                monkeypatch.setattr(room, "readable_address", _nowhere if is_pinned else torch.Tensor.data_ptr)
+            _sum_of_noise(group, torch.empty(numel))
+        assert group.size == 1 or PREPARED in made.ways
+        group.close()
+
+
+def _nowhere(tensor: torch.Tensor) -> int:
+    from syncline.collectives.backends.mpi.node.board import NOWHERE
+
+    return NOWHERE
+
+
+def _sum_of_noise(group: ProcessGroup, tensor: torch.Tensor) -> None:
+    terms = [noise(rank, tensor.numel()) for rank in range(group.size)]
+    group.all_reduce(tensor.copy_(terms[group.rank]))
+    assert torch.allclose(tensor, torch.stack(terms).sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("numel", [5, 1_200_001])
+def test_prepared_calls_that_differ_are_told_apart(numel: int) -> None:
+    group = Group().group
+    if group.size > 1:
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            group.all_reduce(torch.ones(numel), op)
+        calls = rf"rank 0: all_reduce\(float32\[{numel}\], op=AVG\); rank 1: all_reduce\(float32\[{numel}\], op=SUM\)"
+        with pytest.raises(DisagreementError, match=calls):
+            group.all_reduce(torch.ones(numel), ReduceOp.AVG if group.rank == 0 else ReduceOp.SUM)
+        group.abort()
+    else:
+        group.close()
 
 
 def test_memory_that_one_rank_may_not_read_is_read_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,16 +348,18 @@ def test_a_rank_that_fails_within_a_collective_is_named_by_the_others(monkeypatc
         group.abort()
 
 
-def test_a_rank_that_comes_late_with_another_call_does_not_wait() -> None:
+@pytest.mark.parametrize("are_prepared", [False, True])
+def test_a_rank_that_comes_late_with_another_call_does_not_wait(are_prepared: bool) -> None:
     """The others gave up before."""
     group = Group().group
     if group.size > 1:
         group.all_reduce(torch.zeros(1))
         late = group.split(0, timeout_s=0.5)
         assert late is not None
-        late.all_reduce(torch.zeros(1))
+        for numel in (1, 4, 8) if are_prepared else (1,):
+            late.all_reduce(torch.zeros(numel))
         if group.rank == 0:
-            with pytest.raises(CollectiveTimeout):
+            with pytest.raises(CollectiveTimeout, match=r"all_reduce\(float32\[4\], op=SUM\).* did not finish within 0\.5 s"):
                 late.all_reduce(torch.zeros(4))
         group.barrier()
         if group.rank > 0:
@@ -424,12 +503,15 @@ def test_ranks_that_overtake_one_another(path: str, small_pieces: None, monkeypa
 
     group = Group(**PATHS[path]).group
     chance = random.Random(group.rank)
+    unprepared = random.Random(-1 - group.rank)
     _delay_meetings(monkeypatch, chance)
     is_long = group.size == 4 and MPI.get_vendor()[0] == "MPICH"
     windows = group.allocate(4 * 307, torch.float64), group.allocate(307, torch.float64)
     elsewhere = torch.empty(4 * 307, dtype=torch.float64), torch.empty(307, dtype=torch.float64)
     for repetition in range(1000 if is_long else 20):
         large, small = windows if chance_of_all(repetition) else elsewhere
+        if unprepared.random() < 0.3:  # while others may be prepared
+            group._prepared.clear()
         _one_of_each_kind(group, large[: group.size * 307], small, repetition)
         _delay(chance)
     group.close()
@@ -471,8 +553,14 @@ def _delay_meetings(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> N
     """Before and after ranks meet: that is, also in the middle of collectives."""
     from syncline.collectives.backends.mpi.meeting import Meeting
     from syncline.collectives.backends.mpi.node.group_meeting import GroupMeeting
+    from syncline.collectives.backends.mpi.node.prepared import PreparedExchange, PreparedSingleCopy
 
-    for room, name in ((GroupMeeting, "_arrive"), (Meeting, "run")):
+    for room, name in (
+        (GroupMeeting, "_arrive"),
+        (PreparedExchange, "_arrive"),
+        (PreparedSingleCopy, "_arrive"),
+        (Meeting, "run"),
+    ):
         plain = getattr(room, name)
 
         def delayed(*arguments: Any, plain: Any = plain) -> Any:

@@ -113,13 +113,10 @@ def test_views_serve_inside_and_outside_of_inference_mode() -> None:
 def test_a_slot_ends_before_the_next_begins() -> None:
     file = create_file("test", 2 * padded(PART_BYTES))
     board = Board(Segment(file, 2, PART_BYTES, 0), SLOT_BYTES, lambda: None)
-    peer = Board(Segment(file, 2, PART_BYTES, 1), SLOT_BYTES, lambda: None)
     os.close(file)
     slots = []
-    for _ in range(2):
-        slots += board.slots(SLOT_BYTES, torch.uint8)
-        for side in (board, peer):
-            side._arrivals += 1
+    for arrival in range(2):
+        slots += board.slots_at(arrival, SLOT_BYTES, torch.uint8)
     for number, slot in enumerate(slots):
         slot.fill_(number + 1)
     assert [set(slot.tolist()) for slot in slots] == [{1}, {2}, {3}, {4}]

@@ -20,7 +20,7 @@ NOBODY = 2**22 + 1  # above the largest process number that Linux gives
 def test_it_reads_what_is_there() -> None:
     source = torch.arange(100_000, dtype=torch.float64)
     target = torch.zeros(500, dtype=torch.float64)
-    PeerMemory([NOBODY, os.getpid()]).read(1, source.data_ptr() + 8 * 7, target)
+    PeerMemory([NOBODY, os.getpid()]).read(1, source.data_ptr() + 8 * 7, target.data_ptr(), target.nbytes)
     assert torch.equal(target, source[7:507])
 
 
@@ -31,7 +31,7 @@ def test_it_reads_another_process() -> None:
         assert other.stdin is not None
         address = int(other.stdout.readline())
         seen = torch.zeros(5, dtype=torch.uint8)
-        PeerMemory([other.pid]).read(0, address, seen)
+        PeerMemory([other.pid]).read(0, address, seen.data_ptr(), seen.nbytes)
         other.stdin.write("\n")
     assert bytes(seen.tolist()) == b"hello"
 
@@ -39,7 +39,7 @@ def test_it_reads_another_process() -> None:
 @pytest.mark.parametrize(("pid", "address", "words"), [(NOBODY, 0, "No such process"), (os.getpid(), 8, "Bad address")])
 def test_who_cannot_be_read_is_named(pid: int, address: int, words: str) -> None:
     with pytest.raises(TransportError, match=rf"rank 1 of this node \(process {pid}\): {words}"):
-        PeerMemory([0, pid]).read(1, address, torch.zeros(1))
+        PeerMemory([0, pid]).read(1, address, torch.zeros(1).data_ptr(), 4)
 
 
 def test_an_introduction_is_believed_only_if_its_token_lies_there() -> None:

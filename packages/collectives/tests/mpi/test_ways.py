@@ -7,25 +7,29 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
-from syncline.collectives.backends.mpi.node import in_window, single_copy, staging
+from syncline.collectives.backends.mpi.node import in_window, slice_reduction, staging
 from syncline.collectives.backends.mpi.node.board import Board, board_bytes, is_ordered
 from syncline.collectives.backends.mpi.node.exchange import Exchange
 from syncline.collectives.backends.mpi.node.in_window import InWindow
 from syncline.collectives.backends.mpi.node.peer_memory import PeerMemory
+from syncline.collectives.backends.mpi.node.prepared import PreparedExchange, PreparedSingleCopy
 from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded
 from syncline.collectives.backends.mpi.node.single_copy import SingleCopy
 from syncline.collectives.backends.mpi.node.staging import Slots, Staged
 from syncline.collectives.backends.mpi.node.way import FullWay, Way
 from syncline.collectives.backends.mpi.node.windows import Place
+from syncline.collectives.collective import Collective
 from syncline.collectives.deadline import Deadline
 from syncline.collectives.reduce_op import DTYPES_OF, Reduction
 from syncline.collectives.reduction import reduce_in_rank_order
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transport import PreparedAllReduce
 
 pytestmark = [
     pytest.mark.ranks,
@@ -36,6 +40,11 @@ CELLS = [(op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=s
 NUMELS = (1, 3, 16, 61)  # with chunks of 64 bytes: less than a rank each, less than a chunk, and several
 OFFSET_BYTES = 32
 PART_BYTES = 4096
+NO_MEETING: Any = None  # who all call the same never needs one
+
+
+def unexpected(*_: object) -> None:
+    raise AssertionError("all tensors can be read")
 
 
 def reduction(op: ReduceOp) -> Reduction:
@@ -58,6 +67,7 @@ class Rank:
     def __init__(self, group: ProcessGroup, window: Segment, slots: Slots, board: Board, name: str) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         self._window, self._slots, self._board, self._name = window, slots, board, name
+        self._prepared: dict[object, PreparedAllReduce] = {}
 
     def tensor(self, source: torch.Tensor) -> torch.Tensor:
         """A copy, at the same place on every rank, in the window or not."""
@@ -65,6 +75,21 @@ class Rank:
             self._last = source.clone()
             return self._last
         return self._window.view(self.rank, OFFSET_BYTES, source.numel(), source.dtype).copy_(source)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
+        """By a way that is made for this call, or by one that was prepared at the first of its kind."""
+        if not self._name.startswith("prepared"):
+            self.way().all_reduce(tensor, op)
+            return
+        kind = op, tensor.dtype, tensor.numel()
+        if kind not in self._prepared:
+            self._prepared[kind] = self._prepare(tensor, op, Collective("all_reduce", tensor, op))
+        self._prepared[kind](tensor, Deadline(30))
+
+    def _prepare(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce:
+        if self._name == "prepared exchange":
+            return PreparedExchange(self._board, NO_MEETING, tensor, op, call)
+        return PreparedSingleCopy(self._board, NO_MEETING, self._peers(), tensor, op, call, unexpected)
 
     def way(self) -> Way:
         """For one call; all ranks have met, if the way wants that."""
@@ -96,12 +121,13 @@ class Rank:
 
 
 def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:
-    files = [create_file("test", size * padded(nbytes)) for nbytes in (PART_BYTES, PART_BYTES, board_bytes(64))]
+    slot_bytes = 1024 if name == "prepared exchange" else 64  # that takes all at once, others piece by piece
+    files = [create_file("test", size * padded(nbytes)) for nbytes in (PART_BYTES, PART_BYTES, board_bytes(slot_bytes))]
 
     def run(group: ProcessGroup) -> None:
         window, slots = (Segment(file, size, PART_BYTES, group.rank) for file in files[:2])
         # Sleeping lets the other threads run; between processes nothing need be done.
-        meeting_place = Board(Segment(files[2], size, board_bytes(64), group.rank), 64, lambda: time.sleep(0))
+        meeting_place = Board(Segment(files[2], size, board_bytes(slot_bytes), group.rank), slot_bytes, lambda: time.sleep(0))
         body(Rank(group, window, Slots(slots), meeting_place, name))
 
     try:
@@ -116,13 +142,18 @@ def name(request: pytest.FixtureRequest) -> str:
     return _usable(request.param)
 
 
+@pytest.fixture(params=["in window", "staged", "exchange", "single copy", "prepared exchange", "prepared single copy"])
+def all_reduce_name(request: pytest.FixtureRequest) -> str:
+    return _usable(request.param)
+
+
 @pytest.fixture(params=["in window", "exchange"])
 def full_name(request: pytest.FixtureRequest) -> str:
     return _usable(request.param)
 
 
 def _usable(name: str) -> str:
-    if name in ("exchange", "single copy") and not is_ordered():
+    if name not in ("in window", "staged") and not is_ordered():
         pytest.skip("this processor reorders writes")
     return name
 
@@ -131,20 +162,21 @@ def _usable(name: str) -> str:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_window, "CHUNK_BYTES", 64)
     monkeypatch.setattr(staging, "SLOT_BYTES", 64)
-    monkeypatch.setattr(single_copy, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(slice_reduction, "CHUNK_BYTES", 64)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_all_reduce(size: int, name: str) -> None:
+def test_all_reduce(size: int, all_reduce_name: str) -> None:
     def body(rank: Rank) -> None:
         for op, dtype in CELLS:
             for numel in NUMELS:
-                terms = [data(other, numel, dtype) for other in range(size)]
-                tensor = rank.tensor(terms[rank.rank])
-                rank.way().all_reduce(tensor, reduction(op))
-                assert torch.equal(tensor, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel)
+                for repetition in range(2):
+                    terms = [data(other + repetition, numel, dtype) for other in range(size)]
+                    tensor = rank.tensor(terms[rank.rank])
+                    rank.all_reduce(tensor, reduction(op))
+                    assert torch.equal(tensor, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel, repetition)
 
-    on_ranks(size, name, body)
+    on_ranks(size, all_reduce_name, body)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -195,7 +227,7 @@ def test_broadcast(size: int, full_name: str) -> None:
     on_ranks(size, full_name, body)
 
 
-def test_calls_in_a_row_with_delays(name: str) -> None:
+def test_calls_in_a_row_with_delays(all_reduce_name: str) -> None:
     """Each rank sleeps now and then, so that they overtake one another wherever nothing stops them."""
 
     def body(rank: Rank) -> None:
@@ -203,15 +235,14 @@ def test_calls_in_a_row_with_delays(name: str) -> None:
         for repetition in range(60):
             numel = 1 + repetition * 7 % 61
             tensor = rank.tensor(data(rank.rank + repetition, numel, torch.float64))
-            way = rank.way()
             _delay(chance)
-            way.all_reduce(tensor, ReduceOp.SUM)
+            rank.all_reduce(tensor, ReduceOp.SUM)
             _delay(chance)
             terms = [data(other + repetition, numel, torch.float64) for other in range(rank.size)]
             assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms)), repetition
             tensor.fill_(-1.0)  # nobody may see that any more
 
-    on_ranks(3, name, body)
+    on_ranks(3, all_reduce_name, body)
 
 
 def _delay(chance: random.Random) -> None:

@@ -58,8 +58,7 @@ def test_torchs_own_limit_is_honoured_wherever_it_was_set() -> None:
 def test_what_one_handle_of_a_tcp_store_has_set_is_seen_by_the_next_call_of_another() -> None:
     server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     one, other = (
-        FromTorchStore(dist.TCPStore("127.0.0.1", server.port, None, is_master=False, wait_for_workers=False))
-        for _ in range(2)
+        FromTorchStore(dist.TCPStore("127.0.0.1", server.port, None, is_master=False, wait_for_workers=False)) for _ in range(2)
     )
     for number in range(5000):
         one.set("count", str(number))

@@ -21,6 +21,17 @@ def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
     )
 
 
+def is_simple(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory can be read and written as it is: on the CPU, its values in plain order, untracked."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_conj())
+    )
+
+
 def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: str) -> str | None:
     """Whether a group can touch the tensor at all."""
     if not isinstance(tensor, torch.Tensor):  # an unchecked caller may pass anything

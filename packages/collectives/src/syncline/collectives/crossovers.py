@@ -27,7 +27,7 @@ class Crossovers:
 
     exchange_bytes: int = 512 << 10
     window_bytes: int = 128 << 10
-    single_copy_bytes: int = 1 << 20
+    single_copy_bytes: int = 256 << 10
     staged_bytes: int = 48 << 20
     staged_bytes_not_native: int = 64 << 10
 

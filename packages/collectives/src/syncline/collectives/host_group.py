@@ -6,10 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NoReturn
 from zlib import crc32
 
 import torch
 
+from . import checks
 from .collective import Collective, different_calls
 from .deadline import Deadline
 from .devices.layer import Body, DeviceLayer, StreamOrder
@@ -17,13 +19,14 @@ from .errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineEr
 from .layout import flat, in_plain_order, is_tracked, untracked
 from .process_group import ProcessGroup
 from .progress import Progress
-from .reduce_op import Reduction
+from .reduce_op import ReduceOp, Reduction
 from .transfer import TransferWork
-from .transport import Transport
+from .transport import PreparedAllReduce, Transport
 from .work import FinishedWork, PendingWork, TensorsFuture, Work
 
 _CPU = frozenset({"cpu"})
 _WORDS_BYTES = 512
+_MOST_PREPARED = 256
 
 # A library may go on writing to the tensors of a collective that was given up, so they must live as long as the process. The
 # tracebacks of these errors hold the frames that hold them, also copies in plain order.
@@ -68,6 +71,7 @@ class HostGroup(ProcessGroup):
         self._closed = False
         self._first_failure: BaseException | None = None
         self._in_flight: set[PendingWork] = set()
+        self._prepared: dict[tuple[Reduction, torch.dtype, int], PreparedAllReduce] = {}
         self._deadline: Deadline | None = None  # of the collective that runs now
 
     @property
@@ -95,6 +99,7 @@ class HostGroup(ProcessGroup):
         if self._closed:
             return
         self._closed = True
+        self._prepared.clear()
         drained = self._progress.drain(self.timeout_s)
         self._progress.stop()
         if drained and self._first_failure is None:
@@ -107,6 +112,7 @@ class HostGroup(ProcessGroup):
         if self._closed:
             return
         self._closed = True
+        self._prepared.clear()
         failure = self._first_failure = self._first_failure or self._aborted()
         if self._deadline is not None:
             self._deadline.cancel()
@@ -133,15 +139,46 @@ class HostGroup(ProcessGroup):
 
     # ---- one tensor on each rank ----
 
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
+        """As `ProcessGroup.all_reduce`.
+
+        Note [Prepared calls]
+        ~~~~~~~~~~~~~~~~~~~~~
+        For a call like an earlier one (same number of elements, dtype and reduction) what was checked and decided then holds.
+        What is left to ask is whether the tensor is simple; others take the usual way. Both ways are the same to the other
+        ranks, and have the same place in the total order.
+        """
+        if not (async_op or self._check_calls or self._closed) and type(op) is ReduceOp and checks.is_simple(tensor):
+            prepared = self._prepared.get((op, tensor.dtype, tensor.numel()))
+            if prepared is not None and self._progress.run_here(self._run_prepared, prepared, tensor, op):
+                return FinishedWork([tensor])
+        return super().all_reduce(tensor, op, async_op=async_op)
+
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
         call = Collective("all_reduce", tensor, op)
 
         def body(deadline: Deadline) -> None:
+            prepared = self._prepared.get((op, tensor.dtype, tensor.numel())) if checks.is_simple(tensor) else None
+            if prepared is not None:
+                prepared(tensor, deadline)
+                return
             wire = in_plain_order(tensor)
             self._transport.all_reduce(flat(wire), op, call, deadline)
             _copy_back(wire, tensor)
+            self._prepare(tensor, op, call)
 
         return self._issue(call, [tensor], (), body, async_op)
+
+    def _prepare(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> None:
+        """For the next call of that kind."""
+        key = op, tensor.dtype, tensor.numel()
+        if self._closed or key in self._prepared:
+            return
+        prepared = self._transport.prepared_all_reduce(tensor, op, call)
+        if prepared is not None:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared[key] = prepared
 
     def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
         call = Collective("reduce", tensor, op, root)
@@ -370,6 +407,20 @@ class HostGroup(ProcessGroup):
         owned = [tensor for tensor in tensors if device.owns(tensor)]
         return device.order(owned) if owned else None
 
+    def _run_prepared(self, prepared: PreparedAllReduce, tensor: torch.Tensor, op: Reduction) -> None:
+        """As `_run`; see Note [Prepared calls]."""
+        sequence = next(self._sequence)
+        if self._first_failure is not None:
+            raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
+        deadline = self._deadline = Deadline(self.timeout_s)
+        try:
+            prepared(tensor, deadline)
+        except BaseException as error:  # noqa: BLE001 - raised again
+            self._fail(error, Collective("all_reduce", tensor, op), sequence, deadline)
+        finally:
+            self._deadline = None
+        self._check_not_aborted()
+
     def _run_into(
         self, work: PendingWork, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor]
     ) -> None:
@@ -395,20 +446,32 @@ class HostGroup(ProcessGroup):
                     body(deadline)
             else:
                 body(deadline)
-        except TimeoutError as error:
-            _given_up.append(error)
-            self._first_failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
-        except SynclineError as error:
-            self._first_failure = type(error)(f"{self._in_words(call, sequence)}: {error}")
-            self._first_failure.__cause__ = error.__cause__
-        except BaseException as error:  # noqa: BLE001 - the same for what comes after it, whatever it is
-            _given_up.append(error)
-            self._first_failure = error
+        except BaseException as error:  # noqa: BLE001 - raised again
+            self._fail(error, call, sequence, deadline)
         finally:
             self._deadline = None
+        self._check_not_aborted()
+
+    def _check_not_aborted(self) -> None:
         if self._first_failure is not None:
-            self._transport.give_up()
             raise self._first_failure
+
+    def _fail(self, error: BaseException, call: Collective, sequence: int | None, deadline: Deadline) -> NoReturn:
+        """A collective has failed: remember why, tell the other ranks, and raise it in the group's words."""
+        failure = error
+        if isinstance(error, TimeoutError):
+            _given_up.append(error)
+            failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
+        elif isinstance(error, SynclineError):
+            failure = type(error)(f"{self._in_words(call, sequence)}: {error}")
+            failure.__cause__ = error.__cause__
+        else:
+            _given_up.append(error)
+        self._first_failure = failure
+        self._transport.give_up()
+        if failure is error:
+            raise error
+        raise failure from failure.__cause__
 
     def _compare(self, call: Collective, deadline: Deadline) -> None:
         """Gather what all ranks are about to do: eight bytes of each, and the words only where these differ."""

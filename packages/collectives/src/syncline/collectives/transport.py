@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -32,6 +33,13 @@ class Request(ABC):
         """For a receive that is over: the rank that sent."""
 
 
+AllReduce: TypeAlias = Callable[[torch.Tensor, Reduction, Collective, Deadline], None]
+"""`Transport.all_reduce`."""
+
+PreparedAllReduce: TypeAlias = Callable[[torch.Tensor, Deadline], None]
+"""Like `Transport.all_reduce` of one size, dtype and reduction."""
+
+
 class Transport(ABC):
     """Blocking collectives on CPU tensors: all that a backend needs to write; `HostGroup` makes a process group of it.
 
@@ -55,6 +63,14 @@ class Transport(ABC):
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """Combine in place; all ranks end with the same bits."""
+
+    def prepared_all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce | None:  # noqa: ARG002
+        """`all_reduce` for more like one that has succeeded, with all decided that can be; None if nothing is gained.
+
+        It takes tensors of any shape, and is as good as `all_reduce` for as long as the transport lives, also if other ranks
+        use that.
+        """
+        return None
 
     @abstractmethod
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:

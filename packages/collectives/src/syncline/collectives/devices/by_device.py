@@ -9,7 +9,7 @@ import torch
 from ..collective import Collective
 from ..deadline import Deadline
 from ..reduce_op import Reduction
-from ..transport import Request, Transport
+from ..transport import PreparedAllReduce, Request, Transport
 from .layer import DeviceLayer
 from .staged_transport import StagedTransport
 
@@ -41,6 +41,10 @@ class ByDevice(Transport):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """By the tensor."""
         self._for(tensor).all_reduce(tensor, op, call, deadline)
+
+    def prepared_all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce | None:
+        """Of the host's tensors only."""
+        return None if self._device.owns(tensor) else self._host.prepared_all_reduce(tensor, op, call)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """By the tensor."""

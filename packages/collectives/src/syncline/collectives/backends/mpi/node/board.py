@@ -72,7 +72,7 @@ class Board:
         self._progress = progress
         self._numbers = memoryview(segment).cast("q")
         self._lines = [self._lines_of(turn) for turn in (0, 1)]
-        self._arrivals = 0
+        self.arrivals = 0  # of this rank, so far
         self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
 
     def slots(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -80,7 +80,11 @@ class Board:
 
         This rank's is to be written before, the others' to be read after it.
         """
-        turn = (self._arrivals + 1) & 1
+        return self.slots_at(self.arrivals + 1, numel, dtype)
+
+    def slots_at(self, arrival: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """As `slots`, for any arrival: the same for every other one."""
+        turn = arrival & 1
         views = self._views.get((turn, numel, dtype))
         if views is None:
             if len(self._views) >= _MOST_VIEWS:
@@ -100,7 +104,7 @@ class Board:
             GaveUpError: a rank will not come.
             TimeoutError: the deadline passed.
         """
-        self._arrivals = arrival = self._arrivals + 1
+        self.arrivals = arrival = self.arrivals + 1
         numbers, (own, others, _) = self._numbers, self._lines[arrival & 1]
         numbers[own + 1] = digest
         numbers[own + 2] = key
@@ -122,7 +126,7 @@ class Board:
 
     def keys(self) -> list[int]:
         """What every rank gave as key at the last arrival; valid until this rank arrives again."""
-        return [self._numbers[line + 2] for line in self._lines[self._arrivals & 1][2]]
+        return [self._numbers[line + 2] for line in self._lines[self.arrivals & 1][2]]
 
     def _lines_of(self, turn: int) -> tuple[int, list[int], list[int]]:
         """Where this rank writes its numbers, where the others write theirs, and all, in rank order."""

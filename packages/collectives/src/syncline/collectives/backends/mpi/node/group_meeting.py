@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from mpi4py import MPI
 
 from ....collective import Collective
 from ....deadline import Deadline
-from ....errors import TransportError
+from ....errors import DisagreementError, TransportError
 from ..inquest import Inquest
 from ..library import mapped, mpi_errors
 from ..meeting import Meeting
@@ -111,8 +112,12 @@ class GroupMeeting:
             return self._meeting.meet(call, deadline, key)
         is_same, is_common = self._arrive(board, call, deadline, call.digest(), key)
         if not is_same:
-            raise self._meeting.different_calls(call, deadline)
+            raise self.different_calls(call, deadline)
         return is_common
+
+    def different_calls(self, call: Collective, deadline: Deadline) -> DisagreementError:
+        """As `Meeting.different_calls`."""
+        return self._meeting.different_calls(call, deadline)
 
     def barrier(self, call: Collective, deadline: Deadline) -> None:
         """Of the ranks of this node."""
@@ -124,14 +129,18 @@ class GroupMeeting:
     def _arrive(self, board: Board, call: Collective, deadline: Deadline, digest: int, key: int) -> tuple[bool, bool]:
         try:
             return board.arrive(deadline, digest, key)
-        except GaveUpError as error:
+        except Exception as error:  # noqa: BLE001 - raised again
+            self.explain(error, call, deadline)
+
+    def explain(self, error: Exception, call: Collective, deadline: Deadline) -> NoReturn:
+        """Raise what the board raised in a call, in the words of a group."""
+        if isinstance(error, GaveUpError):
             raise TransportError(
                 f"rank {error.rank} of this node gave up on a collective of this group; its own error says why"
             ) from None
-        except MPI.Exception as error:
+        if isinstance(error, MPI.Exception):
             raise mapped(error) from error
-        except TimeoutError:
-            if deadline.was_cancelled:
-                raise
+        if isinstance(error, TimeoutError) and not deadline.was_cancelled:
             with mpi_errors():
                 raise TimeoutError(self._inquest.hold(call.signature())) from None
+        raise error

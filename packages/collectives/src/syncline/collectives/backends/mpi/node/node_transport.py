@@ -12,7 +12,7 @@ from ....crossovers import Crossovers
 from ....deadline import Deadline
 from ....layout import bytes_of
 from ....reduce_op import REDUCIBLE, Reduction
-from ....transport import Transport
+from ....transport import PreparedAllReduce, Transport
 from ..transport import MPITransport
 from .across import all_reduce_across
 from .board import NOWHERE
@@ -21,6 +21,7 @@ from .group_meeting import GroupMeeting
 from .hierarchy import Hierarchy, SplitByNode, split_by_node
 from .in_window import InWindow
 from .memory import NodeMemory
+from .way import Way
 from .ways import Ways, most_exchanged
 
 
@@ -78,15 +79,20 @@ class NodeTransport(MPITransport):
         """In shared memory or by MPI; on several nodes in the window and then between them."""
         if self._is_one_node:
             way = self._ways.of_reduction(tensor, lambda: self._native(tensor, op) is not None, call, deadline)
-            if way is not None:
-                way.all_reduce(tensor, op)
-                return
-        elif not self._reproducible:
+            self._all_reduce_by(way, tensor, op, call, deadline)
+            return
+        if not self._reproducible:
             window = self._ways.window(tensor, call, deadline)
             if window is not None:
                 self._all_reduce_across(window, tensor, op, call, deadline)
                 return
         super().all_reduce(tensor, op, call, deadline)
+
+    def prepared_all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce | None:
+        """On one node, of what is exchanged or read where it is."""
+        if not self._is_one_node:
+            return None
+        return self._ways.prepared_all_reduce(tensor, op, call, self.all_reduce, self._all_reduce_unreadable)
 
     def reduce_scatter(
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
@@ -122,6 +128,18 @@ class NodeTransport(MPITransport):
             self._meet(call, deadline)
         else:
             super().barrier(call, deadline)
+
+    def _all_reduce_unreadable(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        way = self._ways.of_unreadable(tensor, lambda: self._native(tensor, op) is not None, call, deadline)
+        self._all_reduce_by(way, tensor, op, call, deadline)
+
+    def _all_reduce_by(
+        self, way: Way | None, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        if way is None:
+            super().all_reduce(tensor, op, call, deadline)
+        else:
+            way.all_reduce(tensor, op)
 
     def _all_reduce_across(
         self, window: InWindow, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline

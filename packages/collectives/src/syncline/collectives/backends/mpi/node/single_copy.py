@@ -1,4 +1,4 @@
-"""Reductions on any memory of ranks of one node, who read one another's."""
+"""Collectives of ranks that share a node and may read one another's memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ....reduce_op import Reduction
-from ....reduction import reduce_into
 from .peer_memory import PeerMemory
-from .slicing import chunks, slice_of
+from .slice_reduction import SlicedAllReduce, SliceReduction
 from .way import Barrier, Way
-
-# What is read at a time, of all together: when it is reduced it is still in the core's cache.
-CHUNK_BYTES = 1 << 20
 
 
 class SingleCopy(Way):
@@ -33,35 +29,17 @@ class SingleCopy(Way):
     def __init__(self, peers: PeerMemory, mine: int, addresses: Sequence[int], barrier: Barrier) -> None:
         self._peers = peers
         self._mine = mine
-        self._size = len(addresses)
-        self._others = [rank for rank in range(len(addresses)) if rank != mine]
         self._addresses = addresses
         self._barrier = barrier
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Reduce this rank's slice, and fetch the others'."""
-        start, stop = slice_of(tensor.numel(), self._size, self._mine)
-        own = tensor[start:stop]
-        self._reduce(own, own, op, start)
-        self._barrier()
-        for rank in self._others:
-            start, stop = slice_of(tensor.numel(), self._size, rank)
-            self._peers.read(rank, self._addresses[rank] + start * tensor.element_size(), tensor[start:stop])
-        self._barrier()
+        reduction = SlicedAllReduce(self._peers, self._mine, tensor.numel(), tensor.dtype, op)
+        reduction.run(tensor, self._addresses, self._barrier)
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction) -> None:
         """Reduce this rank's part."""
         start = self._mine * tensor.numel()
-        self._reduce(tensor, block[start : start + tensor.numel()], op, start)
+        stop = start + tensor.numel()
+        SliceReduction(self._peers, self._mine, start, stop, tensor.dtype, op).run(tensor, block[start:stop], self._addresses)
         self._barrier()
-
-    def _reduce(self, out: torch.Tensor, own: torch.Tensor, op: Reduction, start: int) -> None:
-        """Combine what all ranks have from element `start` on; this rank has it in `own`."""
-        size_bytes = own.element_size()
-        step = max(1, CHUNK_BYTES // (self._size * size_bytes))
-        for begin, end in chunks(0, own.numel(), step):
-            terms = self._peers.landing(end - begin, own.dtype)
-            terms[self._mine] = own[begin:end]
-            for rank in self._others:
-                self._peers.read(rank, self._addresses[rank] + (start + begin) * size_bytes, terms[rank])
-            reduce_into(out[begin:end], op, terms)

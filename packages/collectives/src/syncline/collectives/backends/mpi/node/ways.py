@@ -9,13 +9,18 @@ import torch
 from ....collective import Collective
 from ....crossovers import Crossovers
 from ....deadline import Deadline
+from ....layout import flat
+from ....reduce_op import Reduction
+from ....transport import AllReduce, PreparedAllReduce
 from ..transport import MEETING_BYTES
-from .board import NOWHERE
+from .board import NOWHERE, Board
 from .exchange import MOST_RANKS, Exchange
 from .group_meeting import GroupMeeting
 from .hierarchy import Hierarchy
 from .in_window import InWindow
 from .memory import NodeMemory
+from .peer_memory import PeerMemory, readable_address
+from .prepared import PreparedExchange, PreparedSingleCopy
 from .single_copy import SingleCopy
 from .staging import STAGING_BYTES, Slots, Staged
 from .way import FullWay, Way
@@ -54,9 +59,12 @@ class Ways:
         self._memory = memory
         self._meeting = meeting
         self._crossovers = crossovers
+        self._board: Board | None = None  # once something was exchanged or read
+        self._peers: PeerMemory | None = None  # once something was read
         self._slots: Slots | None = None
         self._may_stage = True
         self._most_exchanged = most_exchanged(hierarchy, crossovers)
+        self._least_single_copy = crossovers.single_copy_bytes * self._size
 
     def of_reduction(
         self, tensor: torch.Tensor, is_native: Callable[[], bool], call: Collective, deadline: Deadline
@@ -69,13 +77,49 @@ class Ways:
             call: that one.
             deadline: of the call.
         """
-        nbytes = tensor.nbytes
-        way: Way | None = self.window(tensor, call, deadline) or self._exchange(nbytes, call, deadline)
-        if way is None and nbytes >= self._crossovers.single_copy_bytes * self._size:
+        way: Way | None = self.window(tensor, call, deadline) or self._exchange(tensor.nbytes, call, deadline)
+        if way is None and tensor.nbytes >= self._least_single_copy:
             way = self._single_copy(tensor, call, deadline)
-        if way is None and nbytes >= self._least_staged(is_native):
-            way = self._staged(call, deadline)
-        return way
+        return way or self.of_unreadable(tensor, is_native, call, deadline)
+
+    def of_unreadable(
+        self, tensor: torch.Tensor, is_native: Callable[[], bool], call: Collective, deadline: Deadline
+    ) -> Way | None:
+        """As `of_reduction`, for a large tensor that is in no window, and that others cannot read."""
+        return self._staged(call, deadline) if tensor.nbytes >= self._least_staged(is_native) else None
+
+    def prepared_all_reduce(
+        self, tensor: torch.Tensor, op: Reduction, call: Collective, regular: AllReduce, otherwise: AllReduce
+    ) -> PreparedAllReduce | None:
+        """As `Transport.prepared_all_reduce`, on one node.
+
+        Args:
+            tensor: as there.
+            op: as there.
+            call: as there.
+            regular: does it without preparation.
+            otherwise: does it for a tensor that is in no window, and that others cannot read.
+        """
+        board, nbytes, memory = self._board, tensor.nbytes, self._memory
+        prepared: PreparedAllReduce
+        if board is None or nbytes == 0:
+            return None
+        if nbytes <= min(self._most_exchanged, board.slot_bytes):
+            prepared = PreparedExchange(board, self._meeting, tensor, op, call)
+        elif self._peers is not None and nbytes >= self._least_single_copy and nbytes > self._most_exchanged:
+            prepared = PreparedSingleCopy(board, self._meeting, self._peers, tensor, op, call, otherwise)
+        else:
+            return None
+        if nbytes < self._crossovers.window_bytes:
+            return prepared
+
+        def unless_there_are_windows(tensor: torch.Tensor, deadline: Deadline) -> None:
+            if memory.has_windows:
+                regular(flat(tensor), op, Collective("all_reduce", tensor, op), deadline)
+            else:
+                prepared(tensor, deadline)
+
+        return unless_there_are_windows
 
     def of_move(self, tensor: torch.Tensor, shown_bytes: int, call: Collective, deadline: Deadline) -> FullWay | None:
         """For a `broadcast` or `all_gather` on one node.
@@ -104,23 +148,23 @@ class Ways:
 
     def forget(self) -> None:
         """Give back what is kept for the next call."""
-        self._slots = None
+        self._slots = self._board = self._peers = None
 
     def _exchange(self, shown_bytes: int, call: Collective, deadline: Deadline) -> Exchange | None:
         if not 0 < shown_bytes <= self._most_exchanged:
             return None
-        board = self._meeting.board(call, deadline)
+        self._board = board = self._meeting.board(call, deadline)
         if board is None:
             self._most_exchanged = 0
             return None
         return Exchange(board, lambda: self._meeting.meet(call, deadline))
 
     def _single_copy(self, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> SingleCopy | None:
-        peers = self._meeting.peers(call, deadline)
+        self._peers = peers = self._meeting.peers(call, deadline)
         if peers is None:
             return None
-        # Memory that is pinned for a device may lie where no process can read another's.
-        addresses = self._meeting.addresses(call, deadline, NOWHERE if tensor.is_pinned() else tensor.data_ptr())
+        self._board = self._meeting.board(call, deadline)
+        addresses = self._meeting.addresses(call, deadline, readable_address(tensor))
         if NOWHERE in addresses:
             return None
         return SingleCopy(peers, self._rank, addresses, lambda: self._meeting.barrier(call, deadline))

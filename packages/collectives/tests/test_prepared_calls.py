@@ -1,0 +1,271 @@
+"""An all_reduce like an earlier one takes the transport's prepared way, if the tensor is simple: see Note [Prepared calls]."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from syncline.collectives import (
+    CollectiveTimeout,
+    DisagreementError,
+    GroupClosedError,
+    InvalidArgumentError,
+    ReduceOp,
+    TransportError,
+    premul_sum,
+)
+from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
+from syncline.collectives.collective import Collective
+from syncline.collectives.deadline import Deadline
+from syncline.collectives.host_group import HostGroup
+from syncline.collectives.layout import flat
+from syncline.collectives.reduce_op import Reduction
+from syncline.collectives.testing import run_ranks
+from syncline.collectives.transport import PreparedAllReduce
+
+pytestmark = pytest.mark.ranks
+
+
+class Preparing(InProcessTransport):
+    """Writes down which way a call takes, and may fail on the prepared one."""
+
+    def __init__(self, meeting_point: MeetingPoint, rank: int) -> None:
+        super().__init__(meeting_point, rank)
+        self.log: list[str] = []
+        self.on_prepared: Callable[[Deadline], object] = lambda deadline: None
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        self.log.append("usual")
+        super().all_reduce(tensor, op, call, deadline)
+
+    def prepared_all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce | None:
+        def prepared(tensor: torch.Tensor, deadline: Deadline) -> None:
+            self.log.append("prepared")
+            self.on_prepared(deadline)
+            reduce_usually(flat(tensor), op, Collective("all_reduce", tensor, op), deadline)
+
+        reduce_usually = super().all_reduce
+        return prepared
+
+
+def make(size: int = 1, rank: int = 0, meeting_point: MeetingPoint | None = None, **options) -> tuple[HostGroup, Preparing]:
+    transport = Preparing(meeting_point or MeetingPoint(size), rank)
+    return HostGroup(transport, rank, size, **{"timeout_s": 20, **options}), transport
+
+
+def test_from_the_second_of_a_kind_on() -> None:
+    group, transport = make()
+    for shape, dtype, op in (
+        ((6,), torch.float32, ReduceOp.SUM),
+        ((2, 3), torch.float32, ReduceOp.SUM),
+        ((6,), torch.float32, ReduceOp.MAX),
+        ((6,), torch.float64, ReduceOp.SUM),
+        ((7,), torch.float32, ReduceOp.SUM),
+        ((), torch.float32, ReduceOp.SUM),
+    ):
+        group.all_reduce(torch.ones(shape, dtype=dtype), op)
+    assert transport.log == ["usual", "prepared", "usual", "usual", "usual", "usual"]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_the_result_and_the_work_are_the_same(async_op: bool) -> None:
+    meeting_point = MeetingPoint(2)
+
+    def body(outer) -> list[str]:
+        group, transport = make(2, outer.rank, meeting_point)
+        for number in range(3):
+            tensor = torch.arange(6.0).view(2, 3) * (outer.rank + number)
+            work = group.all_reduce(tensor, async_op=async_op)
+            assert work.wait()
+            assert work.is_completed()
+            assert work.exception() is None
+            assert work.result()[0] is tensor
+            assert work.get_future().wait()[0] is tensor
+            assert torch.equal(tensor, torch.arange(6.0).view(2, 3) * (2 * number + 1))
+        return transport.log
+
+    assert run_ranks(2, body) == [["usual", "prepared", "prepared"]] * 2
+
+
+def strided() -> torch.Tensor:
+    return torch.ones(3, 2).t()
+
+
+def negated() -> torch.Tensor:
+    return torch.full((6,), complex(0, -1)).conj().imag
+
+
+def of_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(6)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [strided, negated, of_inference, lambda: torch.ones(6, requires_grad=True), lambda: torch.nn.Parameter(torch.ones(6))],
+    ids=["strided", "negated", "of inference", "tracked", "parameter"],
+)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_tensors_that_are_not_simple_take_the_usual_way(tensor: Callable[[], torch.Tensor], async_op: bool) -> None:
+    group, transport = make()
+    group.all_reduce(torch.ones(6))
+    for _ in range(2):
+        made = tensor()
+        group.all_reduce(made, async_op=async_op).wait()
+        assert made.tolist() == torch.ones(6).view(made.shape).tolist()
+    assert transport.log == ["usual"] * 3
+
+
+def test_complex_conjugates_take_the_usual_way() -> None:
+    group, transport = make()
+    for tensor in (torch.full((3,), 1 + 2j), torch.full((3,), 1 + 2j).conj()):
+        group.all_reduce(tensor)
+    assert transport.log == ["usual", "usual"]
+
+
+def test_bad_arguments_are_refused_as_ever() -> None:
+    group, transport = make()
+    group.all_reduce(torch.ones(6))
+    with pytest.raises(InvalidArgumentError, match="expected a reduction of syncline"):
+        group.all_reduce(torch.ones(6), "sum")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="found list"):
+        group.all_reduce([1.0] * 6)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match=r"AVG is not defined for torch\.int64"):
+        group.all_reduce(torch.ones(6, dtype=torch.int64), ReduceOp.AVG)
+    group.all_reduce(torch.ones(6), premul_sum(2.0))
+    assert transport.log == ["usual", "usual"]
+
+
+def test_calls_are_compared_before_if_the_group_does_so() -> None:
+    meeting_point = MeetingPoint(2)
+
+    def body(outer) -> None:
+        group, _ = make(2, outer.rank, meeting_point, check_calls=True)
+        for _ in range(2):
+            group.all_reduce(torch.ones(2, 3))
+        with pytest.raises(
+            DisagreementError, match=r"rank 0: all_reduce\(float32\[2, 3\].*rank 1: all_reduce\(float32\[3, 2\]"
+        ):
+            group.all_reduce(torch.ones(2, 3) if outer.rank == 0 else torch.ones(3, 2))
+
+    run_ranks(2, body)
+
+
+def test_failures_are_told_in_the_groups_words() -> None:
+    group, transport = make()
+    group.all_reduce(torch.ones(2, 3))
+
+    def fail(deadline: Deadline) -> None:
+        raise TransportError("the wire was cut")
+
+    transport.on_prepared = fail
+    with pytest.raises(TransportError, match=r"all_reduce\(float32\[2, 3\], op=SUM\), number 1 on rank 0 .*the wire was cut"):
+        group.all_reduce(torch.ones(2, 3))
+    with pytest.raises(TransportError, match=r"number 2 on .*was not started because the group had failed before.*was cut"):
+        group.all_reduce(torch.ones(2, 3))
+    assert transport.log == ["usual", "prepared"]
+
+
+def test_the_time_limit_holds() -> None:
+    group, transport = make(timeout_s=0.05)
+    group.all_reduce(torch.ones(3))
+
+    def hang(deadline: Deadline) -> None:
+        while not deadline.expired():
+            pass
+        raise TimeoutError("nobody came")
+
+    transport.on_prepared = hang
+    with pytest.raises(CollectiveTimeout, match=r"number 1 on .* did not finish within 0\.05 s: nobody came"):
+        group.all_reduce(torch.ones(3))
+
+
+def test_abort_ends_it() -> None:
+    group, transport = make()
+    group.all_reduce(torch.ones(3))
+    is_waiting = threading.Event()
+
+    def wait(deadline: Deadline) -> None:
+        is_waiting.set()
+        while not deadline.expired():
+            pass
+        raise TimeoutError("nobody came")
+
+    def abort() -> None:
+        assert is_waiting.wait(10)
+        group.abort()
+
+    transport.on_prepared = wait
+    aborting = threading.Thread(target=abort)
+    aborting.start()
+    with pytest.raises(TransportError, match="the group was aborted"):
+        group.all_reduce(torch.ones(3))
+    aborting.join()
+    with pytest.raises(GroupClosedError):
+        group.all_reduce(torch.ones(3))
+    assert transport.log == ["usual", "prepared"]
+
+
+def test_a_closed_group_refuses() -> None:
+    group, transport = make()
+    group.all_reduce(torch.ones(3))
+    group.close()
+    with pytest.raises(GroupClosedError, match="the group is closed"):
+        group.all_reduce(torch.ones(3))
+    assert transport.log == ["usual"]
+
+
+def test_a_call_that_finishes_while_the_group_is_closed_prepares_nothing() -> None:
+    group, transport = make()
+    gate = threading.Event()
+    group.all_reduce(torch.ones(5))
+    transport.on_prepared = lambda deadline: gate.wait(10)
+    group.all_reduce(torch.ones(5), async_op=True)
+    last = group.all_reduce(torch.ones(3), async_op=True)
+    threading.Timer(0.05, gate.set).start()
+    group.close()
+    assert last.is_completed()
+    with pytest.raises(GroupClosedError, match="the group is closed"):
+        group.all_reduce(torch.ones(3))
+    assert transport.log == ["usual", "prepared", "usual"]
+    assert not group._prepared
+
+
+def test_it_has_its_place_in_the_total_order() -> None:
+    """Behind what is queued, and in a callback at once."""
+    group, transport = make()
+    group.all_reduce(torch.ones(3))
+    gate, order = threading.Event(), []
+
+    def hold(deadline: Deadline) -> None:
+        assert gate.wait(10)
+        order.append("held")
+
+    transport.on_prepared = hold
+    held = group.all_reduce(torch.ones(3), async_op=True)
+    inner = torch.ones(3)
+
+    def issue_another(_: object) -> None:
+        transport.on_prepared = lambda deadline: order.append("in the callback")
+        group.all_reduce(inner)
+        transport.on_prepared = lambda deadline: order.append("behind")
+
+    held.get_future().then(issue_another)
+    threading.Timer(0.05, gate.set).start()
+    group.all_reduce(torch.ones(3))
+    assert order == ["held", "in the callback", "behind"]
+
+
+def test_many_kinds_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from syncline.collectives import host_group
+
+    monkeypatch.setattr(host_group, "_MOST_PREPARED", 4)
+    group, transport = make()
+    for numel in range(1, 10):
+        group.all_reduce(torch.ones(numel))
+        assert len(group._prepared) <= 4
+    group.all_reduce(torch.ones(9))
+    assert transport.log == ["usual"] * 9 + ["prepared"]
