@@ -92,7 +92,7 @@ class NodeTransport(MPITransport):
         """On one node, of what is exchanged or read where it is."""
         if not self._is_one_node:
             return None
-        return self._ways.prepared_all_reduce(tensor, op, call, self.all_reduce, self._all_reduce_unreadable)
+        return self._ways.prepared_all_reduce(tensor, op, call, self._all_reduce_unreadable)
 
     def reduce_scatter(
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline

@@ -17,17 +17,19 @@ from ....deadline import Deadline
 from ....layout import flat
 from ....reduce_op import Reduction
 from ....reduction import reduce_into
-from ....transport import AllReduce
+from ....transport import AllReduce, PreparedAllReduce
 from .board import NOWHERE, Board
+from .in_window import InWindow
 from .peer_memory import PeerMemory, readable_address
 from .slice_reduction import SlicedAllReduce
 
 if TYPE_CHECKING:
     from .group_meeting import GroupMeeting
+    from .memory import NodeMemory
 
 
 class _Prepared:
-    """What both ways share: meeting on the board for this call.
+    """What they share: meeting on the board for this call.
 
     Args:
         board: of all ranks of the group.
@@ -42,15 +44,17 @@ class _Prepared:
         self._op = op
         self._digest = call.digest()
 
-    def _meet(self, tensor: torch.Tensor, deadline: Deadline, key: int = NOWHERE) -> None:
+    def _meet(self, tensor: torch.Tensor, deadline: Deadline, key: int = NOWHERE) -> bool:
         """As `GroupMeeting.meet`."""
-        if not self._arrive(tensor, deadline, self._digest, key):
+        is_same, is_common = self._arrive(tensor, deadline, self._digest, key)
+        if not is_same:
             raise self._meeting.different_calls(self._call(tensor), deadline)
+        return is_common
 
-    def _arrive(self, tensor: torch.Tensor, deadline: Deadline, digest: int = 0, key: int = NOWHERE) -> bool:
-        """As `GroupMeeting.barrier`; whether the digest is the same everywhere."""
+    def _arrive(self, tensor: torch.Tensor, deadline: Deadline, digest: int = 0, key: int = NOWHERE) -> tuple[bool, bool]:
+        """As `GroupMeeting.barrier`, and as `Board.arrive`."""
         try:
-            return self._board.arrive(deadline, digest, key)[0]
+            return self._board.arrive(deadline, digest, key)
         except Exception as error:  # noqa: BLE001 - the meeting knows them all
             self._meeting.explain(error, self._call(tensor), deadline)
 
@@ -118,3 +122,39 @@ class PreparedSingleCopy(_Prepared):
             self._otherwise(flat(tensor), self._op, self._call(tensor), deadline)
         else:
             self._reduction.run(flat(tensor), addresses, lambda: self._arrive(tensor, deadline))
+
+
+class PreparedUnlessInWindow(_Prepared):
+    """Looks, as soon as the group has windows, whether all ranks have the tensor in one; it is reduced there then.
+
+    Args:
+        board: of all ranks of the group.
+        meeting: of the group.
+        memory: where the windows are.
+        op: the reduction.
+        call: one like those to come.
+        elsewhere: what to do with tensors that are in none.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        meeting: GroupMeeting,
+        memory: NodeMemory,
+        op: Reduction,
+        call: Collective,
+        elsewhere: PreparedAllReduce,
+    ) -> None:
+        super().__init__(board, meeting, op, call)
+        self._memory = memory
+        self._elsewhere = elsewhere
+
+    def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        """Combine in place."""
+        if self._memory.has_windows:
+            place = self._memory.find(tensor)
+            is_common = self._meet(tensor, deadline, NOWHERE if place is None else place.key)
+            if place is not None and is_common:
+                InWindow(place, lambda: self._arrive(tensor, deadline)).all_reduce(flat(tensor), self._op)
+                return
+        self._elsewhere(tensor, deadline)

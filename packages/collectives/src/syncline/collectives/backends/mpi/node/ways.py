@@ -9,7 +9,6 @@ import torch
 from ....collective import Collective
 from ....crossovers import Crossovers
 from ....deadline import Deadline
-from ....layout import flat
 from ....reduce_op import Reduction
 from ....transport import AllReduce, PreparedAllReduce
 from ..transport import MEETING_BYTES
@@ -20,7 +19,7 @@ from .hierarchy import Hierarchy
 from .in_window import InWindow
 from .memory import NodeMemory
 from .peer_memory import PeerMemory, readable_address
-from .prepared import PreparedExchange, PreparedSingleCopy
+from .prepared import PreparedExchange, PreparedSingleCopy, PreparedUnlessInWindow
 from .single_copy import SingleCopy
 from .staging import STAGING_BYTES, Slots, Staged
 from .way import FullWay, Way
@@ -89,7 +88,7 @@ class Ways:
         return self._staged(call, deadline) if tensor.nbytes >= self._least_staged(is_native) else None
 
     def prepared_all_reduce(
-        self, tensor: torch.Tensor, op: Reduction, call: Collective, regular: AllReduce, otherwise: AllReduce
+        self, tensor: torch.Tensor, op: Reduction, call: Collective, otherwise: AllReduce
     ) -> PreparedAllReduce | None:
         """As `Transport.prepared_all_reduce`, on one node.
 
@@ -97,10 +96,9 @@ class Ways:
             tensor: as there.
             op: as there.
             call: as there.
-            regular: does it without preparation.
             otherwise: does it for a tensor that is in no window, and that others cannot read.
         """
-        board, nbytes, memory = self._board, tensor.nbytes, self._memory
+        board, nbytes = self._board, tensor.nbytes
         prepared: PreparedAllReduce
         if board is None or nbytes == 0:
             return None
@@ -112,14 +110,7 @@ class Ways:
             return None
         if nbytes < self._crossovers.window_bytes:
             return prepared
-
-        def unless_there_are_windows(tensor: torch.Tensor, deadline: Deadline) -> None:
-            if memory.has_windows:
-                regular(flat(tensor), op, Collective("all_reduce", tensor, op), deadline)
-            else:
-                prepared(tensor, deadline)
-
-        return unless_there_are_windows
+        return PreparedUnlessInWindow(board, self._meeting, self._memory, op, call, prepared)
 
     def of_move(self, tensor: torch.Tensor, shown_bytes: int, call: Collective, deadline: Deadline) -> FullWay | None:
         """For a `broadcast` or `all_gather` on one node.

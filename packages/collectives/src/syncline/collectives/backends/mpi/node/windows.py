@@ -43,7 +43,8 @@ class Windows:
     """
 
     def __init__(self) -> None:
-        self._entries: tuple[_Entry, ...] = ()  # by start; replaced as a whole, for a segment may go at any moment
+        # By start, and the starts alone; replaced as a whole, for a segment may go at any moment.
+        self._known: tuple[list[int], list[_Entry]] = [], []
         self._changing = threading.RLock()  # on any thread, also on the one that is in `add`
         self._next_key = 0
 
@@ -53,14 +54,14 @@ class Windows:
             entry = _Entry(segment.address(), self._next_key, weakref.ref(segment, self._forget))
             self._next_key += segment.part_bytes + 1  # its end is a place, too
             # One that goes just now may stay until the next one is added: `find` does not mind.
-            alive = (known for known in self._entries if known.segment() is not None)
-            self._entries = tuple(sorted((*alive, entry), key=lambda known: known.start))
+            alive = (known for known in self._known[1] if known.segment() is not None)
+            self._know(sorted((*alive, entry), key=lambda known: known.start))
 
     def find(self, tensor: torch.Tensor) -> Place | None:
         """Where a contiguous tensor lies, if it lies in this rank's part of a segment from end to end."""
-        entries = self._entries
+        starts, entries = self._known
         address = tensor.data_ptr()
-        index = bisect_right(entries, address, key=lambda known: known.start) - 1
+        index = bisect_right(starts, address) - 1
         segment = entries[index].segment() if index >= 0 else None
         if segment is None:
             return None
@@ -70,8 +71,11 @@ class Windows:
         return Place(segment, offset, entries[index].first_key + offset)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._known[1])
 
     def _forget(self, dead: weakref.ref[Segment]) -> None:
         with self._changing:
-            self._entries = tuple(entry for entry in self._entries if entry.segment is not dead)
+            self._know([entry for entry in self._known[1] if entry.segment is not dead])
+
+    def _know(self, entries: list[_Entry]) -> None:
+        self._known = [entry.start for entry in entries], entries
