@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,32 @@ NEVER = 2**62
 # The sizes at which each way takes all that it can.
 WAYS = {
     "Exchange": Crossovers(exchange_bytes=NEVER),
-    "SingleCopy": Crossovers(exchange_bytes=0, single_copy_bytes=1),
-    "Staged": Crossovers(exchange_bytes=0, window_bytes=1, single_copy_bytes=NEVER, staged_bytes=1, staged_bytes_not_native=1),
+    "SingleCopy": Crossovers(exchange_bytes=0, single_copy_bytes=1, single_copy_bytes_blocking=1),
+    "Staged": Crossovers(
+        exchange_bytes=0,
+        window_bytes=1,
+        single_copy_bytes=NEVER,
+        single_copy_bytes_blocking=NEVER,
+        staged_bytes=1,
+        staged_bytes_not_native=1,
+    ),
 }
+BY_MPI = Crossovers(
+    exchange_bytes=0,
+    window_bytes=NEVER,
+    single_copy_bytes=NEVER,
+    single_copy_bytes_blocking=NEVER,
+    staged_bytes=NEVER,
+    staged_bytes_not_native=NEVER,
+)
 # On these values every order of additions gives the same bits.
 EXACT = [
     (op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str) if op not in (ReduceOp.AVG, ReduceOp.PRODUCT)
 ]
 
 
+# Above what is exchanged, whatever the library.
+SINGLE_COPY = Crossovers(single_copy_bytes=1, single_copy_bytes_blocking=1)
 PREPARED = "Prepared"
 
 
@@ -228,7 +246,9 @@ def test_other_collectives_on_emulated_nodes(nodes: Group) -> None:
 @pytest.mark.parametrize("split", [None, by_pairs], ids=["one node", "emulated nodes"])
 def test_reproducible_is_in_rank_order_everywhere(split: Callable[[Any], Any] | None) -> None:
     options = {} if split is None else {"split": split}
-    group = Group(reproducible=True, crossovers=Crossovers(0, 1, 2**62, 2048, 2048), **options).group
+    group = Group(
+        reproducible=True, crossovers=replace(WAYS["Staged"], staged_bytes=2048, staged_bytes_not_native=2048), **options
+    ).group
     memory = group.allocate(1000, torch.float32)
     for tensor in (memory, memory.clone(), torch.empty(100)):
         terms = [noise(rank, tensor.numel()) for rank in range(group.size)]
@@ -237,36 +257,55 @@ def test_reproducible_is_in_rank_order_everywhere(split: Callable[[Any], Any] | 
     group.close()
 
 
-@pytest.mark.parametrize(("numel", "way"), [(5, "Exchange"), (1_200_001, "SingleCopy")])
-def test_ways_serve_tracked_and_plain_tensors_in_turn(numel: int, way: str) -> None:
+@pytest.mark.parametrize(
+    ("numel", "crossovers", "way"),
+    [(5, Crossovers(), "Exchange"), (1_200_001, SINGLE_COPY, "SingleCopy"), (10_000, BY_MPI, "NoneType")],
+    ids=["exchange", "single copy", "MPI"],
+)
+def test_ways_serve_tracked_and_plain_tensors_in_turn(numel: int, crossovers: Crossovers, way: str) -> None:
     """What a call keeps for the next, it keeps for those that autograd tracks and for the others.
 
     Rank 0's second tensor is tracked, the others' are not: a rank that takes the prepared way meets one that does not.
     """
-    made = Group()
+    from mpi4py import MPI
+
+    made = Group(crossovers=crossovers)
     group = made.group
     for number in range(4):
-        terms = [noise(rank + number, numel) for rank in range(group.size)]
+        terms = [whole(rank + number, numel, torch.float32) for rank in range(group.size)]
         tensor = terms[group.rank].clone().requires_grad_(number < 2 and group.rank == 0)
         group.all_reduce(tensor)
         assert torch.equal(tensor.detach(), reduce_in_rank_order(ReduceOp.SUM, terms))
     unprepared = 2 if group.rank == 0 else 1
-    assert made.ways == ([way] * unprepared + [PREPARED] * (4 - unprepared) if group.size > 1 else ["NoneType"] * 4)
+    if group.size == 1 or (way == "NoneType" and MPI.get_vendor()[0] != "Open MPI"):
+        unprepared = 4
+    assert made.ways == [way if group.size > 1 else "NoneType"] * unprepared + [PREPARED] * (4 - unprepared)
     group.close()
 
 
 @pytest.mark.parametrize(("numel", "way"), [(40_000, "Exchange"), (1_200_001, "SingleCopy")])
-def test_windows_that_are_made_after_a_call_was_prepared_are_used(numel: int, way: str) -> None:
-    made = Group()
+def test_windows_that_are_made_after_a_call_was_prepared_are_used(
+    numel: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from syncline.collectives.backends.mpi.node import prepared
+
+    in_window: list[object] = []
+    plain_way = prepared.InWindow
+    monkeypatch.setattr(prepared, "InWindow", lambda *arguments: in_window.append(arguments) or plain_way(*arguments))
+    made = Group(crossovers=SINGLE_COPY)
     group = made.group
     plain = torch.empty(numel)
     for _ in range(2):
         _sum_of_noise(group, plain)
     window = group.allocate(numel, torch.float32)
-    for tensor in (window, plain):
+    for tensor, times in ((window, 1), (plain, 1), (window, 2)):
         _sum_of_noise(group, tensor)
-    taken = [way, PREPARED, PREPARED, "InWindow", PREPARED, way]
-    assert made.ways == (taken if group.size > 1 else ["NoneType"] * 4)
+        assert len(in_window) == (times if group.size > 1 else 0)
+    assert made.ways == ([way] + [PREPARED] * 4 if group.size > 1 else ["NoneType"] * 5)
+    for tensor in (window, plain):
+        if group.rank == 0:  # it meets ranks that are prepared
+            group._prepared.clear()
+        _sum_of_noise(group, tensor)
     group.close()
 
 
@@ -276,7 +315,7 @@ def test_what_no_other_rank_may_read_goes_another_way(numel: int, monkeypatch: p
     from syncline.collectives.backends.mpi.node import prepared, ways
 
     for pinned_at in ({0}, {1}, {1, 2}, {0, 1}):
-        made = Group(crossovers=Crossovers(exchange_bytes=0, single_copy_bytes=1, staged_bytes=2_000_000))
+        made = Group(crossovers=replace(WAYS["SingleCopy"], staged_bytes=2_000_000))
         group = made.group
         for number in range(4):
             is_pinned = number in pinned_at and group.rank == group.size - 1
@@ -301,7 +340,7 @@ def _sum_of_noise(group: ProcessGroup, tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("numel", [5, 1_200_001])
 def test_prepared_calls_that_differ_are_told_apart(numel: int) -> None:
-    group = Group().group
+    group = Group(crossovers=SINGLE_COPY).group
     if group.size > 1:
         for op in (ReduceOp.SUM, ReduceOp.AVG):
             group.all_reduce(torch.ones(numel), op)
@@ -336,7 +375,7 @@ def _refused(*_: Any) -> None:
 def test_a_rank_that_fails_within_a_collective_is_named_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from syncline.collectives.backends.mpi.node.peer_memory import PeerMemory
 
-    group = Group().group
+    group = Group(crossovers=SINGLE_COPY).group
     group.all_reduce(torch.zeros(1_200_000))
     last = group.size - 1
     if group.rank == last:
@@ -411,7 +450,7 @@ def test_another_default_device_does_no_harm() -> None:
 
 @pytest.mark.parametrize("numel", [4, 100])
 def test_calls_that_differ_are_told_apart(numel: int) -> None:
-    group = Group(crossovers=Crossovers(64, 64, 2**62, 1, 1)).group
+    group = Group(crossovers=replace(WAYS["Staged"], exchange_bytes=64, window_bytes=64)).group
     if group.size == 1:
         group.close()
         return
@@ -478,7 +517,7 @@ def test_memory_outlives_its_group(world: ProcessGroup) -> None:
 @pytest.mark.parametrize("way", ["MPI", "Exchange", "SingleCopy", "Staged"])
 def test_groups_that_communicate_at_the_same_time(way: str) -> None:
     """Each has a thread of its own, and on each rank another one may be first; also when they make their shared memory."""
-    made = [Group(crossovers=WAYS.get(way, Crossovers(0, NEVER, NEVER, NEVER, NEVER))) for _ in range(3)]
+    made = [Group(crossovers=WAYS.get(way, BY_MPI)) for _ in range(3)]
     group = RoundRobinGroup([one.group for one in made])
     tensors = [torch.full((20_000,), float(group.rank + number)) for number in range(9)]
     for work in [group.all_reduce(tensor, async_op=True) for tensor in tensors]:
@@ -490,9 +529,9 @@ def test_groups_that_communicate_at_the_same_time(way: str) -> None:
 
 PATHS: dict[str, dict[str, Any]] = {
     **{way: {"crossovers": crossovers} for way, crossovers in WAYS.items()},
-    "MPI": {"crossovers": Crossovers(0, NEVER, NEVER, NEVER, NEVER)},
+    "MPI": {"crossovers": BY_MPI},
     "emulated nodes": {"crossovers": WAYS["Staged"], "split": by_pairs},
-    "emulated nodes by MPI": {"crossovers": Crossovers(0, NEVER, NEVER, NEVER, NEVER), "split": by_pairs},
+    "emulated nodes by MPI": {"crossovers": BY_MPI, "split": by_pairs},
 }
 
 

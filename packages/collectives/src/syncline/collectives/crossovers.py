@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from .errors import InvalidArgumentError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Crossovers:
     """Sizes in bytes; a size that is never reached (such as 2**62) switches a way off.
 
@@ -20,6 +20,7 @@ class Crossovers:
             collectives on such memory run there.
         single_copy_bytes: from here on, counted for each rank, ranks of one node read one another's memory to reduce it, where
             the system allows that.
+        single_copy_bytes_blocking: the same for reductions that the library underneath does in its blocking form: Open MPI's.
         staged_bytes: from here on, reductions of memory that is not read go through a window of the group.
         staged_bytes_not_native: the same for reductions that the library underneath does not do: those of float16 and bfloat16,
             for example, and every `reduce_scatter`.
@@ -28,6 +29,7 @@ class Crossovers:
     exchange_bytes: int = 512 << 10
     window_bytes: int = 128 << 10
     single_copy_bytes: int = 256 << 10
+    single_copy_bytes_blocking: int = 2 << 20
     staged_bytes: int = 48 << 20
     staged_bytes_not_native: int = 64 << 10
 

@@ -39,6 +39,9 @@ class Site:
     exchange_bytes: int = _key(int, Crossovers.exchange_bytes, "see Crossovers.exchange_bytes")
     window_bytes: int = _key(int, Crossovers.window_bytes, "see Crossovers.window_bytes")
     single_copy_bytes: int = _key(int, Crossovers.single_copy_bytes, "see Crossovers.single_copy_bytes")
+    single_copy_bytes_blocking: int = _key(
+        int, Crossovers.single_copy_bytes_blocking, "see Crossovers.single_copy_bytes_blocking"
+    )
     staged_bytes: int = _key(int, Crossovers.staged_bytes, "see Crossovers.staged_bytes")
     staged_bytes_not_native: int = _key(int, Crossovers.staged_bytes_not_native, "see Crossovers.staged_bytes_not_native")
 

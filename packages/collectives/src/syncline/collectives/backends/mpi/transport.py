@@ -27,7 +27,7 @@ PIECE_BYTES = 1 << 30
 
 # From here on the ranks meet first; see Note [Meeting first]. Below, Open MPI's non-blocking form loses at most 3 us.
 MEETING_BYTES = 32 << 10
-_BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI"
+BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI"
 
 _TAGS = 32_767  # MPI promises at least as many
 
@@ -292,7 +292,7 @@ class MPITransport(Transport):
         """
         if nbytes >= MEETING_BYTES or self._on_device:
             self._meet(call, deadline)
-            if _BLOCKS_WELL or self._on_device:
+            if BLOCKS_WELL or self._on_device:
                 try:
                     getattr(self._communicator, name)(*arguments)
                 except MPI.Exception as error:

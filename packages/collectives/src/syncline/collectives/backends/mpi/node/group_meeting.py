@@ -56,6 +56,11 @@ class GroupMeeting:
         self._may_have_peers = self._is_one_node
         self._may_have_board = hierarchy.shares_memory and hierarchy.is_ordered
 
+    @property
+    def board_if_made(self) -> Board | None:
+        """That of this node, if the ranks have met there before."""
+        return self._board
+
     def board(self, call: Collective, deadline: Deadline) -> Board | None:
         """That of this node. All ranks of the group call it at the same point of their order of collectives."""
         if self._board is None and self._may_have_board:

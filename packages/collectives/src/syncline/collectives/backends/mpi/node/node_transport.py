@@ -11,16 +11,17 @@ from ....collective import Collective
 from ....crossovers import Crossovers
 from ....deadline import Deadline
 from ....layout import bytes_of
-from ....reduce_op import REDUCIBLE, Reduction
+from ....reduce_op import REDUCIBLE, PremulSum, Reduction
 from ....transport import PreparedAllReduce, Transport
-from ..transport import MPITransport
+from ..transport import BLOCKS_WELL, MEETING_BYTES, PIECE_BYTES, MPITransport
 from .across import all_reduce_across
-from .board import NOWHERE
+from .board import NOWHERE, Board
 from .exchange import SLOT_BYTES
 from .group_meeting import GroupMeeting
 from .hierarchy import Hierarchy, SplitByNode, split_by_node
 from .in_window import InWindow
 from .memory import NodeMemory
+from .prepared_mpi import PreparedMPI
 from .way import Way
 from .ways import Ways, most_exchanged
 
@@ -63,7 +64,7 @@ class NodeTransport(MPITransport):
         self._group_meeting = GroupMeeting(
             self._hierarchy, self._private, self._meeting, self._inquest, self._memory.share, slot_bytes
         )
-        self._ways = Ways(self._hierarchy, self._memory, self._group_meeting, self._crossovers)
+        self._ways = Ways(self._hierarchy, self._memory, self._group_meeting, self._crossovers, blocks_well=BLOCKS_WELL)
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
         """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""
@@ -92,7 +93,16 @@ class NodeTransport(MPITransport):
         """On one node, of what is exchanged or read where it is."""
         if not self._is_one_node:
             return None
-        return self._ways.prepared_all_reduce(tensor, op, call, self._all_reduce_unreadable)
+
+        def by_mpi(board: Board, meeting: GroupMeeting) -> PreparedAllReduce | None:
+            native = self._native(tensor, op)
+            is_blocking = BLOCKS_WELL and MEETING_BYTES <= tensor.nbytes <= PIECE_BYTES
+            if not is_blocking or native is None or isinstance(op, PremulSum):
+                return None
+            return PreparedMPI(board, meeting, self._communicator, tensor, op, native, call)
+
+        is_native = lambda: self._native(tensor, op) is not None  # noqa: E731
+        return self._ways.prepared_all_reduce(tensor, op, call, is_native, self._all_reduce_unreadable, by_mpi)
 
     def reduce_scatter(
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline

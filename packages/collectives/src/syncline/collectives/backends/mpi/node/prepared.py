@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .memory import NodeMemory
 
 
-class _Prepared:
+class Prepared:
     """What they share: meeting on the board for this call.
 
     Args:
@@ -62,7 +62,7 @@ class _Prepared:
         return Collective("all_reduce", tensor, self._op)
 
 
-class PreparedExchange(_Prepared):
+class PreparedExchange(Prepared):
     """Does what `Exchange` does, in one piece.
 
     Args:
@@ -87,7 +87,7 @@ class PreparedExchange(_Prepared):
         reduce_into(flat(tensor), self._op, shown)
 
 
-class PreparedSingleCopy(_Prepared):
+class PreparedSingleCopy(Prepared):
     """Does what `SingleCopy` does.
 
     Args:
@@ -124,7 +124,7 @@ class PreparedSingleCopy(_Prepared):
             self._reduction.run(flat(tensor), addresses, lambda: self._arrive(tensor, deadline))
 
 
-class PreparedUnlessInWindow(_Prepared):
+class PreparedUnlessInWindow(Prepared):
     """Looks, as soon as the group has windows, whether all ranks have the tensor in one; it is reduced there then.
 
     Args:

@@ -50,20 +50,28 @@ class Ways:
         memory: of the group.
         meeting: of the group.
         crossovers: the same on all ranks.
+        blocks_well: whether MPI's reductions are used in their blocking form.
     """
 
-    def __init__(self, hierarchy: Hierarchy, memory: NodeMemory, meeting: GroupMeeting, crossovers: Crossovers) -> None:
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        memory: NodeMemory,
+        meeting: GroupMeeting,
+        crossovers: Crossovers,
+        *,
+        blocks_well: bool,
+    ) -> None:
         self._rank = hierarchy.node.Get_rank()
         self._size = hierarchy.node.Get_size()
         self._memory = memory
         self._meeting = meeting
         self._crossovers = crossovers
-        self._board: Board | None = None  # once something was exchanged or read
+        self._blocks_well = blocks_well
         self._peers: PeerMemory | None = None  # once something was read
         self._slots: Slots | None = None
         self._may_stage = True
         self._most_exchanged = most_exchanged(hierarchy, crossovers)
-        self._least_single_copy = crossovers.single_copy_bytes * self._size
 
     def of_reduction(
         self, tensor: torch.Tensor, is_native: Callable[[], bool], call: Collective, deadline: Deadline
@@ -77,7 +85,7 @@ class Ways:
             deadline: of the call.
         """
         way: Way | None = self.window(tensor, call, deadline) or self._exchange(tensor.nbytes, call, deadline)
-        if way is None and tensor.nbytes >= self._least_single_copy:
+        if way is None and tensor.nbytes >= self._least_single_copy(is_native):
             way = self._single_copy(tensor, call, deadline)
         return way or self.of_unreadable(tensor, is_native, call, deadline)
 
@@ -88,7 +96,13 @@ class Ways:
         return self._staged(call, deadline) if tensor.nbytes >= self._least_staged(is_native) else None
 
     def prepared_all_reduce(
-        self, tensor: torch.Tensor, op: Reduction, call: Collective, otherwise: AllReduce
+        self,
+        tensor: torch.Tensor,
+        op: Reduction,
+        call: Collective,
+        is_native: Callable[[], bool],
+        otherwise: AllReduce,
+        by_mpi: Callable[[Board, GroupMeeting], PreparedAllReduce | None],
     ) -> PreparedAllReduce | None:
         """As `Transport.prepared_all_reduce`, on one node.
 
@@ -96,19 +110,22 @@ class Ways:
             tensor: as there.
             op: as there.
             call: as there.
+            is_native: whether MPI could do it itself.
             otherwise: does it for a tensor that is in no window, and that others cannot read.
+            by_mpi: prepares MPI for tensors like that, if possible, with a board and meetings of the group.
         """
-        board, nbytes = self._board, tensor.nbytes
-        prepared: PreparedAllReduce
+        board, nbytes = self._meeting.board_if_made, tensor.nbytes
+        prepared: PreparedAllReduce | None = None
         if board is None or nbytes == 0:
             return None
-        if nbytes <= min(self._most_exchanged, board.slot_bytes):
-            prepared = PreparedExchange(board, self._meeting, tensor, op, call)
-        elif self._peers is not None and nbytes >= self._least_single_copy and nbytes > self._most_exchanged:
+        if nbytes <= self._most_exchanged:
+            if nbytes <= board.slot_bytes:
+                prepared = PreparedExchange(board, self._meeting, tensor, op, call)
+        elif self._peers is not None and nbytes >= self._least_single_copy(is_native):
             prepared = PreparedSingleCopy(board, self._meeting, self._peers, tensor, op, call, otherwise)
-        else:
-            return None
-        if nbytes < self._crossovers.window_bytes:
+        elif nbytes < self._crossovers.staged_bytes:
+            prepared = by_mpi(board, self._meeting)
+        if prepared is None or nbytes < self._crossovers.window_bytes:
             return prepared
         return PreparedUnlessInWindow(board, self._meeting, self._memory, op, call, prepared)
 
@@ -139,12 +156,12 @@ class Ways:
 
     def forget(self) -> None:
         """Give back what is kept for the next call."""
-        self._slots = self._board = self._peers = None
+        self._slots = self._peers = None
 
     def _exchange(self, shown_bytes: int, call: Collective, deadline: Deadline) -> Exchange | None:
         if not 0 < shown_bytes <= self._most_exchanged:
             return None
-        self._board = board = self._meeting.board(call, deadline)
+        board = self._meeting.board(call, deadline)
         if board is None:
             self._most_exchanged = 0
             return None
@@ -154,11 +171,15 @@ class Ways:
         self._peers = peers = self._meeting.peers(call, deadline)
         if peers is None:
             return None
-        self._board = self._meeting.board(call, deadline)
         addresses = self._meeting.addresses(call, deadline, readable_address(tensor))
         if NOWHERE in addresses:
             return None
         return SingleCopy(peers, self._rank, addresses, lambda: self._meeting.barrier(call, deadline))
+
+    def _least_single_copy(self, is_native: Callable[[], bool]) -> int:
+        crossovers = self._crossovers
+        is_blocking = self._blocks_well and is_native()
+        return self._size * (crossovers.single_copy_bytes_blocking if is_blocking else crossovers.single_copy_bytes)
 
     def _least_staged(self, is_native: Callable[[], bool]) -> int:
         return self._crossovers.staged_bytes if is_native() else self._crossovers.staged_bytes_not_native

@@ -1,0 +1,55 @@
+"""MPI's own blocking `all_reduce`, for tensors of one size, again and again."""
+
+from __future__ import annotations
+
+import torch
+from mpi4py import MPI
+
+from ....collective import Collective
+from ....deadline import Deadline
+from ....reduce_op import ReduceOp
+from ..datatypes import memory
+from ..library import mapped
+from .board import Board
+from .group_meeting import GroupMeeting
+from .prepared import Prepared
+
+
+class PreparedMPI(Prepared):
+    """Does what `MPITransport` does with a library that blocks well, but the ranks meet on their board.
+
+    Args:
+        board: of all ranks of the group.
+        meeting: of the group.
+        communicator: of the group.
+        tensor: like those to come; not kept.
+        op: the reduction, one without a factor.
+        native: what MPI calls dtype and reduction.
+        call: one like those to come.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        meeting: GroupMeeting,
+        communicator: MPI.Intracomm,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        native: tuple[MPI.Datatype, MPI.Op],
+        call: Collective,
+    ) -> None:
+        super().__init__(board, meeting, op, call)
+        self._all_reduce = communicator.Allreduce
+        self._numel = tensor.numel()
+        self._datatype, self._native_op = native
+        self._divisor = communicator.Get_size() if op is ReduceOp.AVG else 1
+
+    def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        """Combine in place."""
+        self._meet(tensor, deadline)
+        try:
+            self._all_reduce(MPI.IN_PLACE, (memory(tensor), self._numel, self._datatype), self._native_op)
+        except MPI.Exception as error:
+            raise mapped(error) from error
+        if self._divisor > 1:
+            tensor.div_(self._divisor)
