@@ -16,20 +16,22 @@ class Crossovers:
     Attributes:
         exchange_bytes: up to here, ranks of one node show each other what they have, and each does with it what it needs;
             counted is what each reads of the others.
+        exchange_bytes_fast_mpi: the same for reductions that Open MPI or Intel MPI do themselves, which are faster.
         window_bytes: from here on, memory that a group allocates lies in a window that the ranks of a node share, and
             collectives on such memory run there.
         single_copy_bytes: from here on, counted for each rank, ranks of one node read one another's memory to reduce it, where
             the system allows that.
-        single_copy_bytes_blocking: the same for reductions that the library underneath does in its blocking form: Open MPI's.
+        single_copy_bytes_fast_mpi: the same for reductions that Open MPI or Intel MPI do themselves.
         staged_bytes: from here on, reductions of memory that is not read go through a window of the group.
         staged_bytes_not_native: the same for reductions that the library underneath does not do: those of float16 and bfloat16,
             for example, and every `reduce_scatter`.
     """
 
     exchange_bytes: int = 512 << 10
+    exchange_bytes_fast_mpi: int = 64 << 10
     window_bytes: int = 128 << 10
     single_copy_bytes: int = 256 << 10
-    single_copy_bytes_blocking: int = 2 << 20
+    single_copy_bytes_fast_mpi: int = 2 << 20
     staged_bytes: int = 48 << 20
     staged_bytes_not_native: int = 64 << 10
 

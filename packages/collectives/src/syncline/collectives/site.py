@@ -37,10 +37,11 @@ class Site:
     timeout_s: float = _key(float, DEFAULT_TIMEOUT_S, "the default of init_process_group's timeout, in seconds")
     reproducible: bool = _key(bool, False, "reduce in an order that gives the same bits in every run")
     exchange_bytes: int = _key(int, Crossovers.exchange_bytes, "see Crossovers.exchange_bytes")
+    exchange_bytes_fast_mpi: int = _key(int, Crossovers.exchange_bytes_fast_mpi, "see Crossovers.exchange_bytes_fast_mpi")
     window_bytes: int = _key(int, Crossovers.window_bytes, "see Crossovers.window_bytes")
     single_copy_bytes: int = _key(int, Crossovers.single_copy_bytes, "see Crossovers.single_copy_bytes")
-    single_copy_bytes_blocking: int = _key(
-        int, Crossovers.single_copy_bytes_blocking, "see Crossovers.single_copy_bytes_blocking"
+    single_copy_bytes_fast_mpi: int = _key(
+        int, Crossovers.single_copy_bytes_fast_mpi, "see Crossovers.single_copy_bytes_fast_mpi"
     )
     staged_bytes: int = _key(int, Crossovers.staged_bytes, "see Crossovers.staged_bytes")
     staged_bytes_not_native: int = _key(int, Crossovers.staged_bytes_not_native, "see Crossovers.staged_bytes_not_native")

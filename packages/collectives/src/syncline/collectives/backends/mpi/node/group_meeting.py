@@ -124,6 +124,10 @@ class GroupMeeting:
         """As `Meeting.different_calls`."""
         return self._meeting.different_calls(call, deadline)
 
+    def run(self, call: Collective, start: Callable[[], MPI.Request], deadline: Deadline) -> None:
+        """As `Meeting.run`."""
+        self._meeting.run(call, start, deadline)
+
     def barrier(self, call: Collective, deadline: Deadline) -> None:
         """Of the ranks of this node."""
         if self._board is None:

@@ -13,7 +13,7 @@ from ....deadline import Deadline
 from ....layout import bytes_of
 from ....reduce_op import REDUCIBLE, PremulSum, Reduction
 from ....transport import PreparedAllReduce, Transport
-from ..transport import BLOCKS_WELL, MEETING_BYTES, PIECE_BYTES, MPITransport
+from ..transport import MEETING_BYTES, PIECE_BYTES, REDUCES_FAST, MPITransport
 from .across import all_reduce_across
 from .board import NOWHERE, Board
 from .exchange import SLOT_BYTES
@@ -23,7 +23,7 @@ from .in_window import InWindow
 from .memory import NodeMemory
 from .prepared_mpi import PreparedMPI
 from .way import Way
-from .ways import Ways, most_exchanged
+from .ways import Native, Ways, most_exchanged
 
 
 class NodeTransport(MPITransport):
@@ -64,7 +64,7 @@ class NodeTransport(MPITransport):
         self._group_meeting = GroupMeeting(
             self._hierarchy, self._private, self._meeting, self._inquest, self._memory.share, slot_bytes
         )
-        self._ways = Ways(self._hierarchy, self._memory, self._group_meeting, self._crossovers, blocks_well=BLOCKS_WELL)
+        self._ways = Ways(self._hierarchy, self._memory, self._group_meeting, self._crossovers)
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
         """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""
@@ -79,7 +79,7 @@ class NodeTransport(MPITransport):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """In shared memory or by MPI; on several nodes in the window and then between them."""
         if self._is_one_node:
-            way = self._ways.of_reduction(tensor, lambda: self._native(tensor, op) is not None, call, deadline)
+            way = self._ways.of_reduction(tensor, self._how_native(tensor, op), call, deadline)
             self._all_reduce_by(way, tensor, op, call, deadline)
             return
         if not self._reproducible:
@@ -96,19 +96,19 @@ class NodeTransport(MPITransport):
 
         def by_mpi(board: Board, meeting: GroupMeeting) -> PreparedAllReduce | None:
             native = self._native(tensor, op)
-            is_blocking = BLOCKS_WELL and MEETING_BYTES <= tensor.nbytes <= PIECE_BYTES
-            if not is_blocking or native is None or isinstance(op, PremulSum):
+            # Smaller ones do not meet.
+            if native is None or isinstance(op, PremulSum) or not MEETING_BYTES <= tensor.nbytes <= PIECE_BYTES:
                 return None
             return PreparedMPI(board, meeting, self._communicator, tensor, op, native, call)
 
-        is_native = lambda: self._native(tensor, op) is not None  # noqa: E731
-        return self._ways.prepared_all_reduce(tensor, op, call, is_native, self._all_reduce_unreadable, by_mpi)
+        native = self._how_native(tensor, op)
+        return self._ways.prepared_all_reduce(tensor, op, call, native, self._all_reduce_unreadable, by_mpi)
 
     def reduce_scatter(
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
     ) -> None:
         """In shared memory or by MPI."""
-        way = self._ways.of_reduction(block, lambda: False, call, deadline) if self._is_one_node else None
+        way = self._ways.of_reduction(block, Native.NOT, call, deadline) if self._is_one_node else None
         if way is None:
             super().reduce_scatter(tensor, block, op, call, deadline)
         else:
@@ -139,8 +139,13 @@ class NodeTransport(MPITransport):
         else:
             super().barrier(call, deadline)
 
+    def _how_native(self, tensor: torch.Tensor, op: Reduction) -> Native:
+        if self._native(tensor, op) is None:
+            return Native.NOT
+        return Native.FAST if REDUCES_FAST else Native.USUAL
+
     def _all_reduce_unreadable(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        way = self._ways.of_unreadable(tensor, lambda: self._native(tensor, op) is not None, call, deadline)
+        way = self._ways.of_unreadable(tensor, self._how_native(tensor, op), call, deadline)
         self._all_reduce_by(way, tensor, op, call, deadline)
 
     def _all_reduce_by(

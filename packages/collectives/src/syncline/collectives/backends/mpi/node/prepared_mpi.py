@@ -1,4 +1,4 @@
-"""MPI's own blocking `all_reduce`, for tensors of one size, again and again."""
+"""MPI's own `all_reduce`, for tensors of one size, again and again."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from ....deadline import Deadline
 from ....reduce_op import ReduceOp
 from ..datatypes import memory
 from ..library import mapped
+from ..transport import BLOCKS_WELL
 from .board import Board
 from .group_meeting import GroupMeeting
 from .prepared import Prepared
 
 
 class PreparedMPI(Prepared):
-    """Does what `MPITransport` does with a library that blocks well, but the ranks meet on their board.
+    """Does what `MPITransport` does (see Note [Meeting first]), for tensors that the ranks meet for.
 
     Args:
         board: of all ranks of the group.
@@ -39,7 +40,7 @@ class PreparedMPI(Prepared):
         call: Collective,
     ) -> None:
         super().__init__(board, meeting, op, call)
-        self._all_reduce = communicator.Allreduce
+        self._communicator = communicator
         self._numel = tensor.numel()
         self._datatype, self._native_op = native
         self._divisor = communicator.Get_size() if op is ReduceOp.AVG else 1
@@ -47,9 +48,13 @@ class PreparedMPI(Prepared):
     def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Combine in place."""
         self._meet(tensor, deadline)
-        try:
-            self._all_reduce(MPI.IN_PLACE, (memory(tensor), self._numel, self._datatype), self._native_op)
-        except MPI.Exception as error:
-            raise mapped(error) from error
+        arguments = MPI.IN_PLACE, (memory(tensor), self._numel, self._datatype), self._native_op
+        if BLOCKS_WELL:
+            try:
+                self._communicator.Allreduce(*arguments)
+            except MPI.Exception as error:
+                raise mapped(error) from error
+        else:
+            self._meeting.run(self._call(tensor), lambda: self._communicator.Iallreduce(*arguments), deadline)
         if self._divisor > 1:
             tensor.div_(self._divisor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,14 @@ from .prepared import PreparedExchange, PreparedSingleCopy, PreparedUnlessInWind
 from .single_copy import SingleCopy
 from .staging import STAGING_BYTES, Slots, Staged
 from .way import FullWay, Way
+
+
+class Native(enum.Enum):
+    """How MPI itself would do a reduction."""
+
+    NOT = enum.auto()
+    USUAL = enum.auto()
+    FAST = enum.auto()
 
 
 def most_exchanged(hierarchy: Hierarchy, crossovers: Crossovers) -> int:
@@ -50,57 +59,45 @@ class Ways:
         memory: of the group.
         meeting: of the group.
         crossovers: the same on all ranks.
-        blocks_well: whether MPI's reductions are used in their blocking form.
     """
 
-    def __init__(
-        self,
-        hierarchy: Hierarchy,
-        memory: NodeMemory,
-        meeting: GroupMeeting,
-        crossovers: Crossovers,
-        *,
-        blocks_well: bool,
-    ) -> None:
+    def __init__(self, hierarchy: Hierarchy, memory: NodeMemory, meeting: GroupMeeting, crossovers: Crossovers) -> None:
         self._rank = hierarchy.node.Get_rank()
         self._size = hierarchy.node.Get_size()
         self._memory = memory
         self._meeting = meeting
         self._crossovers = crossovers
-        self._blocks_well = blocks_well
         self._peers: PeerMemory | None = None  # once something was read
         self._slots: Slots | None = None
         self._may_stage = True
         self._most_exchanged = most_exchanged(hierarchy, crossovers)
 
-    def of_reduction(
-        self, tensor: torch.Tensor, is_native: Callable[[], bool], call: Collective, deadline: Deadline
-    ) -> Way | None:
+    def of_reduction(self, tensor: torch.Tensor, native: Native, call: Collective, deadline: Deadline) -> Way | None:
         """For an `all_reduce` or `reduce_scatter` on one node.
 
         Args:
             tensor: the larger one of the call.
-            is_native: whether MPI could do it itself.
+            native: how MPI would do it itself.
             call: that one.
             deadline: of the call.
         """
-        way: Way | None = self.window(tensor, call, deadline) or self._exchange(tensor.nbytes, call, deadline)
-        if way is None and tensor.nbytes >= self._least_single_copy(is_native):
+        way: Way | None = self.window(tensor, call, deadline)
+        if way is None and tensor.nbytes <= self._most_exchanged_in(native):
+            way = self._exchange(tensor.nbytes, call, deadline)
+        if way is None and tensor.nbytes >= self._least_single_copy(native):
             way = self._single_copy(tensor, call, deadline)
-        return way or self.of_unreadable(tensor, is_native, call, deadline)
+        return way or self.of_unreadable(tensor, native, call, deadline)
 
-    def of_unreadable(
-        self, tensor: torch.Tensor, is_native: Callable[[], bool], call: Collective, deadline: Deadline
-    ) -> Way | None:
+    def of_unreadable(self, tensor: torch.Tensor, native: Native, call: Collective, deadline: Deadline) -> Way | None:
         """As `of_reduction`, for a large tensor that is in no window, and that others cannot read."""
-        return self._staged(call, deadline) if tensor.nbytes >= self._least_staged(is_native) else None
+        return self._staged(call, deadline) if tensor.nbytes >= self._least_staged(native) else None
 
     def prepared_all_reduce(
         self,
         tensor: torch.Tensor,
         op: Reduction,
         call: Collective,
-        is_native: Callable[[], bool],
+        native: Native,
         otherwise: AllReduce,
         by_mpi: Callable[[Board, GroupMeeting], PreparedAllReduce | None],
     ) -> PreparedAllReduce | None:
@@ -110,7 +107,7 @@ class Ways:
             tensor: as there.
             op: as there.
             call: as there.
-            is_native: whether MPI could do it itself.
+            native: how MPI would do it itself.
             otherwise: does it for a tensor that is in no window, and that others cannot read.
             by_mpi: prepares MPI for tensors like that, if possible, with a board and meetings of the group.
         """
@@ -118,12 +115,12 @@ class Ways:
         prepared: PreparedAllReduce | None = None
         if board is None or nbytes == 0:
             return None
-        if nbytes <= self._most_exchanged:
+        if nbytes <= self._most_exchanged_in(native):
             if nbytes <= board.slot_bytes:
                 prepared = PreparedExchange(board, self._meeting, tensor, op, call)
-        elif self._peers is not None and nbytes >= self._least_single_copy(is_native):
+        elif self._peers is not None and nbytes >= self._least_single_copy(native):
             prepared = PreparedSingleCopy(board, self._meeting, self._peers, tensor, op, call, otherwise)
-        elif nbytes < self._crossovers.staged_bytes:
+        elif nbytes < self._least_staged(native):
             prepared = by_mpi(board, self._meeting)
         if prepared is None or nbytes < self._crossovers.window_bytes:
             return prepared
@@ -176,13 +173,17 @@ class Ways:
             return None
         return SingleCopy(peers, self._rank, addresses, lambda: self._meeting.barrier(call, deadline))
 
-    def _least_single_copy(self, is_native: Callable[[], bool]) -> int:
-        crossovers = self._crossovers
-        is_blocking = self._blocks_well and is_native()
-        return self._size * (crossovers.single_copy_bytes_blocking if is_blocking else crossovers.single_copy_bytes)
+    def _most_exchanged_in(self, native: Native) -> int:
+        if native is not Native.FAST:
+            return self._most_exchanged
+        return min(self._most_exchanged, self._crossovers.exchange_bytes_fast_mpi // max(1, self._size - 1))
 
-    def _least_staged(self, is_native: Callable[[], bool]) -> int:
-        return self._crossovers.staged_bytes if is_native() else self._crossovers.staged_bytes_not_native
+    def _least_single_copy(self, native: Native) -> int:
+        crossovers = self._crossovers
+        return self._size * (crossovers.single_copy_bytes_fast_mpi if native is Native.FAST else crossovers.single_copy_bytes)
+
+    def _least_staged(self, native: Native) -> int:
+        return self._crossovers.staged_bytes_not_native if native is Native.NOT else self._crossovers.staged_bytes
 
     def _staged(self, call: Collective, deadline: Deadline) -> Staged | None:
         if self._may_stage:
