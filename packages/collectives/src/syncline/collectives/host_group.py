@@ -419,7 +419,8 @@ class HostGroup(ProcessGroup):
             self._fail(error, Collective("all_reduce", tensor, op), sequence, deadline)
         finally:
             self._deadline = None
-        self._check_not_aborted()
+        if self._first_failure is not None:
+            raise self._first_failure  # it was aborted meanwhile
 
     def _run_into(
         self, work: PendingWork, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor]
@@ -450,11 +451,8 @@ class HostGroup(ProcessGroup):
             self._fail(error, call, sequence, deadline)
         finally:
             self._deadline = None
-        self._check_not_aborted()
-
-    def _check_not_aborted(self) -> None:
         if self._first_failure is not None:
-            raise self._first_failure
+            raise self._first_failure  # it was aborted meanwhile
 
     def _fail(self, error: BaseException, call: Collective, sequence: int | None, deadline: Deadline) -> NoReturn:
         """A collective has failed: remember why, tell the other ranks, and raise it in the group's words."""

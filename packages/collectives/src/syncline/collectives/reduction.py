@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -65,6 +66,13 @@ def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor])
         total.div_(len(terms))
     if total is not out:
         out.copy_(total)
+
+
+def always_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype) -> Callable[..., object]:
+    """`reduce_into` for terms that lie at the same place every time: a function of `out`, by that name."""
+    if op is ReduceOp.SUM and len(terms) == 2 and dtype not in HALVES:
+        return functools.partial(torch.add, *terms)
+    return functools.partial(reduce_into, op=op, terms=terms)
 
 
 def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

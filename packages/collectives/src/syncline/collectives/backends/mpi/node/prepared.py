@@ -16,7 +16,7 @@ from ....collective import Collective
 from ....deadline import Deadline
 from ....layout import flat
 from ....reduce_op import Reduction
-from ....reduction import reduce_into
+from ....reduction import always_of
 from ....transport import AllReduce, PreparedAllReduce
 from .board import NOWHERE, Board
 from .in_window import InWindow
@@ -77,14 +77,14 @@ class PreparedExchange(Prepared):
         super().__init__(board, meeting, op, call)
         self._nbytes = tensor.nbytes
         slots = [board.slots_at(turn, tensor.numel(), tensor.dtype) for turn in (0, 1)]
-        self._turns = [(shown, shown[board.mine].data_ptr()) for shown in slots]
+        self._turns = [(shown[board.mine].data_ptr(), always_of(shown, op, tensor.dtype)) for shown in slots]
 
     def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Combine in place."""
-        shown, mine = self._turns[(self._board.arrivals + 1) & 1]
+        mine, reduce = self._turns[(self._board.arrivals + 1) & 1]
         memmove(mine, tensor.data_ptr(), self._nbytes)
         self._meet(tensor, deadline)
-        reduce_into(flat(tensor), self._op, shown)
+        reduce(out=flat(tensor))
 
 
 class PreparedSingleCopy(Prepared):
