@@ -107,13 +107,13 @@ class Rank:
         self.group.barrier()
         return InWindow(Place(self._window, OFFSET_BYTES, 0), self.group.barrier)
 
-    def _arrive(self, key: int = 0) -> None:
-        self._board.arrive(Deadline(30), key=key)
+    def _arrive(self, address: int = 0) -> None:
+        self._board.arrive(Deadline(30), address=address)
 
     def _addresses(self) -> list[int]:
         """Where each rank has the tensor that it made last."""
         self._arrive(self._last.data_ptr())
-        return self._board.keys()
+        return self._board.addresses()
 
     def _peers(self) -> PeerMemory:
         """All in this process, which may read itself."""

@@ -11,7 +11,7 @@ from ....deadline import Deadline
 from .. import yielding
 from .segment import Segment
 
-NOWHERE = -1  # as a key: this rank has none
+NOWHERE = -1  # as a key or an address: this rank has none
 _GAVE_UP = -1  # as an arrival
 
 # A rank's part: two lines of numbers, for arrivals in turn, then two slots for what the rank shows.
@@ -95,10 +95,10 @@ class Board:
             self._views[turn, numel, dtype] = views
         return views
 
-    def arrive(self, deadline: Deadline, digest: int = 0, key: int = NOWHERE) -> tuple[bool, bool]:
+    def arrive(self, deadline: Deadline, digest: int = 0, key: int = NOWHERE, address: int = NOWHERE) -> tuple[bool, bool]:
         """Return when all ranks have arrived: whether `digest` is the same everywhere, and whether `key` is, and not `NOWHERE`.
 
-        Both are integers of 64 bits.
+        All are integers of 64 bits; the others learn the `address`.
 
         Raises:
             GaveUpError: a rank will not come.
@@ -108,6 +108,7 @@ class Board:
         numbers, (own, others, _) = self._numbers, self._lines[arrival & 1]
         numbers[own + 1] = digest
         numbers[own + 2] = key
+        numbers[own + 3] = address
         numbers[own] = arrival
         is_same, is_common = True, key != NOWHERE
         for line in others:
@@ -124,9 +125,9 @@ class Board:
         for own, _, _ in self._lines:
             self._numbers[own] = _GAVE_UP
 
-    def keys(self) -> list[int]:
-        """What every rank gave as key at the last arrival; valid until this rank arrives again."""
-        return [self._numbers[line + 2] for line in self._lines[self.arrivals & 1][2]]
+    def addresses(self) -> list[int]:
+        """What every rank gave as address at the last arrival; ask before this rank arrives again."""
+        return [self._numbers[line + 3] for line in self._lines[self.arrivals & 1][2]]
 
     def _lines_of(self, turn: int) -> tuple[int, list[int], list[int]]:
         """Where this rank writes its numbers, where the others write theirs, and all, in rank order."""

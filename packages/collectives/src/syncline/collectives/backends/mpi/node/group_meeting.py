@@ -81,11 +81,9 @@ class GroupMeeting:
             self._may_have_peers = self._peers is not None
         return self._peers
 
-    def addresses(self, call: Collective, deadline: Deadline, address: int) -> list[int]:
-        """Let all ranks meet, and return what each gave. There is a board."""
-        self.meet(call, deadline, address)
-        assert self._board is not None
-        return self._board.keys()
+    def addresses(self) -> list[int]:
+        """What all ranks gave as address when they met last, if they are on one node and have a board; else nothing."""
+        return self._board.addresses() if self._board is not None and self._is_one_node else []
 
     def give_up(self) -> None:
         """Let the others know that this rank will not come any more."""
@@ -107,15 +105,15 @@ class GroupMeeting:
         """What all ranks show, who have as many integers each."""
         slots = board.slots(len(mine), torch.int64)
         slots[board.mine].copy_(torch.tensor(mine, device="cpu"))
-        self._arrive(board, call, deadline, 0, NOWHERE)
+        self._arrive(board, call, deadline)
         return [slot.tolist() for slot in slots]
 
-    def meet(self, call: Collective, deadline: Deadline, key: int = NOWHERE) -> bool:
-        """As `Meeting.meet`, of all ranks of the group."""
+    def meet(self, call: Collective, deadline: Deadline, key: int = NOWHERE, address: int = NOWHERE) -> bool:
+        """As `Meeting.meet`, of all ranks of the group. See `addresses`."""
         board = self._board or self.board(call, deadline)
         if board is None or not self._is_one_node:
             return self._meeting.meet(call, deadline, key)
-        is_same, is_common = self._arrive(board, call, deadline, call.digest(), key)
+        is_same, is_common = self._arrive(board, call, deadline, call.digest(), key, address)
         if not is_same:
             raise self.different_calls(call, deadline)
         return is_common
@@ -133,11 +131,19 @@ class GroupMeeting:
         if self._board is None:
             self._meeting.run(call, self._hierarchy.node.Ibarrier, deadline)
         else:
-            self._arrive(self._board, call, deadline, 0, NOWHERE)
+            self._arrive(self._board, call, deadline)
 
-    def _arrive(self, board: Board, call: Collective, deadline: Deadline, digest: int, key: int) -> tuple[bool, bool]:
+    def _arrive(
+        self,
+        board: Board,
+        call: Collective,
+        deadline: Deadline,
+        digest: int = 0,
+        key: int = NOWHERE,
+        address: int = NOWHERE,
+    ) -> tuple[bool, bool]:
         try:
-            return board.arrive(deadline, digest, key)
+            return board.arrive(deadline, digest, key, address)
         except Exception as error:  # noqa: BLE001 - raised again
             self.explain(error, call, deadline)
 

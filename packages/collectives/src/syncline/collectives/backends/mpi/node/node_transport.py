@@ -64,6 +64,7 @@ class NodeTransport(MPITransport):
         self._group_meeting = GroupMeeting(
             self._hierarchy, self._private, self._meeting, self._inquest, self._memory.share, slot_bytes
         )
+        self._has_met = False  # for the collective that MPI does next
         self._ways = Ways(self._hierarchy, self._memory, self._group_meeting, self._crossovers)
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
@@ -94,7 +95,7 @@ class NodeTransport(MPITransport):
         if not self._is_one_node:
             return None
 
-        def by_mpi(board: Board, meeting: GroupMeeting) -> PreparedAllReduce | None:
+        def by_mpi(board: Board, meeting: GroupMeeting) -> PreparedMPI | None:
             native = self._native(tensor, op)
             # Smaller ones do not meet.
             if native is None or isinstance(op, PremulSum) or not MEETING_BYTES <= tensor.nbytes <= PIECE_BYTES:
@@ -110,6 +111,7 @@ class NodeTransport(MPITransport):
         """In shared memory or by MPI."""
         way = self._ways.of_reduction(block, Native.NOT, call, deadline) if self._is_one_node else None
         if way is None:
+            self._has_met = self._is_one_node and block.nbytes >= MEETING_BYTES
             super().reduce_scatter(tensor, block, op, call, deadline)
         else:
             way.reduce_scatter(tensor, block, op)
@@ -152,6 +154,7 @@ class NodeTransport(MPITransport):
         self, way: Way | None, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
     ) -> None:
         if way is None:
+            self._has_met = tensor.nbytes >= MEETING_BYTES
             super().all_reduce(tensor, op, call, deadline)
         else:
             way.all_reduce(tensor, op)
@@ -173,6 +176,9 @@ class NodeTransport(MPITransport):
         self._group_meeting.barrier(call, deadline)
 
     def _meet(self, call: Collective, deadline: Deadline, key: int = NOWHERE) -> bool:
+        if self._has_met:
+            self._has_met = False
+            return False
         return self._group_meeting.meet(call, deadline, key)
 
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:

@@ -7,6 +7,7 @@ same.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from ctypes import memmove
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from ....deadline import Deadline
 from ....layout import flat
 from ....reduce_op import Reduction
 from ....reduction import always_of
-from ....transport import AllReduce, PreparedAllReduce
+from ....transport import AllReduce
 from .board import NOWHERE, Board
 from .in_window import InWindow
 from .peer_memory import PeerMemory, readable_address
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
     from .memory import NodeMemory
 
 
-class Prepared:
-    """What they share: meeting on the board for this call.
+class Prepared(ABC):
+    """A `PreparedAllReduce` of ranks that meet on their board.
+
+    Attributes:
+        reads: whether the ranks say where their tensors can be read when they meet.
 
     Args:
         board: of all ranks of the group.
@@ -38,23 +42,37 @@ class Prepared:
         call: one like those to come.
     """
 
+    reads = False
+
     def __init__(self, board: Board, meeting: GroupMeeting, op: Reduction, call: Collective) -> None:
         self._board = board
         self._meeting = meeting
         self._op = op
         self._digest = call.digest()
 
+    def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        """Combine in place."""
+        self._meet(tensor, deadline)
+        self.after_meeting(tensor, deadline)
+
+    @abstractmethod
+    def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        """Combine in place; the ranks have met for this call, and have said where their tensors can be read."""
+
     def _meet(self, tensor: torch.Tensor, deadline: Deadline, key: int = NOWHERE) -> bool:
         """As `GroupMeeting.meet`."""
-        is_same, is_common = self._arrive(tensor, deadline, self._digest, key)
+        address = readable_address(tensor) if self.reads else NOWHERE
+        is_same, is_common = self._arrive(tensor, deadline, self._digest, key, address)
         if not is_same:
             raise self._meeting.different_calls(self._call(tensor), deadline)
         return is_common
 
-    def _arrive(self, tensor: torch.Tensor, deadline: Deadline, digest: int = 0, key: int = NOWHERE) -> tuple[bool, bool]:
+    def _arrive(
+        self, tensor: torch.Tensor, deadline: Deadline, digest: int = 0, key: int = NOWHERE, address: int = NOWHERE
+    ) -> tuple[bool, bool]:
         """As `GroupMeeting.barrier`, and as `Board.arrive`."""
         try:
-            return self._board.arrive(deadline, digest, key)
+            return self._board.arrive(deadline, digest, key, address)
         except Exception as error:  # noqa: BLE001 - the meeting knows them all
             self._meeting.explain(error, self._call(tensor), deadline)
 
@@ -80,11 +98,15 @@ class PreparedExchange(Prepared):
         self._turns = [(shown[board.mine].data_ptr(), always_of(shown, op, tensor.dtype)) for shown in slots]
 
     def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
-        """Combine in place."""
+        """Combine in place: this rank's tensor is there before it meets the others."""
         mine, reduce = self._turns[(self._board.arrivals + 1) & 1]
         memmove(mine, tensor.data_ptr(), self._nbytes)
         self._meet(tensor, deadline)
         reduce(out=flat(tensor))
+
+    def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        """Meet once more."""
+        self(tensor, deadline)
 
 
 class PreparedSingleCopy(Prepared):
@@ -100,6 +122,8 @@ class PreparedSingleCopy(Prepared):
         otherwise: what to do where a rank says that its memory cannot be read.
     """
 
+    reads = True
+
     def __init__(
         self,
         board: Board,
@@ -114,10 +138,9 @@ class PreparedSingleCopy(Prepared):
         self._reduction = SlicedAllReduce(peers, board.mine, tensor.numel(), tensor.dtype, op)
         self._otherwise = otherwise
 
-    def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
-        """Combine in place."""
-        self._meet(tensor, deadline, readable_address(tensor))
-        addresses = self._board.keys()
+    def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        """Read what the others have, if all can be read."""
+        addresses = self._board.addresses()
         if NOWHERE in addresses:
             self._otherwise(flat(tensor), self._op, self._call(tensor), deadline)
         else:
@@ -143,18 +166,25 @@ class PreparedUnlessInWindow(Prepared):
         memory: NodeMemory,
         op: Reduction,
         call: Collective,
-        elsewhere: PreparedAllReduce,
+        elsewhere: Prepared,
     ) -> None:
         super().__init__(board, meeting, op, call)
         self._memory = memory
         self._elsewhere = elsewhere
+        self.reads = elsewhere.reads
 
     def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Combine in place."""
-        if self._memory.has_windows:
-            place = self._memory.find(tensor)
-            is_common = self._meet(tensor, deadline, NOWHERE if place is None else place.key)
-            if place is not None and is_common:
-                InWindow(place, lambda: self._arrive(tensor, deadline)).all_reduce(flat(tensor), self._op)
-                return
-        self._elsewhere(tensor, deadline)
+        if not self._memory.has_windows:
+            self._elsewhere(tensor, deadline)
+            return
+        place = self._memory.find(tensor)
+        is_common = self._meet(tensor, deadline, NOWHERE if place is None else place.key)
+        if place is not None and is_common:
+            InWindow(place, lambda: self._arrive(tensor, deadline)).all_reduce(flat(tensor), self._op)
+        else:
+            self.after_meeting(tensor, deadline)
+
+    def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        """It is in no window that all have."""
+        self._elsewhere.after_meeting(tensor, deadline)

@@ -45,9 +45,8 @@ class PreparedMPI(Prepared):
         self._datatype, self._native_op = native
         self._divisor = communicator.Get_size() if op is ReduceOp.AVG else 1
 
-    def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
-        """Combine in place."""
-        self._meet(tensor, deadline)
+    def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        """Let MPI do it."""
         arguments = MPI.IN_PLACE, (memory(tensor), self._numel, self._datatype), self._native_op
         if BLOCKS_WELL:
             try:

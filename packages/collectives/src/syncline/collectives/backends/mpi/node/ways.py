@@ -20,7 +20,7 @@ from .hierarchy import Hierarchy
 from .in_window import InWindow
 from .memory import NodeMemory
 from .peer_memory import PeerMemory, readable_address
-from .prepared import PreparedExchange, PreparedSingleCopy, PreparedUnlessInWindow
+from .prepared import Prepared, PreparedExchange, PreparedSingleCopy, PreparedUnlessInWindow
 from .single_copy import SingleCopy
 from .staging import STAGING_BYTES, Slots, Staged
 from .way import FullWay, Way
@@ -73,7 +73,7 @@ class Ways:
         self._most_exchanged = most_exchanged(hierarchy, crossovers)
 
     def of_reduction(self, tensor: torch.Tensor, native: Native, call: Collective, deadline: Deadline) -> Way | None:
-        """For an `all_reduce` or `reduce_scatter` on one node.
+        """For an `all_reduce` or `reduce_scatter` on one node. From `MEETING_BYTES` on the ranks have met, if it is none.
 
         Args:
             tensor: the larger one of the call.
@@ -81,16 +81,32 @@ class Ways:
             call: that one.
             deadline: of the call.
         """
-        way: Way | None = self.window(tensor, call, deadline)
-        if way is None and tensor.nbytes <= self._most_exchanged_in(native):
-            way = self._exchange(tensor.nbytes, call, deadline)
-        if way is None and tensor.nbytes >= self._least_single_copy(native):
-            way = self._single_copy(tensor, call, deadline)
-        return way or self.of_unreadable(tensor, native, call, deadline)
+        nbytes = tensor.nbytes
+        is_small = nbytes <= self._most_exchanged_in(native)
+        is_read = not is_small and nbytes >= self._least_single_copy(native)
+        addresses: list[int] = []
+        if self._may_be_in_window(nbytes) or is_read or (nbytes >= MEETING_BYTES and not is_small):
+            window = self._window(tensor, call, deadline, readable_address(tensor) if is_read else NOWHERE)
+            if window is not None:
+                return window
+            addresses = self._meeting.addresses() if is_read else []
+        if is_small:
+            exchange = self._exchange(nbytes, call, deadline)
+            if exchange is not None:
+                return exchange
+            if nbytes >= MEETING_BYTES:  # it was to be the meeting
+                self._meeting.meet(call, deadline)
+        if addresses:
+            single_copy = self._single_copy(addresses, call, deadline)
+            if single_copy is not None:
+                return single_copy
+        return self.of_unreadable(tensor, native, call, deadline)
 
     def of_unreadable(self, tensor: torch.Tensor, native: Native, call: Collective, deadline: Deadline) -> Way | None:
         """As `of_reduction`, for a large tensor that is in no window, and that others cannot read."""
-        return self._staged(call, deadline) if tensor.nbytes >= self._least_staged(native) else None
+        if tensor.nbytes < self._least_staged(native):
+            return None
+        return self._staged(call, deadline, has_met=tensor.nbytes >= MEETING_BYTES)
 
     def prepared_all_reduce(
         self,
@@ -99,7 +115,7 @@ class Ways:
         call: Collective,
         native: Native,
         otherwise: AllReduce,
-        by_mpi: Callable[[Board, GroupMeeting], PreparedAllReduce | None],
+        by_mpi: Callable[[Board, GroupMeeting], Prepared | None],
     ) -> PreparedAllReduce | None:
         """As `Transport.prepared_all_reduce`, on one node.
 
@@ -112,7 +128,7 @@ class Ways:
             by_mpi: prepares MPI for tensors like that, if possible, with a board and meetings of the group.
         """
         board, nbytes = self._meeting.board_if_made, tensor.nbytes
-        prepared: PreparedAllReduce | None = None
+        prepared: Prepared | None = None
         if board is None or nbytes == 0:
             return None
         if nbytes <= self._most_exchanged_in(native):
@@ -143,10 +159,15 @@ class Ways:
 
     def window(self, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> InWindow | None:
         """Where all ranks have the tensor, if in a window. Unless that is plain from its size, the ranks meet to know."""
-        if not self._memory.has_windows or tensor.nbytes < self._crossovers.window_bytes:
-            return None
+        return self._window(tensor, call, deadline, NOWHERE) if self._may_be_in_window(tensor.nbytes) else None
+
+    def _may_be_in_window(self, nbytes: int) -> bool:
+        return self._memory.has_windows and nbytes >= self._crossovers.window_bytes
+
+    def _window(self, tensor: torch.Tensor, call: Collective, deadline: Deadline, address: int) -> InWindow | None:
+        """As `window`, whatever the size. The ranks meet, and say where their tensors can be read."""
         place = self._memory.find(tensor)
-        is_common = self._meeting.meet(call, deadline, NOWHERE if place is None else place.key)
+        is_common = self._meeting.meet(call, deadline, NOWHERE if place is None else place.key, address)
         if place is None or not is_common:
             return None
         return InWindow(place, lambda: self._meeting.barrier(call, deadline))
@@ -164,12 +185,9 @@ class Ways:
             return None
         return Exchange(board, lambda: self._meeting.meet(call, deadline))
 
-    def _single_copy(self, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> SingleCopy | None:
+    def _single_copy(self, addresses: list[int], call: Collective, deadline: Deadline) -> SingleCopy | None:
         self._peers = peers = self._meeting.peers(call, deadline)
-        if peers is None:
-            return None
-        addresses = self._meeting.addresses(call, deadline, readable_address(tensor))
-        if NOWHERE in addresses:
+        if peers is None or NOWHERE in addresses:
             return None
         return SingleCopy(peers, self._rank, addresses, lambda: self._meeting.barrier(call, deadline))
 
@@ -185,9 +203,10 @@ class Ways:
     def _least_staged(self, native: Native) -> int:
         return self._crossovers.staged_bytes_not_native if native is Native.NOT else self._crossovers.staged_bytes
 
-    def _staged(self, call: Collective, deadline: Deadline) -> Staged | None:
+    def _staged(self, call: Collective, deadline: Deadline, *, has_met: bool) -> Staged | None:
         if self._may_stage:
-            self._meeting.meet(call, deadline)
+            if not has_met:
+                self._meeting.meet(call, deadline)
             if self._slots is None:
                 segment = self._memory.share(STAGING_BYTES, call, deadline)
                 self._slots = None if segment is None else Slots(segment)
