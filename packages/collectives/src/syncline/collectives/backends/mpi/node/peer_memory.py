@@ -19,9 +19,13 @@ _ALIGNMENT_BYTES = 64
 _LANDING_BYTES = (1 << 20) + (4 << 10)
 
 
+# Whether this torch was built for a device at all; to ask a tensor takes longer.
+_MAY_BE_PINNED = torch.accelerator.current_accelerator() is not None
+
+
 def readable_address(tensor: torch.Tensor) -> int:
     """Where other processes may read a tensor; `NOWHERE` if it is pinned for a device: that may lie where they cannot."""
-    return NOWHERE if tensor.is_pinned() else tensor.data_ptr()
+    return NOWHERE if _MAY_BE_PINNED and tensor.is_pinned() else tensor.data_ptr()
 
 
 class _Span(ctypes.Structure):

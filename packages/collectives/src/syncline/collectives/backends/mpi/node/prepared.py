@@ -20,6 +20,7 @@ from ....reduce_op import Reduction
 from ....reduction import always_of
 from ....transport import AllReduce
 from .board import NOWHERE, Board
+from .by_address import ByAddress, view_at
 from .in_window import InWindow
 from .peer_memory import PeerMemory, readable_address
 from .slice_reduction import SlicedAllReduce
@@ -94,15 +95,18 @@ class PreparedExchange(Prepared):
     def __init__(self, board: Board, meeting: GroupMeeting, tensor: torch.Tensor, op: Reduction, call: Collective) -> None:
         super().__init__(board, meeting, op, call)
         self._nbytes = tensor.nbytes
-        slots = [board.slots_at(turn, tensor.numel(), tensor.dtype) for turn in (0, 1)]
-        self._turns = [(shown[board.mine].data_ptr(), always_of(shown, op, tensor.dtype)) for shown in slots]
+        numel, dtype = tensor.numel(), tensor.dtype
+        self._flat = ByAddress(lambda address: view_at(address, numel, dtype))
+        slots = [board.slots_at(turn, numel, dtype) for turn in (0, 1)]
+        self._turns = [(shown[board.mine].data_ptr(), always_of(shown, op, dtype)) for shown in slots]
 
     def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Combine in place: this rank's tensor is there before it meets the others."""
         mine, reduce = self._turns[(self._board.arrivals + 1) & 1]
-        memmove(mine, tensor.data_ptr(), self._nbytes)
+        address = tensor.data_ptr()
+        memmove(mine, address, self._nbytes)
         self._meet(tensor, deadline)
-        reduce(out=flat(tensor))
+        reduce(out=tensor if tensor.dim() == 1 else self._flat[address])
 
     def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Meet once more."""
@@ -144,7 +148,7 @@ class PreparedSingleCopy(Prepared):
         if NOWHERE in addresses:
             self._otherwise(flat(tensor), self._op, self._call(tensor), deadline)
         else:
-            self._reduction.run(flat(tensor), addresses, lambda: self._arrive(tensor, deadline))
+            self._reduction.run(tensor, addresses, lambda: self._arrive(tensor, deadline))
 
 
 class PreparedUnlessInWindow(Prepared):

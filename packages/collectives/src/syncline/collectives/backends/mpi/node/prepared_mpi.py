@@ -8,10 +8,10 @@ from mpi4py import MPI
 from ....collective import Collective
 from ....deadline import Deadline
 from ....reduce_op import ReduceOp
-from ..datatypes import memory
 from ..library import mapped
 from ..transport import BLOCKS_WELL
 from .board import Board
+from .by_address import ByAddress
 from .group_meeting import GroupMeeting
 from .prepared import Prepared
 
@@ -41,13 +41,14 @@ class PreparedMPI(Prepared):
     ) -> None:
         super().__init__(board, meeting, op, call)
         self._communicator = communicator
-        self._numel = tensor.numel()
-        self._datatype, self._native_op = native
+        numel, nbytes = tensor.numel(), tensor.nbytes
+        datatype, self._native_op = native
+        self._specs = ByAddress(lambda address: (MPI.buffer.fromaddress(address, nbytes), numel, datatype))
         self._divisor = communicator.Get_size() if op is ReduceOp.AVG else 1
 
     def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Let MPI do it."""
-        arguments = MPI.IN_PLACE, (memory(tensor), self._numel, self._datatype), self._native_op
+        arguments = MPI.IN_PLACE, self._specs[tensor.data_ptr()], self._native_op
         if BLOCKS_WELL:
             try:
                 self._communicator.Allreduce(*arguments)

@@ -41,5 +41,6 @@ class SingleCopy(Way):
         """Reduce this rank's part."""
         start = self._mine * tensor.numel()
         stop = start + tensor.numel()
-        SliceReduction(self._peers, self._mine, start, stop, tensor.dtype, op).run(tensor, block[start:stop], self._addresses)
+        reduction = SliceReduction(self._peers, self._mine, start, stop, tensor.dtype, op)
+        reduction.run(reduction.plan(block.data_ptr(), tensor.data_ptr()), self._addresses)
         self._barrier()

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ....reduce_op import Reduction
-from ....reduction import reduce_into
+from ....reduction import always_of
+from .by_address import ByAddress, view_at
 from .peer_memory import PeerMemory
 from .slicing import chunks, slice_of
 
 # What is read at a time, of all together: when it is reduced it is still in the core's cache.
 CHUNK_BYTES = 1 << 20
+
+
+class _Chunk(NamedTuple):
+    """What is reduced at a time.
+
+    Attributes:
+        offset_bytes: where it begins in everybody's tensor.
+        nbytes: its size.
+        reads: from which rank to which address here.
+        reduce: combines what was read with what is here, into `out`.
+        out: where the result goes.
+    """
+
+    offset_bytes: int
+    nbytes: int
+    reads: list[tuple[int, int]]
+    reduce: Callable[..., object]
+    out: torch.Tensor
 
 
 class SliceReduction:
@@ -29,29 +49,40 @@ class SliceReduction:
 
     def __init__(self, peers: PeerMemory, mine: int, start: int, stop: int, dtype: torch.dtype, op: Reduction) -> None:
         self._peers = peers
+        self._mine = mine
+        self._start, self._stop = start, stop
+        self._dtype = dtype
         self._op = op
-        step = max(1, CHUNK_BYTES // (len(peers) * dtype.itemsize))
-        self._chunks = []
-        for begin, end in chunks(0, stop - start, step):
-            terms = peers.landing(end - begin, dtype)
-            reads = [(rank, terms[rank].data_ptr()) for rank in range(len(peers)) if rank != mine]
-            offset_bytes, nbytes = (start + begin) * dtype.itemsize, (end - begin) * dtype.itemsize
-            self._chunks.append((begin, end, offset_bytes, nbytes, reads, terms[:mine], terms[mine + 1 :]))
 
-    def run(self, out: torch.Tensor, own: torch.Tensor, addresses: Sequence[int]) -> None:
-        """Combine into `out`, which may be `own`: what this rank has there. Both are flat, from `start` to `stop`.
+    def plan(self, own: int, out: int) -> list[_Chunk]:
+        """What `run` does for a tensor that begins at address `own`, with the result at `out`, which may be the same place.
+
+        As `view_at` it keeps neither alive.
+        """
+        itemsize = self._dtype.itemsize
+        planned = []
+        for begin, end in chunks(0, self._stop - self._start, max(1, CHUNK_BYTES // (len(self._peers) * itemsize))):
+            offset_bytes = (self._start + begin) * itemsize
+            terms = self._peers.landing(end - begin, self._dtype)
+            reads = [(rank, term.data_ptr()) for rank, term in enumerate(terms) if rank != self._mine]
+            terms[self._mine] = view_at(own + offset_bytes, end - begin, self._dtype)
+            reduce = always_of(terms, self._op, self._dtype)
+            result = view_at(out + begin * itemsize, end - begin, self._dtype)
+            planned.append(_Chunk(offset_bytes, (end - begin) * itemsize, reads, reduce, result))
+        return planned
+
+    def run(self, planned: Sequence[_Chunk], addresses: Sequence[int]) -> None:
+        """Combine.
 
         Args:
-            out: the result.
-            own: only read, unless it is `out`.
-            addresses: where each rank's tensor begins, of which the indices are.
+            planned: of this rank's tensor.
+            addresses: where each rank's tensor begins.
         """
-        read, op, is_whole = self._peers.read, self._op, len(self._chunks) == 1
-        for begin, end, offset_bytes, nbytes, reads, before, after in self._chunks:
+        read = self._peers.read
+        for offset_bytes, nbytes, reads, reduce, out in planned:
             for rank, landing in reads:
                 read(rank, addresses[rank] + offset_bytes, landing, nbytes)
-            mine = own if is_whole else own[begin:end]
-            reduce_into(mine if out is own else out[begin:end], op, [*before, mine, *after])
+            reduce(out=out)
 
 
 class SlicedAllReduce:
@@ -68,8 +99,9 @@ class SlicedAllReduce:
     def __init__(self, peers: PeerMemory, mine: int, numel: int, dtype: torch.dtype, op: Reduction) -> None:
         size, itemsize = len(peers), dtype.itemsize
         self._peers = peers
-        self._start, self._stop = slice_of(numel, size, mine)
-        self._reduction = SliceReduction(peers, mine, self._start, self._stop, dtype, op)
+        start, stop = slice_of(numel, size, mine)
+        self._reduction = reduction = SliceReduction(peers, mine, start, stop, dtype, op)
+        self._plans = ByAddress(lambda address: reduction.plan(address, address + start * itemsize))
         slices = [(rank, *slice_of(numel, size, rank)) for rank in range(size) if rank != mine]
         self._fetched = [(rank, start * itemsize, (stop - start) * itemsize) for rank, start, stop in slices]
 
@@ -77,14 +109,14 @@ class SlicedAllReduce:
         """Combine in place.
 
         Args:
-            tensor: flat.
+            tensor: contiguous.
             addresses: where each rank has its tensor. They all are there, and nobody writes to them.
             barrier: of all ranks.
         """
-        own = tensor[self._start : self._stop]
-        self._reduction.run(own, own, addresses)
+        here = tensor.data_ptr()
+        self._reduction.run(self._plans[here], addresses)
         barrier()
-        here, read = tensor.data_ptr(), self._peers.read
+        read = self._peers.read
         for rank, offset_bytes, nbytes in self._fetched:
             read(rank, addresses[rank] + offset_bytes, here + offset_bytes, nbytes)
         barrier()
