@@ -138,11 +138,19 @@ def nodes() -> Iterator[Group]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node import across, in_window, node_transport, slice_reduction, staging
+    from syncline.collectives.backends.mpi.node import (
+        across,
+        in_window,
+        node_transport,
+        slice_reduction,
+        staging,
+        window_reduction,
+    )
 
     monkeypatch.setattr(node_transport, "SLOT_BYTES", 1 << 10)  # of groups that are made from now on
     monkeypatch.setattr(slice_reduction, "CHUNK_BYTES", 1 << 10)
     monkeypatch.setattr(in_window, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(window_reduction, "CHUNK_BYTES", 1 << 10)
     monkeypatch.setattr(staging, "SLOT_BYTES", 1 << 10)
     monkeypatch.setattr(across, "CROSSING_BYTES", 1 << 10)
 
@@ -186,7 +194,7 @@ def test_in_the_window(eager: Group, small_pieces: None) -> None:
     output = torch.zeros(1003)
     group.reduce_scatter_tensor(output, block.mul_(group.rank + 1))
     assert torch.equal(output, reduce_in_rank_order(ReduceOp.SUM, [terms[group.rank] * (r + 1) for r in range(group.size)]))
-    assert set(eager.ways) == {"InWindow" if group.size > 1 else "NoneType"}
+    assert set(eager.ways) == ({"InWindow", PREPARED} if group.size > 1 else {"NoneType"})
 
 
 def test_where_the_ranks_tensors_lie_is_agreed(eager: Group) -> None:
@@ -201,6 +209,7 @@ def test_where_the_ranks_tensors_lie_is_agreed(eager: Group) -> None:
         (edge[20:], "InWindow"),
     ):
         eager.ways.clear()
+        group._prepared.clear()
         terms = [noise(rank, 1000) for rank in range(group.size)]
         group.all_reduce(tensor.copy_(terms[group.rank]))
         assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms))
@@ -286,8 +295,8 @@ def test_windows_that_are_made_after_a_call_was_prepared_are_used(
     from syncline.collectives.backends.mpi.node import prepared
 
     in_window: list[object] = []
-    plain_way = prepared.InWindow
-    monkeypatch.setattr(prepared, "InWindow", lambda *arguments: in_window.append(arguments) or plain_way(*arguments))
+    run = prepared.WindowAllReduce.run
+    monkeypatch.setattr(prepared.WindowAllReduce, "run", lambda self: in_window.append(self) or run(self))
     made = Group(crossovers=SINGLE_COPY)
     group = made.group
     plain = torch.empty(numel)
@@ -303,6 +312,19 @@ def test_windows_that_are_made_after_a_call_was_prepared_are_used(
             group._prepared.clear()
         _sum_of_noise(group, tensor)
     group.close()
+
+
+@pytest.mark.parametrize("numel", [40_000, 200_000, 1_200_001])
+def test_what_was_prepared_in_windows_serves_tensors_elsewhere(numel: int) -> None:
+    """Also where the way that these take was never tried before."""
+    for crossovers in (SINGLE_COPY, WAYS["Staged"], replace(BY_MPI, window_bytes=1)):
+        group = Group(crossovers=crossovers).group
+        window = group.allocate(numel, torch.float32)
+        for tensor in (window, window, torch.empty(numel), torch.empty(numel), window):
+            _sum_of_noise(group, tensor)
+            if group.rank == 0:  # it meets ranks that are prepared
+                group._prepared.clear()
+        group.close()
 
 
 @pytest.mark.parametrize("numel", [300_001, 1_200_001])
@@ -360,7 +382,7 @@ def test_memory_that_one_rank_may_not_read_is_read_by_none(monkeypatch: pytest.M
         tensor = terms[group.rank].clone()
         group.all_reduce(tensor)
         assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms))
-    assert set(made.ways) == {"Staged" if group.size > 1 else "NoneType"}
+    assert set(made.ways) - {PREPARED} == {"Staged" if group.size > 1 else "NoneType"}
     group.close()
 
 
@@ -492,7 +514,7 @@ def test_without_memory_on_one_rank_all_use_mpi(
         for tensor in (*memories, torch.empty(100_000)):
             group.all_reduce(tensor.copy_(noise(group.rank, 100_000)))
             assert torch.allclose(tensor, torch.stack([noise(r, 100_000) for r in range(group.size)]).sum(0), atol=1e-5)
-    assert set(made.ways) == {"NoneType"}
+    assert set(made.ways) - {PREPARED} == {"NoneType"}
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (1 if group.rank == 0 and group.size > 1 else 0)
     assert not said or f"rank {culprit}: [Errno 12] no memory left" in said[0]
@@ -623,6 +645,7 @@ def test_buckets_of_ddp_lie_in_windows(eager: Group, as_view: bool) -> None:
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.002, gradient_as_bucket_view=as_view)
     for _ in range(3):
         eager.ways.clear()
+        group._prepared.clear()
         ddp(noise(group.rank, 80).view(2, 40)).square().sum().backward()
         buckets = ddp._reducer.buckets
         assert len(buckets) > 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
-from syncline.collectives.backends.mpi.node import in_window, slice_reduction, staging
+from syncline.collectives.backends.mpi.node import in_window, slice_reduction, staging, window_reduction
 from syncline.collectives.backends.mpi.node.board import Board, board_bytes, is_ordered
 from syncline.collectives.backends.mpi.node.exchange import Exchange
 from syncline.collectives.backends.mpi.node.in_window import InWindow
@@ -161,6 +161,7 @@ def _usable(name: str) -> str:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_window, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(window_reduction, "CHUNK_BYTES", 64)
     monkeypatch.setattr(staging, "SLOT_BYTES", 64)
     monkeypatch.setattr(slice_reduction, "CHUNK_BYTES", 64)
 

@@ -53,13 +53,18 @@ class GroupMeeting:
         self._is_one_node = hierarchy.nodes == 1
         self._board: Board | None = None
         self._peers: PeerMemory | None = None
-        self._may_have_peers = self._is_one_node
+        self._may_have_peers: bool = self._is_one_node
         self._may_have_board = hierarchy.shares_memory and hierarchy.is_ordered
 
     @property
     def board_if_made(self) -> Board | None:
         """That of this node, if the ranks have met there before."""
         return self._board
+
+    @property
+    def may_have_peers(self) -> bool:
+        """Whether the ranks read one another's memory, or have not tried yet; the same on all ranks."""
+        return self._may_have_peers
 
     def board(self, call: Collective, deadline: Deadline) -> Board | None:
         """That of this node. All ranks of the group call it at the same point of their order of collectives."""

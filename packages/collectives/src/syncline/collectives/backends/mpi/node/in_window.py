@@ -8,12 +8,10 @@ import torch
 
 from ....reduce_op import Reduction
 from ....reduction import reduce_into
-from .slicing import chunks, slice_of
+from .slicing import chunks
 from .way import Barrier, FullWay
+from .window_reduction import CHUNK_BYTES, WindowAllReduce
 from .windows import Place
-
-# What is reduced before it is handed out: the result is then still in the cache.
-CHUNK_BYTES = 256 << 10
 
 
 class InWindow(FullWay):
@@ -44,10 +42,7 @@ class InWindow(FullWay):
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Reduce this rank's slice for everybody."""
-        start, stop = slice_of(tensor.numel(), self._size, self._mine)
-        for terms in self.terms(tensor, start, stop, CHUNK_BYTES):
-            reduce_into(terms[self._mine], op, terms)
-            self.hand_out(terms)
+        WindowAllReduce(self._place, tensor.numel(), tensor.dtype, op).run()
         self._barrier()
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction) -> None:

@@ -103,7 +103,9 @@ class NodeTransport(MPITransport):
             return PreparedMPI(board, meeting, self._communicator, tensor, op, native, call)
 
         native = self._how_native(tensor, op)
-        return self._ways.prepared_all_reduce(tensor, op, call, native, self._all_reduce_unreadable, by_mpi)
+        return self._ways.prepared_all_reduce(
+            tensor, op, call, native, self.all_reduce, self._all_reduce_elsewhere, self._all_reduce_unreadable, by_mpi
+        )
 
     def reduce_scatter(
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
@@ -145,6 +147,10 @@ class NodeTransport(MPITransport):
         if self._native(tensor, op) is None:
             return Native.NOT
         return Native.FAST if REDUCES_FAST else Native.USUAL
+
+    def _all_reduce_elsewhere(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        way = self._ways.of_elsewhere(tensor, self._how_native(tensor, op), call, deadline)
+        self._all_reduce_by(way, tensor, op, call, deadline)
 
     def _all_reduce_unreadable(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         way = self._ways.of_unreadable(tensor, self._how_native(tensor, op), call, deadline)

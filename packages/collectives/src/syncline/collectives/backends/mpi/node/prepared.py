@@ -20,10 +20,10 @@ from ....reduce_op import Reduction
 from ....reduction import always_of
 from ....transport import AllReduce
 from .board import NOWHERE, Board
-from .by_address import ByAddress, view_at
-from .in_window import InWindow
+from .kept import Kept, view_at
 from .peer_memory import PeerMemory, readable_address
 from .slice_reduction import SlicedAllReduce
+from .window_reduction import WindowAllReduce
 
 if TYPE_CHECKING:
     from .group_meeting import GroupMeeting
@@ -95,8 +95,8 @@ class PreparedExchange(Prepared):
     def __init__(self, board: Board, meeting: GroupMeeting, tensor: torch.Tensor, op: Reduction, call: Collective) -> None:
         super().__init__(board, meeting, op, call)
         self._nbytes = tensor.nbytes
-        numel, dtype = tensor.numel(), tensor.dtype
-        self._flat = ByAddress(lambda address: view_at(address, numel, dtype))
+        self._numel, self._dtype = numel, dtype = tensor.numel(), tensor.dtype
+        self._flat: Kept[torch.Tensor] = Kept()
         slots = [board.slots_at(turn, numel, dtype) for turn in (0, 1)]
         self._turns = [(shown[board.mine].data_ptr(), always_of(shown, op, dtype)) for shown in slots]
 
@@ -106,7 +106,10 @@ class PreparedExchange(Prepared):
         address = tensor.data_ptr()
         memmove(mine, address, self._nbytes)
         self._meet(tensor, deadline)
-        reduce(out=tensor if tensor.dim() == 1 else self._flat[address])
+        if tensor.dim() != 1:
+            out = self._flat.get(address)
+            tensor = self._flat.keep(address, view_at(address, self._numel, self._dtype)) if out is None else out
+        reduce(out=tensor)
 
     def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Meet once more."""
@@ -151,6 +154,44 @@ class PreparedSingleCopy(Prepared):
             self._reduction.run(tensor, addresses, lambda: self._arrive(tensor, deadline))
 
 
+class Unprepared(Prepared):
+    """Decides at each call what to do, as soon as the ranks have met.
+
+    Args:
+        board: of all ranks of the group.
+        meeting: of the group.
+        op: the reduction.
+        call: one like those to come.
+        anywhere: does it.
+        elsewhere: does it after the meeting.
+        reads: see `Prepared`.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        meeting: GroupMeeting,
+        op: Reduction,
+        call: Collective,
+        anywhere: AllReduce,
+        elsewhere: AllReduce,
+        *,
+        reads: bool,
+    ) -> None:
+        super().__init__(board, meeting, op, call)
+        self._anywhere = anywhere
+        self._elsewhere = elsewhere
+        self.reads = reads
+
+    def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        """Combine in place, with the meeting that it takes."""
+        self._anywhere(flat(tensor), self._op, self._call(tensor), deadline)
+
+    def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        """The rest."""
+        self._elsewhere(flat(tensor), self._op, self._call(tensor), deadline)
+
+
 class PreparedUnlessInWindow(Prepared):
     """Looks, as soon as the group has windows, whether all ranks have the tensor in one; it is reduced there then.
 
@@ -176,6 +217,7 @@ class PreparedUnlessInWindow(Prepared):
         self._memory = memory
         self._elsewhere = elsewhere
         self.reads = elsewhere.reads
+        self._in_windows: Kept[WindowAllReduce] = Kept()
 
     def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Combine in place."""
@@ -185,7 +227,12 @@ class PreparedUnlessInWindow(Prepared):
         place = self._memory.find(tensor)
         is_common = self._meet(tensor, deadline, NOWHERE if place is None else place.key)
         if place is not None and is_common:
-            InWindow(place, lambda: self._arrive(tensor, deadline)).all_reduce(flat(tensor), self._op)
+            reduction = self._in_windows.get(place.key)
+            if reduction is None:
+                made = WindowAllReduce(place, tensor.numel(), tensor.dtype, self._op)
+                reduction = self._in_windows.keep(place.key, made)
+            reduction.run()
+            self._arrive(tensor, deadline)
         else:
             self.after_meeting(tensor, deadline)
 

@@ -11,8 +11,8 @@ from ....reduce_op import ReduceOp
 from ..library import mapped
 from ..transport import BLOCKS_WELL
 from .board import Board
-from .by_address import ByAddress
 from .group_meeting import GroupMeeting
+from .kept import Kept
 from .prepared import Prepared
 
 
@@ -41,14 +41,18 @@ class PreparedMPI(Prepared):
     ) -> None:
         super().__init__(board, meeting, op, call)
         self._communicator = communicator
-        numel, nbytes = tensor.numel(), tensor.nbytes
-        datatype, self._native_op = native
-        self._specs = ByAddress(lambda address: (MPI.buffer.fromaddress(address, nbytes), numel, datatype))
+        self._numel, self._nbytes = tensor.numel(), tensor.nbytes
+        self._datatype, self._native_op = native
+        self._specs: Kept[tuple[MPI.buffer, int, MPI.Datatype]] = Kept()
         self._divisor = communicator.Get_size() if op is ReduceOp.AVG else 1
 
     def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Let MPI do it."""
-        arguments = MPI.IN_PLACE, self._specs[tensor.data_ptr()], self._native_op
+        address = tensor.data_ptr()
+        spec = self._specs.get(address)
+        if spec is None:
+            spec = self._specs.keep(address, (MPI.buffer.fromaddress(address, self._nbytes), self._numel, self._datatype))
+        arguments = MPI.IN_PLACE, spec, self._native_op
         if BLOCKS_WELL:
             try:
                 self._communicator.Allreduce(*arguments)

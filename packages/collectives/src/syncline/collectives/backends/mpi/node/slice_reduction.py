@@ -9,7 +9,7 @@ import torch
 
 from ....reduce_op import Reduction
 from ....reduction import always_of
-from .by_address import ByAddress, view_at
+from .kept import Kept, view_at
 from .peer_memory import PeerMemory
 from .slicing import chunks, slice_of
 
@@ -100,8 +100,9 @@ class SlicedAllReduce:
         size, itemsize = len(peers), dtype.itemsize
         self._peers = peers
         start, stop = slice_of(numel, size, mine)
-        self._reduction = reduction = SliceReduction(peers, mine, start, stop, dtype, op)
-        self._plans = ByAddress(lambda address: reduction.plan(address, address + start * itemsize))
+        self._reduction = SliceReduction(peers, mine, start, stop, dtype, op)
+        self._offset_bytes = start * itemsize
+        self._plans: Kept[list[_Chunk]] = Kept()
         slices = [(rank, *slice_of(numel, size, rank)) for rank in range(size) if rank != mine]
         self._fetched = [(rank, start * itemsize, (stop - start) * itemsize) for rank, start, stop in slices]
 
@@ -114,7 +115,10 @@ class SlicedAllReduce:
             barrier: of all ranks.
         """
         here = tensor.data_ptr()
-        self._reduction.run(self._plans[here], addresses)
+        plan = self._plans.get(here)
+        if plan is None:
+            plan = self._plans.keep(here, self._reduction.plan(here, here + self._offset_bytes))
+        self._reduction.run(plan, addresses)
         barrier()
         read = self._peers.read
         for rank, offset_bytes, nbytes in self._fetched:

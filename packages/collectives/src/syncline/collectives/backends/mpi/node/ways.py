@@ -20,7 +20,7 @@ from .hierarchy import Hierarchy
 from .in_window import InWindow
 from .memory import NodeMemory
 from .peer_memory import PeerMemory, readable_address
-from .prepared import Prepared, PreparedExchange, PreparedSingleCopy, PreparedUnlessInWindow
+from .prepared import Prepared, PreparedExchange, PreparedSingleCopy, PreparedUnlessInWindow, Unprepared
 from .single_copy import SingleCopy
 from .staging import STAGING_BYTES, Slots, Staged
 from .way import FullWay, Way
@@ -82,15 +82,18 @@ class Ways:
             deadline: of the call.
         """
         nbytes = tensor.nbytes
-        is_small = nbytes <= self._most_exchanged_in(native)
-        is_read = not is_small and nbytes >= self._least_single_copy(native)
-        addresses: list[int] = []
+        is_small, is_read = self._is_small(nbytes, native), self._is_read(nbytes, native)
         if self._may_be_in_window(nbytes) or is_read or (nbytes >= MEETING_BYTES and not is_small):
             window = self._window(tensor, call, deadline, readable_address(tensor) if is_read else NOWHERE)
             if window is not None:
                 return window
-            addresses = self._meeting.addresses() if is_read else []
-        if is_small:
+        return self.of_elsewhere(tensor, native, call, deadline)
+
+    def of_elsewhere(self, tensor: torch.Tensor, native: Native, call: Collective, deadline: Deadline) -> Way | None:
+        """As `of_reduction`, for a tensor that is in no window, after the meeting that there is for its size."""
+        nbytes = tensor.nbytes
+        addresses = self._meeting.addresses() if self._is_read(nbytes, native) else []
+        if self._is_small(nbytes, native):
             exchange = self._exchange(nbytes, call, deadline)
             if exchange is not None:
                 return exchange
@@ -114,7 +117,9 @@ class Ways:
         op: Reduction,
         call: Collective,
         native: Native,
-        otherwise: AllReduce,
+        anywhere: AllReduce,
+        elsewhere: AllReduce,
+        unreadable: AllReduce,
         by_mpi: Callable[[Board, GroupMeeting], Prepared | None],
     ) -> PreparedAllReduce | None:
         """As `Transport.prepared_all_reduce`, on one node.
@@ -124,22 +129,27 @@ class Ways:
             op: as there.
             call: as there.
             native: how MPI would do it itself.
-            otherwise: does it for a tensor that is in no window, and that others cannot read.
+            anywhere: does it unprepared.
+            elsewhere: the same for a tensor that is in no window, after the meeting.
+            unreadable: the same for one that others cannot read either.
             by_mpi: prepares MPI for tensors like that, if possible, with a board and meetings of the group.
         """
         board, nbytes = self._meeting.board_if_made, tensor.nbytes
         prepared: Prepared | None = None
         if board is None or nbytes == 0:
             return None
-        if nbytes <= self._most_exchanged_in(native):
+        is_read = self._is_read(nbytes, native)
+        if self._is_small(nbytes, native):
             if nbytes <= board.slot_bytes:
                 prepared = PreparedExchange(board, self._meeting, tensor, op, call)
-        elif self._peers is not None and nbytes >= self._least_single_copy(native):
-            prepared = PreparedSingleCopy(board, self._meeting, self._peers, tensor, op, call, otherwise)
-        elif nbytes < self._least_staged(native):
+        elif is_read and self._peers is not None:
+            prepared = PreparedSingleCopy(board, self._meeting, self._peers, tensor, op, call, unreadable)
+        elif nbytes < self._least_staged(native) and not (is_read and self._meeting.may_have_peers):
             prepared = by_mpi(board, self._meeting)
-        if prepared is None or nbytes < self._crossovers.window_bytes:
+        if nbytes < self._crossovers.window_bytes:
             return prepared
+        if prepared is None:
+            prepared = Unprepared(board, self._meeting, op, call, anywhere, elsewhere, reads=is_read)
         return PreparedUnlessInWindow(board, self._meeting, self._memory, op, call, prepared)
 
     def of_move(self, tensor: torch.Tensor, shown_bytes: int, call: Collective, deadline: Deadline) -> FullWay | None:
@@ -190,6 +200,12 @@ class Ways:
         if peers is None or NOWHERE in addresses:
             return None
         return SingleCopy(peers, self._rank, addresses, lambda: self._meeting.barrier(call, deadline))
+
+    def _is_small(self, nbytes: int, native: Native) -> bool:
+        return nbytes <= self._most_exchanged_in(native)
+
+    def _is_read(self, nbytes: int, native: Native) -> bool:
+        return nbytes >= self._least_single_copy(native) and not self._is_small(nbytes, native)
 
     def _most_exchanged_in(self, native: Native) -> int:
         if native is not Native.FAST:

@@ -1,0 +1,67 @@
+"""All-reducing a tensor in a window: planned beforehand, for one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import memmove
+from typing import NamedTuple
+
+import torch
+
+from ....reduce_op import Reduction
+from ....reduction import always_of
+from .kept import view_at
+from .slicing import chunks, slice_of
+from .windows import Place
+
+# What is reduced before it is handed out: the result is then still in the cache.
+CHUNK_BYTES = 256 << 10
+
+
+class _Chunk(NamedTuple):
+    """What is reduced at a time.
+
+    Attributes:
+        reduce: combines everybody's terms, into `out`.
+        out: this rank's.
+        source: where that is.
+        targets: where the other ranks want it.
+        nbytes: its size.
+    """
+
+    reduce: Callable[..., object]
+    out: torch.Tensor
+    source: int
+    targets: list[int]
+    nbytes: int
+
+
+class WindowAllReduce:
+    """One rank's part of an `all_reduce` in a window; see Note [Slices] in `in_window`. It keeps no window alive.
+
+    Args:
+        place: of the tensor.
+        numel: of the tensor.
+        dtype: of the tensor.
+        op: the reduction.
+    """
+
+    def __init__(self, place: Place, numel: int, dtype: torch.dtype, op: Reduction) -> None:
+        segment = place.segment
+        first = segment.address() - segment.offset_of(segment.mine) + place.offset_bytes
+        begins = [first + segment.offset_of(part) for part in range(segment.parts)]
+        start, stop = slice_of(numel, segment.parts, segment.mine)
+        self._chunks = []
+        for begin, end in chunks(start, stop, max(1, CHUNK_BYTES // dtype.itemsize)):
+            addresses = [address + begin * dtype.itemsize for address in begins]
+            terms = [view_at(address, end - begin, dtype) for address in addresses]
+            out, source = terms[segment.mine], addresses.pop(segment.mine)
+            reduce = always_of(terms, op, dtype)
+            self._chunks.append(_Chunk(reduce, out, source, addresses, (end - begin) * dtype.itemsize))
+
+    def run(self) -> None:
+        """Reduce this rank's slice for everybody. All ranks have met; a barrier must follow."""
+        for reduce, out, source, targets, nbytes in self._chunks:
+            reduce(out=out)
+            for target in targets:
+                memmove(target, source, nbytes)
