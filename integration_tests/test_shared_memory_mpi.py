@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -94,13 +95,13 @@ class Group:
             return way
 
         setattr(chooser, name, recording)
-        prepare = chooser.prepared_all_reduce
+        prepare = self.transport.prepared_all_reduce
 
         def recording_prepared(*arguments: Any) -> Any:
             prepared = prepare(*arguments)
             return prepared and functools.partial(self._run_prepared, prepared)
 
-        chooser.prepared_all_reduce = recording_prepared  # type: ignore[method-assign]
+        self.transport.prepared_all_reduce = recording_prepared  # type: ignore[method-assign]
 
     def _run_prepared(self, prepared: Any, tensor: torch.Tensor, deadline: Any) -> None:
         self.ways.append(PREPARED)
@@ -368,6 +369,21 @@ def test_prepared_calls_that_differ_are_told_apart(numel: int) -> None:
         group.abort()
     else:
         group.close()
+
+
+@pytest.mark.parametrize("numel", [5, 40_000, 1_200_001])
+@pytest.mark.parametrize("in_window", [False, True])
+def test_what_is_kept_for_the_next_call_keeps_no_tensor(numel: int, in_window: bool) -> None:
+    made = Group(crossovers=replace(SINGLE_COPY, window_bytes=1))
+    group = made.group
+    tensor = group.allocate(numel, torch.float32) if in_window else torch.empty(numel)
+    for _ in range(3):
+        _sum_of_noise(group, tensor)
+    kept = weakref.ref(tensor)
+    del tensor
+    assert kept() is None
+    assert len(made.transport._memory.windows) == 0
+    group.close()
 
 
 def test_memory_that_one_rank_may_not_read_is_read_by_none(monkeypatch: pytest.MonkeyPatch) -> None:

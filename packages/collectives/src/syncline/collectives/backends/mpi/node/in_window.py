@@ -10,8 +10,11 @@ from ....reduce_op import Reduction
 from ....reduction import reduce_into
 from .slicing import chunks
 from .way import Barrier, FullWay
-from .window_reduction import CHUNK_BYTES, WindowAllReduce
+from .window_reduction import WindowAllReduce
 from .windows import Place
+
+# What is reduced at a time.
+CHUNK_BYTES = 256 << 10
 
 
 class InWindow(FullWay):

@@ -22,6 +22,7 @@ from .hierarchy import Hierarchy, SplitByNode, split_by_node
 from .in_window import InWindow
 from .memory import NodeMemory
 from .prepared_mpi import PreparedMPI
+from .preparing import Preparing, Unhurried
 from .way import Way
 from .ways import Native, Ways, most_exchanged
 
@@ -66,6 +67,8 @@ class NodeTransport(MPITransport):
         )
         self._has_met = False  # for the collective that MPI does next
         self._ways = Ways(self._hierarchy, self._memory, self._group_meeting, self._crossovers)
+        unhurried = Unhurried(self.all_reduce, self._all_reduce_elsewhere, self._all_reduce_unreadable, self._prepared_mpi)
+        self._preparing = Preparing(self._ways, self._memory, self._group_meeting, self._crossovers, unhurried)
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
         """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""
@@ -91,21 +94,8 @@ class NodeTransport(MPITransport):
         super().all_reduce(tensor, op, call, deadline)
 
     def prepared_all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce | None:
-        """On one node, of what is exchanged or read where it is."""
-        if not self._is_one_node:
-            return None
-
-        def by_mpi(board: Board, meeting: GroupMeeting) -> PreparedMPI | None:
-            native = self._native(tensor, op)
-            # Smaller ones do not meet.
-            if native is None or isinstance(op, PremulSum) or not MEETING_BYTES <= tensor.nbytes <= PIECE_BYTES:
-                return None
-            return PreparedMPI(board, meeting, self._communicator, tensor, op, native, call)
-
-        native = self._how_native(tensor, op)
-        return self._ways.prepared_all_reduce(
-            tensor, op, call, native, self.all_reduce, self._all_reduce_elsewhere, self._all_reduce_unreadable, by_mpi
-        )
+        """On one node."""
+        return self._preparing.prepared(tensor, op, self._how_native(tensor, op), call) if self._is_one_node else None
 
     def reduce_scatter(
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
@@ -147,6 +137,15 @@ class NodeTransport(MPITransport):
         if self._native(tensor, op) is None:
             return Native.NOT
         return Native.FAST if REDUCES_FAST else Native.USUAL
+
+    def _prepared_mpi(
+        self, board: Board, meeting: GroupMeeting, tensor: torch.Tensor, op: Reduction, call: Collective
+    ) -> PreparedMPI | None:
+        native = self._native(tensor, op)
+        # Smaller ones do not meet.
+        if native is None or isinstance(op, PremulSum) or not MEETING_BYTES <= tensor.nbytes <= PIECE_BYTES:
+            return None
+        return PreparedMPI(board, meeting, self._communicator, tensor, op, native, call)
 
     def _all_reduce_elsewhere(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         way = self._ways.of_elsewhere(tensor, self._how_native(tensor, op), call, deadline)

@@ -8,6 +8,7 @@ same.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from ctypes import memmove
 from typing import TYPE_CHECKING
 
@@ -202,6 +203,7 @@ class PreparedUnlessInWindow(Prepared):
         op: the reduction.
         call: one like those to come.
         elsewhere: what to do with tensors that are in none.
+        prepare_elsewhere: tries to find something better than `Unprepared` for that, when it has succeeded once.
     """
 
     def __init__(
@@ -212,9 +214,11 @@ class PreparedUnlessInWindow(Prepared):
         op: Reduction,
         call: Collective,
         elsewhere: Prepared,
+        prepare_elsewhere: Callable[[torch.Tensor, Collective], Prepared | None],
     ) -> None:
         super().__init__(board, meeting, op, call)
         self._memory = memory
+        self._prepare_elsewhere = prepare_elsewhere
         self._elsewhere = elsewhere
         self.reads = elsewhere.reads
         self._in_windows: Kept[WindowAllReduce] = Kept()
@@ -223,6 +227,7 @@ class PreparedUnlessInWindow(Prepared):
         """Combine in place."""
         if not self._memory.has_windows:
             self._elsewhere(tensor, deadline)
+            self._find_better(tensor)
             return
         place = self._memory.find(tensor)
         is_common = self._meet(tensor, deadline, NOWHERE if place is None else place.key)
@@ -239,3 +244,8 @@ class PreparedUnlessInWindow(Prepared):
     def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """It is in no window that all have."""
         self._elsewhere.after_meeting(tensor, deadline)
+        self._find_better(tensor)
+
+    def _find_better(self, tensor: torch.Tensor) -> None:
+        if type(self._elsewhere) is Unprepared:
+            self._elsewhere = self._prepare_elsewhere(tensor, self._call(tensor)) or self._elsewhere

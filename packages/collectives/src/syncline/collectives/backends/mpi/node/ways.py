@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 
 import torch
 
 from ....collective import Collective
 from ....crossovers import Crossovers
 from ....deadline import Deadline
-from ....reduce_op import Reduction
-from ....transport import AllReduce, PreparedAllReduce
 from ..transport import MEETING_BYTES
-from .board import NOWHERE, Board
+from .board import NOWHERE
 from .exchange import MOST_RANKS, Exchange
 from .group_meeting import GroupMeeting
 from .hierarchy import Hierarchy
 from .in_window import InWindow
 from .memory import NodeMemory
 from .peer_memory import PeerMemory, readable_address
-from .prepared import Prepared, PreparedExchange, PreparedSingleCopy, PreparedUnlessInWindow, Unprepared
 from .single_copy import SingleCopy
 from .staging import STAGING_BYTES, Slots, Staged
 from .way import FullWay, Way
@@ -82,7 +78,7 @@ class Ways:
             deadline: of the call.
         """
         nbytes = tensor.nbytes
-        is_small, is_read = self._is_small(nbytes, native), self._is_read(nbytes, native)
+        is_small, is_read = self.is_small(nbytes, native), self.is_read(nbytes, native)
         if self._may_be_in_window(nbytes) or is_read or (nbytes >= MEETING_BYTES and not is_small):
             window = self._window(tensor, call, deadline, readable_address(tensor) if is_read else NOWHERE)
             if window is not None:
@@ -92,8 +88,8 @@ class Ways:
     def of_elsewhere(self, tensor: torch.Tensor, native: Native, call: Collective, deadline: Deadline) -> Way | None:
         """As `of_reduction`, for a tensor that is in no window, after the meeting that there is for its size."""
         nbytes = tensor.nbytes
-        addresses = self._meeting.addresses() if self._is_read(nbytes, native) else []
-        if self._is_small(nbytes, native):
+        addresses = self._meeting.addresses() if self.is_read(nbytes, native) else []
+        if self.is_small(nbytes, native):
             exchange = self._exchange(nbytes, call, deadline)
             if exchange is not None:
                 return exchange
@@ -107,50 +103,9 @@ class Ways:
 
     def of_unreadable(self, tensor: torch.Tensor, native: Native, call: Collective, deadline: Deadline) -> Way | None:
         """As `of_reduction`, for a large tensor that is in no window, and that others cannot read."""
-        if tensor.nbytes < self._least_staged(native):
+        if not self.is_staged(tensor.nbytes, native):
             return None
         return self._staged(call, deadline, has_met=tensor.nbytes >= MEETING_BYTES)
-
-    def prepared_all_reduce(
-        self,
-        tensor: torch.Tensor,
-        op: Reduction,
-        call: Collective,
-        native: Native,
-        anywhere: AllReduce,
-        elsewhere: AllReduce,
-        unreadable: AllReduce,
-        by_mpi: Callable[[Board, GroupMeeting], Prepared | None],
-    ) -> PreparedAllReduce | None:
-        """As `Transport.prepared_all_reduce`, on one node.
-
-        Args:
-            tensor: as there.
-            op: as there.
-            call: as there.
-            native: how MPI would do it itself.
-            anywhere: does it unprepared.
-            elsewhere: the same for a tensor that is in no window, after the meeting.
-            unreadable: the same for one that others cannot read either.
-            by_mpi: prepares MPI for tensors like that, if possible, with a board and meetings of the group.
-        """
-        board, nbytes = self._meeting.board_if_made, tensor.nbytes
-        prepared: Prepared | None = None
-        if board is None or nbytes == 0:
-            return None
-        is_read = self._is_read(nbytes, native)
-        if self._is_small(nbytes, native):
-            if nbytes <= board.slot_bytes:
-                prepared = PreparedExchange(board, self._meeting, tensor, op, call)
-        elif is_read and self._peers is not None:
-            prepared = PreparedSingleCopy(board, self._meeting, self._peers, tensor, op, call, unreadable)
-        elif nbytes < self._least_staged(native) and not (is_read and self._meeting.may_have_peers):
-            prepared = by_mpi(board, self._meeting)
-        if nbytes < self._crossovers.window_bytes:
-            return prepared
-        if prepared is None:
-            prepared = Unprepared(board, self._meeting, op, call, anywhere, elsewhere, reads=is_read)
-        return PreparedUnlessInWindow(board, self._meeting, self._memory, op, call, prepared)
 
     def of_move(self, tensor: torch.Tensor, shown_bytes: int, call: Collective, deadline: Deadline) -> FullWay | None:
         """For a `broadcast` or `all_gather` on one node.
@@ -182,6 +137,11 @@ class Ways:
             return None
         return InWindow(place, lambda: self._meeting.barrier(call, deadline))
 
+    @property
+    def peers(self) -> PeerMemory | None:
+        """The memory of all ranks, once something was read."""
+        return self._peers
+
     def forget(self) -> None:
         """Give back what is kept for the next call."""
         self._slots = self._peers = None
@@ -201,11 +161,13 @@ class Ways:
             return None
         return SingleCopy(peers, self._rank, addresses, lambda: self._meeting.barrier(call, deadline))
 
-    def _is_small(self, nbytes: int, native: Native) -> bool:
+    def is_small(self, nbytes: int, native: Native) -> bool:
+        """Whether a reduction of that size is exchanged."""
         return nbytes <= self._most_exchanged_in(native)
 
-    def _is_read(self, nbytes: int, native: Native) -> bool:
-        return nbytes >= self._least_single_copy(native) and not self._is_small(nbytes, native)
+    def is_read(self, nbytes: int, native: Native) -> bool:
+        """Whether what a reduction of that size needs is read where it is, if that can be."""
+        return nbytes >= self._least_single_copy(native) and not self.is_small(nbytes, native)
 
     def _most_exchanged_in(self, native: Native) -> int:
         if native is not Native.FAST:
@@ -215,6 +177,10 @@ class Ways:
     def _least_single_copy(self, native: Native) -> int:
         crossovers = self._crossovers
         return self._size * (crossovers.single_copy_bytes_fast_mpi if native is Native.FAST else crossovers.single_copy_bytes)
+
+    def is_staged(self, nbytes: int, native: Native) -> bool:
+        """Whether a reduction of that size is staged, if what it needs cannot be read."""
+        return nbytes >= self._least_staged(native)
 
     def _least_staged(self, native: Native) -> int:
         return self._crossovers.staged_bytes_not_native if native is Native.NOT else self._crossovers.staged_bytes

@@ -14,8 +14,9 @@ from .kept import view_at
 from .slicing import chunks, slice_of
 from .windows import Place
 
-# What is reduced before it is handed out: the result is then still in the cache.
-CHUNK_BYTES = 256 << 10
+# What is reduced before it is handed out, of all ranks together: much of the result is then still in the cache. Measured with
+# caches of 2 MiB for each core, 25 MiB: in chunks of 512 KiB 2,930 us, 1 MiB 2,840, 2 MiB 2,600, 4 MiB and more 2,700.
+CHUNK_BYTES = 2 << 20
 
 
 class _Chunk(NamedTuple):
@@ -52,7 +53,7 @@ class WindowAllReduce:
         begins = [first + segment.offset_of(part) for part in range(segment.parts)]
         start, stop = slice_of(numel, segment.parts, segment.mine)
         self._chunks = []
-        for begin, end in chunks(start, stop, max(1, CHUNK_BYTES // dtype.itemsize)):
+        for begin, end in chunks(start, stop, max(1, CHUNK_BYTES // (segment.parts * dtype.itemsize))):
             addresses = [address + begin * dtype.itemsize for address in begins]
             terms = [view_at(address, end - begin, dtype) for address in addresses]
             out, source = terms[segment.mine], addresses.pop(segment.mine)
