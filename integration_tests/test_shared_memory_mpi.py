@@ -328,6 +328,23 @@ def test_what_was_prepared_in_windows_serves_tensors_elsewhere(numel: int) -> No
         group.close()
 
 
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.PREMUL_SUM])
+@pytest.mark.parametrize("numel", [8, 40_000, 200_000])
+def test_what_is_prepared_reduces_as_ever(op: ReduceOp, numel: int) -> None:
+    """In windows and elsewhere, by MPI and otherwise; tensors of two dimensions; and autograd sees that they were written."""
+    made = Group(crossovers=replace(SINGLE_COPY, window_bytes=1024)), Group(crossovers=BY_MPI)
+    for group in (one.group for one in made):
+        for tensor in (group.allocate(numel, torch.float32).view(2, -1), torch.empty(2, numel // 2), torch.empty(numel)):
+            for number in range(3):
+                terms = [whole(rank + number, numel, torch.float32).view(tensor.shape) for rank in range(group.size)]
+                version = tensor.copy_(terms[group.rank])._version
+                group.all_reduce(tensor, reduction(op))
+                assert torch.allclose(tensor, reduce_in_rank_order(reduction(op), terms))
+                assert tensor._version > version
+        group.close()
+    assert made[0].ways.count(PREPARED) >= (6 if made[0].group.size > 1 and op is not ReduceOp.PREMUL_SUM else 0)
+
+
 @pytest.mark.parametrize("numel", [300_001, 1_200_001])
 def test_what_no_other_rank_may_read_goes_another_way(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank's tensor is pinned for a device: at the first call, or at a prepared one, or both."""
@@ -626,14 +643,9 @@ def _delay_meetings(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> N
     """Before and after ranks meet: that is, also in the middle of collectives."""
     from syncline.collectives.backends.mpi.meeting import Meeting
     from syncline.collectives.backends.mpi.node.group_meeting import GroupMeeting
-    from syncline.collectives.backends.mpi.node.prepared import PreparedExchange, PreparedSingleCopy
+    from syncline.collectives.backends.mpi.node.prepared import Prepared
 
-    for room, name in (
-        (GroupMeeting, "_arrive"),
-        (PreparedExchange, "_arrive"),
-        (PreparedSingleCopy, "_arrive"),
-        (Meeting, "run"),
-    ):
+    for room, name in ((GroupMeeting, "_arrive"), (Prepared, "_arrive"), (Meeting, "run")):
         plain = getattr(room, name)
 
         def delayed(*arguments: Any, plain: Any = plain) -> Any:

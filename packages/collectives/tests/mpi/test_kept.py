@@ -9,13 +9,18 @@ from syncline.collectives.backends.mpi.node import kept
 from syncline.collectives.backends.mpi.node.kept import Kept, view_at
 
 
-def test_too_many_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_MOST", 3)
+def test_the_oldest_is_forgotten_when_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_MOST_WEIGHT", 4)
     places: Kept[str] = Kept()
-    assert [places.keep(place, str(place)) for place in (8, 16, 24)] == ["8", "16", "24"]
-    assert places.get(16) == "16"
-    assert places.keep(32, "32") == "32"
-    assert places == {32: "32"}
+    for place, weight in ((8, 1), (16, 2), (24, 1)):
+        places.keep(place, str(place), weight)
+    assert places == {8: "8", 16: "16", 24: "24"}
+    places.keep(32, "32", 2)
+    assert places == {24: "24", 32: "32"}
+    places.keep(40, "40", 9)  # too much by itself, and yet the next call may want it
+    assert places == {40: "40"}
+    places.keep(48, "48")
+    assert places == {48: "48"}
 
 
 def test_a_view_shares_the_memory() -> None:

@@ -28,7 +28,9 @@ def is_simple(tensor: torch.Tensor) -> bool:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_conj())
+        and not (
+            tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
+        )
     )
 
 

@@ -16,7 +16,7 @@ from .collective import Collective, different_calls
 from .deadline import Deadline
 from .devices.layer import Body, DeviceLayer, StreamOrder
 from .errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
-from .layout import flat, in_plain_order, is_tracked, untracked
+from .layout import flat, in_plain_order, is_tracked, mark_written, untracked
 from .process_group import ProcessGroup
 from .progress import Progress
 from .reduce_op import ReduceOp, Reduction
@@ -99,8 +99,8 @@ class HostGroup(ProcessGroup):
         if self._closed:
             return
         self._closed = True
-        self._prepared.clear()
         drained = self._progress.drain(self.timeout_s)
+        self._prepared.clear()
         self._progress.stop()
         if drained and self._first_failure is None:
             self._transport.close()
@@ -165,6 +165,7 @@ class HostGroup(ProcessGroup):
             wire = in_plain_order(tensor)
             self._transport.all_reduce(flat(wire), op, call, deadline)
             _copy_back(wire, tensor)
+            mark_written(tensor)
             self._prepare(tensor, op, call)
 
         return self._issue(call, [tensor], (), body, async_op)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
 
 def untracked() -> torch.inference_mode:
@@ -13,6 +14,12 @@ def untracked() -> torch.inference_mode:
     (`torch.no_grad()` is not enough for the latter, which a collective may meet on a thread that is not in that mode.)
     """
     return torch.inference_mode()
+
+
+def mark_written(tensor: torch.Tensor) -> None:
+    """Let autograd know that a tensor's memory was written by other means than torch's."""
+    if not tensor.is_inference():
+        increment_version(tensor)
 
 
 def is_tracked(tensors: Iterable[torch.Tensor]) -> bool:

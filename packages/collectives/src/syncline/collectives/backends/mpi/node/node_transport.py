@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from mpi4py import MPI
@@ -13,7 +14,8 @@ from ....deadline import Deadline
 from ....layout import bytes_of
 from ....reduce_op import REDUCIBLE, PremulSum, Reduction
 from ....transport import PreparedAllReduce, Transport
-from ..transport import MEETING_BYTES, PIECE_BYTES, REDUCES_FAST, MPITransport
+from .. import transport as by_mpi
+from ..transport import MEETING_BYTES, REDUCES_FAST, MPITransport
 from .across import all_reduce_across
 from .board import NOWHERE, Board
 from .exchange import SLOT_BYTES
@@ -22,7 +24,7 @@ from .hierarchy import Hierarchy, SplitByNode, split_by_node
 from .in_window import InWindow
 from .memory import NodeMemory
 from .prepared_mpi import PreparedMPI
-from .preparing import Preparing, Unhurried
+from .preparing import Preparing, UsualWays
 from .way import Way
 from .ways import Native, Ways, most_exchanged
 
@@ -67,8 +69,8 @@ class NodeTransport(MPITransport):
         )
         self._has_met = False  # for the collective that MPI does next
         self._ways = Ways(self._hierarchy, self._memory, self._group_meeting, self._crossovers)
-        unhurried = Unhurried(self.all_reduce, self._all_reduce_elsewhere, self._all_reduce_unreadable, self._prepared_mpi)
-        self._preparing = Preparing(self._ways, self._memory, self._group_meeting, self._crossovers, unhurried)
+        usual = UsualWays(self.all_reduce, self._all_reduce_elsewhere, self._all_reduce_unreadable, self._prepared_mpi)
+        self._preparing = Preparing(self._ways, self._memory, self._group_meeting, self._crossovers, usual)
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
         """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""
@@ -103,8 +105,8 @@ class NodeTransport(MPITransport):
         """In shared memory or by MPI."""
         way = self._ways.of_reduction(block, Native.NOT, call, deadline) if self._is_one_node else None
         if way is None:
-            self._has_met = self._is_one_node and block.nbytes >= MEETING_BYTES
-            super().reduce_scatter(tensor, block, op, call, deadline)
+            with self._having_met(block):
+                super().reduce_scatter(tensor, block, op, call, deadline)
         else:
             way.reduce_scatter(tensor, block, op)
 
@@ -143,7 +145,7 @@ class NodeTransport(MPITransport):
     ) -> PreparedMPI | None:
         native = self._native(tensor, op)
         # Smaller ones do not meet.
-        if native is None or isinstance(op, PremulSum) or not MEETING_BYTES <= tensor.nbytes <= PIECE_BYTES:
+        if native is None or isinstance(op, PremulSum) or not MEETING_BYTES <= tensor.nbytes <= by_mpi.PIECE_BYTES:
             return None
         return PreparedMPI(board, meeting, self._communicator, tensor, op, native, call)
 
@@ -159,8 +161,8 @@ class NodeTransport(MPITransport):
         self, way: Way | None, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
     ) -> None:
         if way is None:
-            self._has_met = tensor.nbytes >= MEETING_BYTES
-            super().all_reduce(tensor, op, call, deadline)
+            with self._having_met(tensor):
+                super().all_reduce(tensor, op, call, deadline)
         else:
             way.all_reduce(tensor, op)
 
@@ -179,6 +181,15 @@ class NodeTransport(MPITransport):
                 lambda total, core: between.all_reduce(total, core, call, deadline),
             )
         self._group_meeting.barrier(call, deadline)
+
+    @contextmanager
+    def _having_met(self, tensor: torch.Tensor) -> Iterator[None]:
+        """For a reduction that MPI does: its first meeting has been, if `Ways` wanted one."""
+        self._has_met = self._is_one_node and tensor.nbytes >= MEETING_BYTES
+        try:
+            yield
+        finally:
+            self._has_met = False
 
     def _meet(self, call: Collective, deadline: Deadline, key: int = NOWHERE) -> bool:
         if self._has_met:

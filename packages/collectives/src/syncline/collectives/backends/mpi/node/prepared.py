@@ -16,7 +16,7 @@ import torch
 
 from ....collective import Collective
 from ....deadline import Deadline
-from ....layout import flat
+from ....layout import flat, mark_written
 from ....reduce_op import Reduction
 from ....reduction import always_of
 from ....transport import AllReduce
@@ -107,10 +107,15 @@ class PreparedExchange(Prepared):
         address = tensor.data_ptr()
         memmove(mine, address, self._nbytes)
         self._meet(tensor, deadline)
-        if tensor.dim() != 1:
-            out = self._flat.get(address)
-            tensor = self._flat.keep(address, view_at(address, self._numel, self._dtype)) if out is None else out
-        reduce(out=tensor)
+        if tensor.dim() == 1:
+            reduce(out=tensor)
+            return
+        out = self._flat.get(address)
+        if out is None:
+            out = view_at(address, self._numel, self._dtype)
+            self._flat.keep(address, out)
+        reduce(out=out)
+        mark_written(tensor)
 
     def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Meet once more."""
@@ -153,9 +158,10 @@ class PreparedSingleCopy(Prepared):
             self._otherwise(flat(tensor), self._op, self._call(tensor), deadline)
         else:
             self._reduction.run(tensor, addresses, lambda: self._arrive(tensor, deadline))
+        mark_written(tensor)
 
 
-class Unprepared(Prepared):
+class DecidedEachTime(Prepared):
     """Decides at each call what to do, as soon as the ranks have met.
 
     Args:
@@ -187,10 +193,12 @@ class Unprepared(Prepared):
     def __call__(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Combine in place, with the meeting that it takes."""
         self._anywhere(flat(tensor), self._op, self._call(tensor), deadline)
+        mark_written(tensor)
 
     def after_meeting(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """The rest."""
         self._elsewhere(flat(tensor), self._op, self._call(tensor), deadline)
+        mark_written(tensor)
 
 
 class PreparedUnlessInWindow(Prepared):
@@ -203,7 +211,7 @@ class PreparedUnlessInWindow(Prepared):
         op: the reduction.
         call: one like those to come.
         elsewhere: what to do with tensors that are in none.
-        prepare_elsewhere: tries to find something better than `Unprepared` for that, when it has succeeded once.
+        prepare_elsewhere: tries to find something better than `DecidedEachTime` for that, when it has succeeded once.
     """
 
     def __init__(
@@ -234,10 +242,11 @@ class PreparedUnlessInWindow(Prepared):
         if place is not None and is_common:
             reduction = self._in_windows.get(place.key)
             if reduction is None:
-                made = WindowAllReduce(place, tensor.numel(), tensor.dtype, self._op)
-                reduction = self._in_windows.keep(place.key, made)
+                reduction = WindowAllReduce(place, tensor.numel(), tensor.dtype, self._op)
+                self._in_windows.keep(place.key, reduction, weight=len(reduction))
             reduction.run()
             self._arrive(tensor, deadline)
+            mark_written(tensor)
         else:
             self.after_meeting(tensor, deadline)
 
@@ -247,5 +256,5 @@ class PreparedUnlessInWindow(Prepared):
         self._find_better(tensor)
 
     def _find_better(self, tensor: torch.Tensor) -> None:
-        if type(self._elsewhere) is Unprepared:
+        if type(self._elsewhere) is DecidedEachTime:
             self._elsewhere = self._prepare_elsewhere(tensor, self._call(tensor)) or self._elsewhere

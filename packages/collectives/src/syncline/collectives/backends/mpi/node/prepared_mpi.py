@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 from ....collective import Collective
 from ....deadline import Deadline
+from ....layout import mark_written
 from ....reduce_op import ReduceOp
 from ..library import mapped
 from ..transport import BLOCKS_WELL
@@ -51,7 +52,8 @@ class PreparedMPI(Prepared):
         address = tensor.data_ptr()
         spec = self._specs.get(address)
         if spec is None:
-            spec = self._specs.keep(address, (MPI.buffer.fromaddress(address, self._nbytes), self._numel, self._datatype))
+            spec = MPI.buffer.fromaddress(address, self._nbytes), self._numel, self._datatype
+            self._specs.keep(address, spec)
         arguments = MPI.IN_PLACE, spec, self._native_op
         if BLOCKS_WELL:
             try:
@@ -62,3 +64,4 @@ class PreparedMPI(Prepared):
             self._meeting.run(self._call(tensor), lambda: self._communicator.Iallreduce(*arguments), deadline)
         if self._divisor > 1:
             tensor.div_(self._divisor)
+        mark_written(tensor)

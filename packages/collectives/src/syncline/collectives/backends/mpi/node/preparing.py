@@ -14,11 +14,11 @@ from ....transport import AllReduce
 from .board import Board
 from .group_meeting import GroupMeeting
 from .memory import NodeMemory
-from .prepared import Prepared, PreparedExchange, PreparedSingleCopy, PreparedUnlessInWindow, Unprepared
+from .prepared import DecidedEachTime, Prepared, PreparedExchange, PreparedSingleCopy, PreparedUnlessInWindow
 from .ways import Native, Ways
 
 
-class Unhurried(NamedTuple):
+class UsualWays(NamedTuple):
     """How a transport does an `all_reduce` unprepared, and how it prepares MPI.
 
     Attributes:
@@ -42,17 +42,15 @@ class Preparing:
         memory: of the group.
         meeting: of the group.
         crossovers: as `ways` has them.
-        unhurried: the transport's own.
+        usual: the transport's own.
     """
 
-    def __init__(
-        self, ways: Ways, memory: NodeMemory, meeting: GroupMeeting, crossovers: Crossovers, unhurried: Unhurried
-    ) -> None:
+    def __init__(self, ways: Ways, memory: NodeMemory, meeting: GroupMeeting, crossovers: Crossovers, usual: UsualWays) -> None:
         self._ways = ways
         self._memory = memory
         self._meeting = meeting
         self._crossovers = crossovers
-        self._unhurried = unhurried
+        self._usual = usual
 
     def prepared(self, tensor: torch.Tensor, op: Reduction, native: Native, call: Collective) -> Prepared | None:
         """As `Transport.prepared_all_reduce`; keeps neither tensor nor call."""
@@ -68,8 +66,8 @@ class Preparing:
             return prepared
         if prepared is None:
             reads = self._ways.is_read(tensor.nbytes, native)
-            own = self._unhurried
-            prepared = Unprepared(board, self._meeting, op, call, own.anywhere, own.elsewhere, reads=reads)
+            own = self._usual
+            prepared = DecidedEachTime(board, self._meeting, op, call, own.anywhere, own.elsewhere, reads=reads)
         return PreparedUnlessInWindow(board, self._meeting, self._memory, op, call, prepared, elsewhere)
 
     def _prepared_elsewhere(
@@ -82,7 +80,7 @@ class Preparing:
             return PreparedExchange(board, meeting, tensor, op, call) if is_at_once else None
         is_read = ways.is_read(nbytes, native)
         if is_read and ways.peers is not None:
-            return PreparedSingleCopy(board, meeting, ways.peers, tensor, op, call, self._unhurried.unreadable)
+            return PreparedSingleCopy(board, meeting, ways.peers, tensor, op, call, self._usual.unreadable)
         if ways.is_staged(nbytes, native) or (is_read and meeting.may_have_peers):
             return None
-        return self._unhurried.by_mpi(board, meeting, tensor, op, call)
+        return self._usual.by_mpi(board, meeting, tensor, op, call)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ....layout import mark_written
 from ....reduce_op import Reduction
 from .peer_memory import PeerMemory
 from .slice_reduction import SlicedAllReduce, SliceReduction
@@ -42,5 +43,6 @@ class SingleCopy(Way):
         start = self._mine * tensor.numel()
         stop = start + tensor.numel()
         reduction = SliceReduction(self._peers, self._mine, start, stop, tensor.dtype, op)
-        reduction.run(reduction.plan(block.data_ptr(), tensor.data_ptr()), self._addresses)
+        reduction.run(reduction.plan(block[start:stop], tensor), self._addresses)
         self._barrier()
+        mark_written(tensor)

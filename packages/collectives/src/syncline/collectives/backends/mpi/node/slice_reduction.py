@@ -54,21 +54,17 @@ class SliceReduction:
         self._dtype = dtype
         self._op = op
 
-    def plan(self, own: int, out: int) -> list[_Chunk]:
-        """What `run` does for a tensor that begins at address `own`, with the result at `out`, which may be the same place.
-
-        As `view_at` it keeps neither alive.
-        """
+    def plan(self, own: torch.Tensor, out: torch.Tensor) -> list[_Chunk]:
+        """What `run` does with what this rank has from `start` to `stop`, and where the result goes: flat tensors, or one."""
         itemsize = self._dtype.itemsize
         planned = []
         for begin, end in chunks(0, self._stop - self._start, max(1, CHUNK_BYTES // (len(self._peers) * itemsize))):
             offset_bytes = (self._start + begin) * itemsize
             terms = self._peers.landing(end - begin, self._dtype)
             reads = [(rank, term.data_ptr()) for rank, term in enumerate(terms) if rank != self._mine]
-            terms[self._mine] = view_at(own + offset_bytes, end - begin, self._dtype)
+            terms[self._mine] = own[begin:end]
             reduce = always_of(terms, self._op, self._dtype)
-            result = view_at(out + begin * itemsize, end - begin, self._dtype)
-            planned.append(_Chunk(offset_bytes, (end - begin) * itemsize, reads, reduce, result))
+            planned.append(_Chunk(offset_bytes, (end - begin) * itemsize, reads, reduce, out[begin:end]))
         return planned
 
     def run(self, planned: Sequence[_Chunk], addresses: Sequence[int]) -> None:
@@ -101,7 +97,7 @@ class SlicedAllReduce:
         self._peers = peers
         start, stop = slice_of(numel, size, mine)
         self._reduction = SliceReduction(peers, mine, start, stop, dtype, op)
-        self._offset_bytes = start * itemsize
+        self._offset_bytes, self._length, self._dtype = start * itemsize, stop - start, dtype
         self._plans: Kept[list[_Chunk]] = Kept()
         slices = [(rank, *slice_of(numel, size, rank)) for rank in range(size) if rank != mine]
         self._fetched = [(rank, start * itemsize, (stop - start) * itemsize) for rank, start, stop in slices]
@@ -117,10 +113,18 @@ class SlicedAllReduce:
         here = tensor.data_ptr()
         plan = self._plans.get(here)
         if plan is None:
-            plan = self._plans.keep(here, self._reduction.plan(here, here + self._offset_bytes))
+            plan = self._plan(here)
+            self._plans.keep(here, plan, weight=len(plan))
         self._reduction.run(plan, addresses)
         barrier()
         read = self._peers.read
         for rank, offset_bytes, nbytes in self._fetched:
             read(rank, addresses[rank] + offset_bytes, here + offset_bytes, nbytes)
         barrier()
+
+    def _plan(self, here: int) -> list[_Chunk]:
+        """For a tensor that begins there, which it does not keep alive."""
+        if self._length == 0:
+            return []
+        own = view_at(here + self._offset_bytes, self._length, self._dtype)
+        return self._reduction.plan(own, own)

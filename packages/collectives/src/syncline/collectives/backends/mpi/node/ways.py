@@ -130,8 +130,8 @@ class Ways:
         return self._memory.has_windows and nbytes >= self._crossovers.window_bytes
 
     def _window(self, tensor: torch.Tensor, call: Collective, deadline: Deadline, address: int) -> InWindow | None:
-        """As `window`, whatever the size. The ranks meet, and say where their tensors can be read."""
-        place = self._memory.find(tensor)
+        """As `window`, but the ranks meet at any size, and say where their tensors can be read."""
+        place = self._memory.find(tensor) if self._may_be_in_window(tensor.nbytes) else None
         is_common = self._meeting.meet(call, deadline, NOWHERE if place is None else place.key, address)
         if place is None or not is_common:
             return None
@@ -172,7 +172,9 @@ class Ways:
     def _most_exchanged_in(self, native: Native) -> int:
         if native is not Native.FAST:
             return self._most_exchanged
-        return min(self._most_exchanged, self._crossovers.exchange_bytes_fast_mpi // max(1, self._size - 1))
+        # Those that MPI's ranks do not meet for are exchanged in any case: it compares them.
+        most = max(self._crossovers.exchange_bytes_fast_mpi // max(1, self._size - 1), MEETING_BYTES - 1)
+        return min(self._most_exchanged, most)
 
     def _least_single_copy(self, native: Native) -> int:
         crossovers = self._crossovers

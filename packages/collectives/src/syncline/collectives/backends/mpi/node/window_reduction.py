@@ -50,15 +50,20 @@ class WindowAllReduce:
     def __init__(self, place: Place, numel: int, dtype: torch.dtype, op: Reduction) -> None:
         segment = place.segment
         first = segment.address() - segment.offset_of(segment.mine) + place.offset_bytes
-        begins = [first + segment.offset_of(part) for part in range(segment.parts)]
         start, stop = slice_of(numel, segment.parts, segment.mine)
+        addresses = [first + segment.offset_of(part) + start * dtype.itemsize for part in range(segment.parts)]
+        slices = [view_at(address, stop - start, dtype) for address in addresses if stop > start]
+        source = addresses.pop(segment.mine)
         self._chunks = []
-        for begin, end in chunks(start, stop, max(1, CHUNK_BYTES // (segment.parts * dtype.itemsize))):
-            addresses = [address + begin * dtype.itemsize for address in begins]
-            terms = [view_at(address, end - begin, dtype) for address in addresses]
-            out, source = terms[segment.mine], addresses.pop(segment.mine)
+        for begin, end in chunks(0, stop - start, max(1, CHUNK_BYTES // (segment.parts * dtype.itemsize))):
+            terms = [everybodys[begin:end] for everybodys in slices]
             reduce = always_of(terms, op, dtype)
-            self._chunks.append(_Chunk(reduce, out, source, addresses, (end - begin) * dtype.itemsize))
+            done, nbytes = begin * dtype.itemsize, (end - begin) * dtype.itemsize
+            targets = [address + done for address in addresses]
+            self._chunks.append(_Chunk(reduce, terms[segment.mine], source + done, targets, nbytes))
+
+    def __len__(self) -> int:
+        return len(self._chunks)
 
     def run(self) -> None:
         """Reduce this rank's slice for everybody. All ranks have met; a barrier must follow."""
