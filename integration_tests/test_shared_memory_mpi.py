@@ -438,10 +438,10 @@ def test_a_rank_that_fails_within_a_collective_is_named_by_the_others(monkeypatc
         group.abort()
 
 
-@pytest.mark.parametrize("are_prepared", [False, True])
-def test_a_rank_that_comes_late_with_another_call_does_not_wait(are_prepared: bool) -> None:
-    """The others gave up before."""
+def test_a_rank_that_comes_late_with_another_call_does_not_wait() -> None:
+    """The others gave up before. Of 2 or 4 ranks, all are prepared for the calls."""
     group = Group().group
+    are_prepared = group.size % 2 == 0
     if group.size > 1:
         group.all_reduce(torch.zeros(1))
         late = group.split(0, timeout_s=0.5)
