@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -30,9 +32,16 @@ class Recorder:
         return run
 
     def finish(self) -> list[str]:
-        assert self.progress.drain(10)
+        # A machine that is lent to others, too, may stand still for tens of seconds.
+        assert self.progress.drain(60), self.where_it_is()
         self.progress.stop()
         return self.log
+
+    def where_it_is(self) -> str:
+        thread, frames = self.progress._thread, sys._current_frames()
+        frame = frames.get(thread.ident or 0) if thread is not None else None
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "no thread"
+        return f"{len(self.progress._queue)} queued, running on {self.progress._running_on}, log ends {self.log[-3:]}:\n{stack}"
 
 
 @pytest.fixture
