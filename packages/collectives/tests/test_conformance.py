@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -50,8 +52,12 @@ class GlooThreads:
 
 
 @pytest.fixture(scope="module", params=(1, 2, 3))
-def gloo_threads(request: pytest.FixtureRequest) -> GlooThreads:
-    return GlooThreads(request.param)
+def gloo_threads(request: pytest.FixtureRequest) -> Iterator[GlooThreads]:
+    threads = GlooThreads(request.param)
+    yield threads
+    # To end hundreds of Gloo's groups takes many seconds: here, and not in whatever thread collects garbage some tests later.
+    threads.made.clear()
+    gc.collect()
 
 
 @each_check
