@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import NoReturn
 from zlib import crc32
 
@@ -16,13 +15,14 @@ from .collective import Collective, different_calls
 from .deadline import Deadline
 from .devices.layer import Body, DeviceLayer, StreamOrder
 from .errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
+from .group_work import GroupWork
 from .layout import flat, in_plain_order, is_tracked, mark_written, untracked
 from .process_group import ProcessGroup
 from .progress import Progress
 from .reduce_op import ReduceOp, Reduction
 from .transfer import TransferWork
 from .transport import PreparedAllReduce, Transport
-from .work import FinishedWork, PendingWork, TensorsFuture, Work
+from .work import FinishedWork, PendingWork, Work
 
 _CPU = frozenset({"cpu"})
 _WORDS_BYTES = 512
@@ -528,35 +528,6 @@ class HostGroup(ProcessGroup):
     def _unpack(self, block: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         for output, part in zip(outputs, block.view(self.size, block.numel() // self.size), strict=True):
             output.copy_(part.view(output.shape))
-
-
-class GroupWork(PendingWork):
-    """A pending work that may be waited for inside a callback of its own group."""
-
-    __slots__ = ("_order", "_progress")
-
-    def __init__(
-        self, tensors: list[torch.Tensor], describe: Callable[[], str], progress: Progress, order: StreamOrder | None
-    ) -> None:
-        super().__init__(tensors, describe)
-        self._progress = progress
-        self._order = order
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until finished; inside a callback, run the group's queue up to this collective."""
-        if self._progress.is_running_here():
-            self._progress.run_until(self.is_completed)
-        super().wait(timeout)
-        if self._order is not None:
-            self._order.join()
-        return True
-
-    def _settle(self, future: TensorsFuture) -> None:
-        if self._order is None:
-            super()._settle(future)
-            return
-        with self._order.resumed():
-            super()._settle(future)
 
 
 def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:

@@ -58,7 +58,7 @@ def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.
 
 def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor]) -> None:
     """As `reduce_in_rank_order`, into a tensor, which may be one of the terms."""
-    if op is ReduceOp.SUM and len(terms) == 2 and out.dtype not in HALVES:  # at once: small ones come often
+    if _is_one_addition(op, terms, out.dtype):  # at once: small ones come often
         torch.add(terms[0], terms[1], out=out)
         return
     total = combine(op, terms, out)
@@ -70,7 +70,7 @@ def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor])
 
 def always_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype) -> Callable[..., object]:
     """`reduce_into` for terms that lie at the same place every time: a function of `out`, by that name."""
-    if op is ReduceOp.SUM and len(terms) == 2 and dtype not in HALVES:
+    if _is_one_addition(op, terms, dtype):
         return functools.partial(torch.add, *terms)
     return functools.partial(reduce_into, op=op, terms=terms)
 
@@ -98,6 +98,10 @@ def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> 
     for term in terms[2:-1]:
         function(total, term, out=total)
     return function(total, terms[-1], out=out)
+
+
+def _is_one_addition(op: Reduction, terms: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    return op is ReduceOp.SUM and len(terms) == 2 and dtype not in HALVES
 
 
 def _scaled(op: Reduction, term: torch.Tensor) -> torch.Tensor:

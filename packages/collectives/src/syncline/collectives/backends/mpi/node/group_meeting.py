@@ -62,6 +62,11 @@ class GroupMeeting:
         return self._board
 
     @property
+    def peers_if_made(self) -> PeerMemory | None:
+        """The memory of all ranks, if they have read it before; the same on all ranks."""
+        return self._peers
+
+    @property
     def may_have_peers(self) -> bool:
         """Whether the ranks read one another's memory, or have not tried yet; the same on all ranks."""
         return self._may_have_peers

@@ -39,7 +39,6 @@ class InWindow(FullWay):
 
     def __init__(self, place: Place, barrier: Barrier) -> None:
         self._place = place
-        self._size = place.segment.parts
         self._mine = place.segment.mine
         self._barrier = barrier
 

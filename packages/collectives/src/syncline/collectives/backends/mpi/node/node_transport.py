@@ -70,7 +70,7 @@ class NodeTransport(MPITransport):
         self._has_met = False  # for the collective that MPI does next
         self._ways = Ways(self._hierarchy, self._memory, self._group_meeting, self._crossovers)
         usual = UsualWays(self.all_reduce, self._all_reduce_elsewhere, self._all_reduce_unreadable, self._prepared_mpi)
-        self._preparing = Preparing(self._ways, self._memory, self._group_meeting, self._crossovers, usual)
+        self._preparing = Preparing(self._ways, self._memory, self._group_meeting, usual)
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
         """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""

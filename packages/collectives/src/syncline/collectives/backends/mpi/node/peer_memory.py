@@ -18,7 +18,6 @@ _ALIGNMENT_BYTES = 64
 # Room for what is read, of all processes together, unless somebody needs more.
 _LANDING_BYTES = (1 << 20) + (4 << 10)
 
-
 # Whether this torch was built for a device at all; to ask a tensor takes longer.
 _MAY_BE_PINNED = torch.accelerator.current_accelerator() is not None
 

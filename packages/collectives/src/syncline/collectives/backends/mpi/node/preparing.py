@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from ....collective import Collective
-from ....crossovers import Crossovers
 from ....reduce_op import Reduction
 from ....transport import AllReduce
 from .board import Board
@@ -41,15 +40,13 @@ class Preparing:
         ways: of the group.
         memory: of the group.
         meeting: of the group.
-        crossovers: as `ways` has them.
         usual: the transport's own.
     """
 
-    def __init__(self, ways: Ways, memory: NodeMemory, meeting: GroupMeeting, crossovers: Crossovers, usual: UsualWays) -> None:
+    def __init__(self, ways: Ways, memory: NodeMemory, meeting: GroupMeeting, usual: UsualWays) -> None:
         self._ways = ways
         self._memory = memory
         self._meeting = meeting
-        self._crossovers = crossovers
         self._usual = usual
 
     def prepared(self, tensor: torch.Tensor, op: Reduction, native: Native, call: Collective) -> Prepared | None:
@@ -62,7 +59,7 @@ class Preparing:
             return self._prepared_elsewhere(board, tensor, op, native, call)
 
         prepared = elsewhere(tensor, call)
-        if tensor.nbytes < self._crossovers.window_bytes:
+        if not self._ways.fits_window(tensor.nbytes):
             return prepared
         if prepared is None:
             reads = self._ways.is_read(tensor.nbytes, native)
@@ -79,8 +76,8 @@ class Preparing:
             is_at_once = nbytes <= board.slot_bytes
             return PreparedExchange(board, meeting, tensor, op, call) if is_at_once else None
         is_read = ways.is_read(nbytes, native)
-        if is_read and ways.peers is not None:
-            return PreparedSingleCopy(board, meeting, ways.peers, tensor, op, call, self._usual.unreadable)
+        if is_read and meeting.peers_if_made is not None:
+            return PreparedSingleCopy(board, meeting, meeting.peers_if_made, tensor, op, call, self._usual.unreadable)
         if ways.is_staged(nbytes, native) or (is_read and meeting.may_have_peers):
             return None
         return self._usual.by_mpi(board, meeting, tensor, op, call)

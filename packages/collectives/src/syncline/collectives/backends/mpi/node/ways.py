@@ -16,7 +16,7 @@ from .group_meeting import GroupMeeting
 from .hierarchy import Hierarchy
 from .in_window import InWindow
 from .memory import NodeMemory
-from .peer_memory import PeerMemory, readable_address
+from .peer_memory import readable_address
 from .single_copy import SingleCopy
 from .staging import STAGING_BYTES, Slots, Staged
 from .way import FullWay, Way
@@ -63,7 +63,6 @@ class Ways:
         self._memory = memory
         self._meeting = meeting
         self._crossovers = crossovers
-        self._peers: PeerMemory | None = None  # once something was read
         self._slots: Slots | None = None
         self._may_stage = True
         self._most_exchanged = most_exchanged(hierarchy, crossovers)
@@ -107,6 +106,30 @@ class Ways:
             return None
         return self._staged(call, deadline, has_met=tensor.nbytes >= MEETING_BYTES)
 
+    def is_small(self, nbytes: int, native: Native) -> bool:
+        """Whether a reduction of that size is exchanged."""
+        most = self._most_exchanged
+        if native is Native.FAST:
+            # Those that MPI's ranks do not meet for are exchanged in any case: it compares them.
+            fast = max(self._crossovers.exchange_bytes_fast_mpi // max(1, self._size - 1), MEETING_BYTES - 1)
+            most = min(most, fast)
+        return nbytes <= most
+
+    def is_read(self, nbytes: int, native: Native) -> bool:
+        """Whether what a reduction of that size needs is read where it is, if that can be."""
+        crossovers = self._crossovers
+        least = crossovers.single_copy_bytes_fast_mpi if native is Native.FAST else crossovers.single_copy_bytes
+        return nbytes >= least * self._size and not self.is_small(nbytes, native)
+
+    def is_staged(self, nbytes: int, native: Native) -> bool:
+        """Whether a reduction of that size is staged, if what it needs cannot be read."""
+        crossovers = self._crossovers
+        return nbytes >= (crossovers.staged_bytes_not_native if native is Native.NOT else crossovers.staged_bytes)
+
+    def fits_window(self, nbytes: int) -> bool:
+        """Whether a tensor of that size is looked for in windows, if there are any."""
+        return nbytes >= self._crossovers.window_bytes
+
     def of_move(self, tensor: torch.Tensor, shown_bytes: int, call: Collective, deadline: Deadline) -> FullWay | None:
         """For a `broadcast` or `all_gather` on one node.
 
@@ -127,7 +150,7 @@ class Ways:
         return self._window(tensor, call, deadline, NOWHERE) if self._may_be_in_window(tensor.nbytes) else None
 
     def _may_be_in_window(self, nbytes: int) -> bool:
-        return self._memory.has_windows and nbytes >= self._crossovers.window_bytes
+        return self._memory.has_windows and self.fits_window(nbytes)
 
     def _window(self, tensor: torch.Tensor, call: Collective, deadline: Deadline, address: int) -> InWindow | None:
         """As `window`, but the ranks meet at any size, and say where their tensors can be read."""
@@ -137,14 +160,9 @@ class Ways:
             return None
         return InWindow(place, lambda: self._meeting.barrier(call, deadline))
 
-    @property
-    def peers(self) -> PeerMemory | None:
-        """The memory of all ranks, once something was read."""
-        return self._peers
-
     def forget(self) -> None:
         """Give back what is kept for the next call."""
-        self._slots = self._peers = None
+        self._slots = None
 
     def _exchange(self, shown_bytes: int, call: Collective, deadline: Deadline) -> Exchange | None:
         if not 0 < shown_bytes <= self._most_exchanged:
@@ -156,36 +174,10 @@ class Ways:
         return Exchange(board, lambda: self._meeting.meet(call, deadline))
 
     def _single_copy(self, addresses: list[int], call: Collective, deadline: Deadline) -> SingleCopy | None:
-        self._peers = peers = self._meeting.peers(call, deadline)
+        peers = self._meeting.peers(call, deadline)
         if peers is None or NOWHERE in addresses:
             return None
         return SingleCopy(peers, self._rank, addresses, lambda: self._meeting.barrier(call, deadline))
-
-    def is_small(self, nbytes: int, native: Native) -> bool:
-        """Whether a reduction of that size is exchanged."""
-        return nbytes <= self._most_exchanged_in(native)
-
-    def is_read(self, nbytes: int, native: Native) -> bool:
-        """Whether what a reduction of that size needs is read where it is, if that can be."""
-        return nbytes >= self._least_single_copy(native) and not self.is_small(nbytes, native)
-
-    def _most_exchanged_in(self, native: Native) -> int:
-        if native is not Native.FAST:
-            return self._most_exchanged
-        # Those that MPI's ranks do not meet for are exchanged in any case: it compares them.
-        most = max(self._crossovers.exchange_bytes_fast_mpi // max(1, self._size - 1), MEETING_BYTES - 1)
-        return min(self._most_exchanged, most)
-
-    def _least_single_copy(self, native: Native) -> int:
-        crossovers = self._crossovers
-        return self._size * (crossovers.single_copy_bytes_fast_mpi if native is Native.FAST else crossovers.single_copy_bytes)
-
-    def is_staged(self, nbytes: int, native: Native) -> bool:
-        """Whether a reduction of that size is staged, if what it needs cannot be read."""
-        return nbytes >= self._least_staged(native)
-
-    def _least_staged(self, native: Native) -> int:
-        return self._crossovers.staged_bytes_not_native if native is Native.NOT else self._crossovers.staged_bytes
 
     def _staged(self, call: Collective, deadline: Deadline, *, has_met: bool) -> Staged | None:
         if self._may_stage:
