@@ -58,12 +58,16 @@ def test_it_keeps_no_descriptor() -> None:
     assert kept[4][0].view(0, 0, 1, torch.uint8).item() == 0
 
 
-def test_it_is_a_buffer() -> None:
-    mine, theirs = segments(2, PAGE)
-    numbers = memoryview(mine).cast("q")
+@pytest.mark.parametrize("part_bytes", [PAGE, 3 << 20])
+def test_its_contents_are_a_buffer(part_bytes: int) -> None:
+    mine, theirs = segments(2, part_bytes)
+    assert (mine.offset_of(0), mine.offset_of(1)) == (0, part_bytes)
+    assert mine.contents().nbytes == 2 * part_bytes
+    numbers = mine.contents().cast("q")
     numbers[mine.offset_of(1) // 8 + 2] = 77
+    numbers[-1] = 78
     assert theirs.view(1, 16, 1, torch.int64).item() == 77
-    assert (mine.offset_of(0), mine.offset_of(1)) == (0, PAGE)
+    assert theirs.view(1, part_bytes - 8, 1, torch.int64).item() == 78
 
 
 def test_what_is_unmapped_is_all_that_was_mapped() -> None:

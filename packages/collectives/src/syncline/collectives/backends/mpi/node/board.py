@@ -70,7 +70,7 @@ class Board:
         self.slot_bytes = slot_bytes
         self._segment = segment
         self._progress = progress
-        self._numbers = memoryview(segment).cast("q")
+        self._numbers = segment.contents().cast("q")
         self._lines = [self._lines_of(turn) for turn in (0, 1)]
         self.arrivals = 0  # of this rank, so far
         self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}

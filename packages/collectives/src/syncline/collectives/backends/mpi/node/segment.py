@@ -7,7 +7,11 @@ import os
 
 import torch
 
+from .huge_pages import collapse, huge_page_bytes
 from .libc import create_memory_file, map_over
+
+# For how long an allocation may wait for huge pages.
+HUGE_PAGES_SECONDS = 1.0
 
 
 def padded(nbytes: int) -> int:
@@ -29,6 +33,11 @@ class Segment(mmap.mmap):
     It needs no descriptor. Python's mmap would keep one of its own open for each file, so it maps no file at first, only
     memory, and the file then takes the place of that memory. Python unmaps an address in the end, whatever is there.
 
+    If a huge page fits into it, it lies where huge pages can: some memory in front of it is then mapped and never used.
+
+    Attributes:
+        lead_bytes: how much is in front of the first part.
+
     Args:
         file: a descriptor of a file of `parts` padded parts; may be closed afterwards.
         parts: how many.
@@ -39,23 +48,39 @@ class Segment(mmap.mmap):
     mine: int
     parts: int
     part_bytes: int
+    lead_bytes: int
 
     def __new__(cls, file: int, parts: int, part_bytes: int, mine: int) -> Segment:  # noqa: D102 - the class says it
         nbytes = parts * padded(part_bytes)
-        segment = super().__new__(cls, -1, nbytes)
+        alignment = huge_page_bytes() if nbytes >= huge_page_bytes() else 0
+        segment = super().__new__(cls, -1, alignment + nbytes)
         segment.parts = parts
         segment.part_bytes = part_bytes
         segment.mine = mine
-        map_over(segment.view(0, 0, 1, torch.uint8).data_ptr(), nbytes, file)
+        segment.lead_bytes = 0
+        if alignment:
+            segment.lead_bytes = -segment._address_of(0) % alignment
+        map_over(segment._address_of(0), nbytes, file)
         return segment
+
+    def use_huge_pages(self) -> None:
+        """Let this rank's part lie in huge pages for all ranks, as far as can be. Waits `HUGE_PAGES_SECONDS` at most."""
+        size = huge_page_bytes()
+        if size:
+            start, stop = (-(-self.offset_of(part) // size) * size for part in (self.mine, self.mine + 1))
+            collapse(self, self.lead_bytes + start, self.lead_bytes + min(stop, self.offset_of(self.parts)), HUGE_PAGES_SECONDS)
 
     def view(self, part: int, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements of a part as a flat tensor, which shares the memory; one or more."""
-        return torch.frombuffer(self, dtype=dtype, count=numel, offset=self.offset_of(part) + offset_bytes)
+        return torch.frombuffer(self, dtype=dtype, count=numel, offset=self.lead_bytes + self.offset_of(part) + offset_bytes)
 
     def rows(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """The same place of every part, as `view` shows it."""
         return [self.view(part, offset_bytes, numel, dtype) for part in range(self.parts)]
+
+    def contents(self) -> memoryview:
+        """All parts as bytes, which share the memory."""
+        return memoryview(self)[self.lead_bytes :][: self.offset_of(self.parts)]
 
     def offset_of(self, part: int) -> int:
         """Where a part begins, in bytes."""
@@ -63,7 +88,10 @@ class Segment(mmap.mmap):
 
     def address(self) -> int:
         """Where this rank's part begins in this process."""
-        return self.view(self.mine, 0, 1, torch.uint8).data_ptr()
+        return self._address_of(self.mine)
+
+    def _address_of(self, part: int) -> int:
+        return self.view(part, 0, 1, torch.uint8).data_ptr()
 
 
 def create_file(name: str, nbytes: int) -> int:

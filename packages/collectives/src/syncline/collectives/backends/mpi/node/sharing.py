@@ -72,7 +72,9 @@ class _Attempt:
         if origin is not None and self._open(*origin):
             with self._complaining():
                 reserve(self._file, self._part_bytes, self._node.Get_rank())
-                return Segment(self._file, self._node.Get_size(), self._part_bytes, self._node.Get_rank())
+                segment = Segment(self._file, self._node.Get_size(), self._part_bytes, self._node.Get_rank())
+                segment.use_huge_pages()
+                return segment
         return None
 
     def complaint(self) -> str:

@@ -15,8 +15,13 @@ from .slicing import chunks, slice_of
 from .windows import Place
 
 # What is reduced before it is handed out, of all ranks together: much of the result is then still in the cache. Measured with
-# caches of 2 MiB for each core, 25 MiB: in chunks of 512 KiB 2,930 us, 1 MiB 2,840, 2 MiB 2,600, 4 MiB and more 2,700.
-CHUNK_BYTES = 2 << 20
+# caches of 2 MiB for each core, two ranks, in turn on the same memory in huge pages, microseconds:
+#
+#            256 KiB   512 KiB   1 MiB   2 MiB   4 MiB
+#    4 MiB       258       243     243     277     318
+#   25 MiB     3,959     3,873   4,170   4,445   4,900
+#   64 MiB     8,173     8,415   8,630   8,810  10,526
+CHUNK_BYTES = 512 << 10
 
 
 class _Chunk(NamedTuple):
