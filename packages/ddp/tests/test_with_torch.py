@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -133,6 +135,23 @@ def test_compiling_the_wrapper(backend: str, options: dict[str, Any]) -> None:
 
     compare(train, **options)
     assert_whole_networks_were_compiled()
+
+
+def test_who_does_not_compile_loads_no_compiler() -> None:
+    program = """
+import sys, torch
+from syncline.collectives.testing import run_ranks
+from syncline.ddp import DistributedDataParallel
+
+def step(group):
+    model = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+    model(torch.ones(1, 3)).sum().backward()
+
+run_ranks(1, step)
+print("loaded" if "torch._dynamo" in sys.modules else "not loaded")
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "not loaded"
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

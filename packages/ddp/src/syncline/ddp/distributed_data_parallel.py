@@ -11,6 +11,7 @@ import torch
 from torch.distributed.utils import _to_kwargs
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives.untraced import untraced, untraced_itself
 from syncline.reducer import GradBucket, IterationStatistics, Reducer, verify_same_options
 
 from . import arguments, logging_data
@@ -154,7 +155,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.forward_sync_buffers = value
 
     # A compiler, in torch.compile(ddp), gets the module; what is around it communicates and cannot be traced.
-    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Every rank calls it equally often (or within `join`); it may be a collective.
 
@@ -173,7 +174,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._after_forward(pending, will_reduce)
         return outputs
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @untraced
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
@@ -188,12 +189,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             inputs, kwargs = moved[0], moved_kwargs[0]
         return inputs, kwargs, pending
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @untraced
     def _withdraw(self) -> None:
         """A forward has failed, so it has no backward."""
         self._reducer.withdraw()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @untraced
     def _after_forward(self, pending: list[torch.futures.Future[Any]], will_reduce: bool) -> None:
         pending += self._buffer_sync.after_forward()
         self._buffer_sync.are_stale = will_reduce

@@ -10,6 +10,8 @@ import torch
 from torch.autograd import Variable
 from torch.distributed.utils import _cast_forward_inputs
 
+from syncline.collectives.untraced import untraced, untraced_itself
+
 Tensors = Sequence["torch.Tensor | None"]
 
 
@@ -48,7 +50,7 @@ class LowPrecision:
         self._is_in_backward = False
 
     # A compiler gets the module, as in DistributedDataParallel.forward.
-    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    @untraced_itself
     def __call__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module; its outputs are what it makes of inputs and parameters in that dtype."""
         inputs, kwargs = _cast_forward_inputs(self._dtype, *inputs, **kwargs)
@@ -76,7 +78,7 @@ class LowPrecision:
 
         Variable._execution_engine.queue_callback(_Once(leave))
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @untraced
     def _put(self, tensors: Tensors) -> Tensors:
         """Put a tensor in each place; returns those that were there."""
         before = [parameters[name] for parameters, name, _ in self._places]

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
+from syncline.collectives.untraced import untraced
 
 from .batch_normalization import BatchNormalization
 from .batch_statistics import BatchStatistics, gather_statistics, statistics_of
@@ -134,7 +135,7 @@ class SyncBatchNorm(_BatchNorm):
             return None
         return resolve_group(self.process_group)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # a compiler cannot look into a collective
+    @untraced  # a compiler cannot look into a collective
     def _normalize_together(self, inputs: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         self._check_input_dim(inputs)
         if not self._is_compared:

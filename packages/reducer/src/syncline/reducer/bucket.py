@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
+from itertools import repeat
+from typing import cast
 
 import torch
 
@@ -85,6 +87,16 @@ class Bucket:
             if unused:
                 self._kept.update((index, view.clone()) for index, _, view in self._members() if index in unused)
             return
+        if any(map(operator.is_, gradients, self.views)) or any(map(operator.is_, gradients, repeat(None))):
+            self._collect_some(gradients, unused)
+        else:
+            with torch.no_grad():
+                self._copy(self.views, cast("list[torch.Tensor]", gradients))
+        if self._as_view:
+            self.alias(unused)
+
+    def _collect_some(self, gradients: Sequence[torch.Tensor | None], unused: Collection[int]) -> None:
+        """Where some are None, or lie in the buffer already."""
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
@@ -102,8 +114,6 @@ class Bucket:
                 self._copy(targets, sources)
             if absent:
                 torch._foreach_zero_(absent)
-        if self._as_view:
-            self.alias(unused)
 
     def collect_nothing(self) -> None:
         """Fill the buffer with zeros, on a rank that has no gradients; `deliver` must leave all of them as they are."""
@@ -153,10 +163,12 @@ class Bucket:
 
     def alias(self, untouched: Collection[int] = ()) -> None:
         """Make each parameter's gradient the view itself, except those given by index."""
-        if self._are_views([parameter.grad for parameter in self.parameters]):
-            return
-        for index, parameter, view in self._members():
-            if index not in untouched and parameter.grad is not view:
+        if untouched:
+            for index, parameter, view in self._members():
+                if index not in untouched and parameter.grad is not view:
+                    parameter.grad = view
+        elif not self._are_views([parameter.grad for parameter in self.parameters]):
+            for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.grad = view
 
     def _restore(self, untouched: Collection[int]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 
 class MarkedTwiceError(ValueError):
@@ -44,12 +46,12 @@ class Readiness:
         Raises:
             MarkedTwiceError: one was marked before, since the last `reset`.
         """
-        arrived, missing, bucket_of = self._arrived, self._missing, self._bucket_of
-        for index in indices:
-            if index in arrived:
-                raise MarkedTwiceError(index)
-            missing[bucket_of[index]] -= 1
-            arrived[index] = None
+        indices, before = list(indices), len(self._arrived)
+        self._arrived.update(dict.fromkeys(indices))
+        if len(self._arrived) < before + len(indices):
+            raise MarkedTwiceError(_first_repeated(indices, set(islice(self._arrived, before))))
+        for number, count in Counter(map(self._bucket_of.__getitem__, indices)).items():
+            self._missing[number] -= count
         first = self._next
         while self._next < len(self._missing) and self._missing[self._next] == 0:
             self._next += 1
@@ -67,3 +69,11 @@ class Readiness:
     def missing(self) -> list[int]:
         """The gradients not marked so far, ascending."""
         return sorted(index for index in self._bucket_of if index not in self._arrived)
+
+
+def _first_repeated(indices: Sequence[int], seen: set[int]) -> int:
+    for index in indices:
+        if index in seen:
+            return index
+        seen.add(index)
+    raise AssertionError("called if one is repeated")

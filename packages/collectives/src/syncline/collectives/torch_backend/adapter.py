@@ -18,10 +18,10 @@ from ..deadline import seconds
 from ..errors import MisuseError
 from ..monitored_barrier import monitored_barrier
 from ..process_group import ProcessGroup
+from ..untraced import untraced
 from ..work import FinishedWork, Work
 from .backend_face import BackendFace, UnservedDeviceError
 from .options import listed, only, reduction_of, root_of, time_limit_s
-from .untraced import untraced
 from .works import SeveralWorks, TorchSideWork, profiled
 
 Issue = Callable[[bool], Work]

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgumentError
+from ..untraced import untraced
 from ..work import TensorsFuture, Work
 from .options import time_limit_s
-from .untraced import untraced
 
 
 class TorchSideWork(dist.Work):

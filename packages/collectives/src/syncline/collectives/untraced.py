@@ -1,4 +1,4 @@
-"""Keeping torch.compile out of functions that C++ calls."""
+"""Keeping torch.compile out of functions that it cannot look into."""
 
 from __future__ import annotations
 
@@ -32,12 +32,18 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
         finally:
             eval_frame.set_eval_frame(tracer)
 
-    _skip(call.__code__)  # type: ignore[attr-defined]  # it is a function
+    _skip(call.__code__)  # type: ignore[attr-defined]  # it is a function; what it calls is not traced without a tracer
     return call
 
 
+def untraced_itself(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function as Python; what it calls may be traced. A decorator that costs nothing when the function is called."""
+    _skip(function.__code__)  # type: ignore[attr-defined]  # it is a function
+    return function
+
+
 def _skip(code: CodeType) -> None:
-    """Do not trace the frames of this code; those that it calls are not traced while there is no tracer."""
+    """Do not trace the frames of this code."""
     if hasattr(eval_frame, "skip_code"):  # in older versions
         eval_frame.skip_code(code)
         return
