@@ -122,7 +122,13 @@ def _hooks(options: argparse.Namespace, group: ProcessGroup, report: Report) -> 
     node = group.split(placement_of(group).node)
     views = {"gradient_as_bucket_view": True}  # the least that everybody can copy
     hooked = {name: with_hook(ours(group, **views), _maker(make, node), hook) for name, (make, hook) in HOOKS.items()}
-    wraps = {OURS: ours(group, **views), FLAT: over_flat_mpi(ours(group, **views)), **hooked, NATIVE: native(**views), ALONE: alone}
+    wraps = {
+        OURS: ours(group, **views),
+        FLAT: over_flat_mpi(ours(group, **views)),
+        **hooked,
+        NATIVE: native(**views),
+        ALONE: alone,
+    }
     steps = trainers(case, wraps)
     taken = interleaved(steps, group, options.steps)
     found = {name: Summary.of([step.total_s for step in taken[name]]) for name in taken}

@@ -38,7 +38,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
 def untraced_itself(function: Callable[P, T]) -> Callable[P, T]:
     """Run a function as Python; what it calls may be traced. A decorator that costs nothing when the function is called."""
-    _skip(function.__code__)  # type: ignore[attr-defined]  # it is a function
+    _skip(function.__code__)
     return function
 
 
