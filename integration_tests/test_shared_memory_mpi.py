@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import os
 import random
 import time
 import weakref
@@ -25,6 +26,8 @@ from syncline.collectives import (
     TransportError,
     premul_sum,
 )
+from syncline.collectives.backends.mpi.node.huge_pages import huge_page_bytes
+from syncline.collectives.backends.mpi.node.segment import Segment, create_file
 from syncline.collectives.crossovers import Crossovers
 from syncline.collectives.host_group import HostGroup
 from syncline.collectives.reduce_op import DTYPES_OF, Reduction
@@ -166,6 +169,39 @@ def whole(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def reduction(op: ReduceOp) -> Reduction:
     return premul_sum(2) if op is ReduceOp.PREMUL_SUM else op
+
+
+def huge_bytes_at(address: int) -> int:
+    """How much of the mapping around an address is mapped in huge pages."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if ":" not in name:
+            start, stop = (int(edge, 16) for edge in name.split("-"))
+            found = start <= address < stop
+        elif found and name == "ShmemPmdMapped:":
+            return int(rest[0]) << 10
+    return 0
+
+
+def makes_huge_pages() -> bool:
+    """Whether this system does, for a rank alone."""
+    size = huge_page_bytes()
+    if not size:
+        return False
+    file = create_file("test", size)
+    segment = Segment(file, 1, size, 0)
+    os.close(file)
+    segment.view(0, 0, size, torch.uint8).zero_()
+    segment.use_huge_pages()
+    return huge_bytes_at(segment.address()) > 0
+
+
+def test_windows_lie_in_huge_pages(eager: Group) -> None:
+    if not makes_huge_pages() or eager.group.size == 1:
+        pytest.skip("on several ranks, and where the kernel makes huge pages of shared memory")
+    tensor = eager.group.allocate(4 * huge_page_bytes() // 4, torch.float32)
+    assert huge_bytes_at(tensor.data_ptr()) >= 2 * huge_page_bytes()
 
 
 @pytest.mark.parametrize("check", REDUCTIONS)

@@ -120,7 +120,7 @@ def _times(sent_bytes: float, minimum: float) -> str:
 def _hooks(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
     case = mlp(16, session.scale(options))
     node = group.split(placement_of(group).node)
-    views = {"gradient_as_bucket_view": True}  # the least that everybody can copy
+    views = {"gradient_as_bucket_view": True}  # ours and torch's alike: so there is the least to copy
     hooked = {name: with_hook(ours(group, **views), _maker(make, node), hook) for name, (make, hook) in HOOKS.items()}
     wraps = {
         OURS: ours(group, **views),

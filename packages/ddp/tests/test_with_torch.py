@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from syncline.collectives import ProcessGroup
 from syncline.collectives.testing import run_ranks
-from syncline.ddp import DistributedDataParallel
+from syncline.ddp import DistributedDataParallel, MixedPrecision
 
 pytestmark = pytest.mark.ranks
 
@@ -137,7 +137,26 @@ def test_compiling_the_wrapper(backend: str, options: dict[str, Any]) -> None:
     assert_whole_networks_were_compiled()
 
 
-def test_who_does_not_compile_loads_no_compiler() -> None:
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": MixedPrecision(torch.bfloat16)}], ids=["plain", "mixed precision"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler itself looks at that of the wrapper's outputs
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiling_what_calls_the_wrapper(options: dict[str, Any]) -> None:
+    """It is not looked into; warnings are errors here."""
+
+    def step(group: ProcessGroup) -> torch.Tensor:
+        model = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group, **options)
+        compiled = torch.compile(lambda inputs: model(inputs.cos()).sin(), backend="eager")
+        inputs = torch.ones(1, 3)
+        assert torch.equal(compiled(inputs), model(inputs.cos()).sin())
+        compiled(inputs).sum().backward()
+        return model.module.weight.grad  # type: ignore[return-value]
+
+    first, second = run_ranks(2, step)
+    assert torch.equal(first, second)
+
+
+def test_a_forward_and_backward_load_no_compiler() -> None:
+    """Optimizers of torch's do."""
     program = """
 import sys, torch
 from syncline.collectives.testing import run_ranks

@@ -29,6 +29,23 @@ def test_table(buckets: list[list[int]], arrivals: list[int], started: list[list
     assert [list(readiness.mark_ready([index])) for index in arrivals] == started
 
 
+def test_several_at_once() -> None:
+    readiness = Readiness([[3, 1], [2, 0], [4]])
+    assert list(readiness.mark_ready([4, 1, 0])) == []
+    assert readiness.missing() == [2, 3]
+    assert list(readiness.mark_ready([2, 3])) == [0, 1, 2]
+    assert readiness.arrival_order() == [4, 1, 0, 2, 3]
+
+
+@pytest.mark.parametrize(("before", "indices", "repeated"), [([], [1, 2, 1, 2], 1), ([2, 0], [1, 0, 1, 2], 0), ([1], [1], 1)])
+def test_the_first_that_is_repeated_is_named(before: list[int], indices: list[int], repeated: int) -> None:
+    readiness = Readiness([[0, 1], [2]])
+    readiness.mark_ready(before)
+    with pytest.raises(MarkedTwiceError) as raised:
+        readiness.mark_ready(indices)
+    assert raised.value.index == repeated
+
+
 @st.composite
 def arrivals_into_buckets(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
     count = draw(st.integers(1, 30))

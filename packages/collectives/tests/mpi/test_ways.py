@@ -162,6 +162,7 @@ def _usable(name: str) -> str:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_window, "CHUNK_BYTES", 64)
     monkeypatch.setattr(window_reduction, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(window_reduction, "LEAST_CHUNK_BYTES", 1)
     monkeypatch.setattr(staging, "SLOT_BYTES", 64)
     monkeypatch.setattr(slice_reduction, "CHUNK_BYTES", 64)
 

@@ -41,6 +41,15 @@ def test_what_one_rank_writes_another_reads() -> None:
     assert theirs.address() == theirs.view(1, 0, 1, torch.int8).data_ptr()
 
 
+@pytest.mark.parametrize("part_bytes", [PAGE, 64 << 20])
+def test_only_its_file_counts_as_memory_that_was_promised(part_bytes: int) -> None:
+    """Two ranks of one file: what is mapped beside it is private, and no more than a huge page of each."""
+    beside = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/zero" in line]
+    kept = segments(2, part_bytes)
+    assert [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/zero" in line] == beside
+    assert all(len(segment) - segment.contents().nbytes <= 2 << 20 for segment in kept)
+
+
 def test_it_is_in_no_file_system() -> None:
     before = set(os.listdir("/dev/shm"))
     segment, _ = segments(2, PAGE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -32,18 +31,20 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
         finally:
             eval_frame.set_eval_frame(tracer)
 
-    _skip(call.__code__)  # type: ignore[attr-defined]  # it is a function; what it calls is not traced without a tracer
+    _skip(call)  # what it calls is not traced without a tracer
     return call
 
 
 def untraced_itself(function: Callable[P, T]) -> Callable[P, T]:
     """Run a function as Python; what it calls may be traced. A decorator that costs nothing when the function is called."""
-    _skip(function.__code__)
+    _skip(function)
     return function
 
 
-def _skip(code: CodeType) -> None:
-    """Do not trace the frames of this code."""
+def _skip(function: Any) -> None:
+    """Do not trace the frames of this function, and do not look into it from frames that are traced."""
+    function._torchdynamo_disable = True
+    code = function.__code__
     if hasattr(eval_frame, "skip_code"):  # in older versions
         eval_frame.skip_code(code)
         return

@@ -33,10 +33,10 @@ class Segment(mmap.mmap):
     It needs no descriptor. Python's mmap would keep one of its own open for each file, so it maps no file at first, only
     memory, and the file then takes the place of that memory. Python unmaps an address in the end, whatever is there.
 
-    If a huge page fits into it, it lies where huge pages can: some memory in front of it is then mapped and never used.
+    If a huge page fits into it, it lies where huge pages can: some memory before and behind it is then mapped, and never used.
 
     Attributes:
-        lead_bytes: how much is in front of the first part.
+        lead_bytes: how much is mapped before the first part.
 
     Args:
         file: a descriptor of a file of `parts` padded parts; may be closed afterwards.
@@ -53,7 +53,8 @@ class Segment(mmap.mmap):
     def __new__(cls, file: int, parts: int, part_bytes: int, mine: int) -> Segment:  # noqa: D102 - the class says it
         nbytes = parts * padded(part_bytes)
         alignment = huge_page_bytes() if nbytes >= huge_page_bytes() else 0
-        segment = super().__new__(cls, -1, alignment + nbytes)
+        # Private: what is left of it before and behind then counts alone as memory that was promised.
+        segment = super().__new__(cls, -1, alignment + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         segment.parts = parts
         segment.part_bytes = part_bytes
         segment.mine = mine

@@ -22,6 +22,8 @@ from .windows import Place
 #   25 MiB     3,959     3,873   4,170   4,445   4,900
 #   64 MiB     8,173     8,415   8,630   8,810  10,526
 CHUNK_BYTES = 512 << 10
+# But of each rank as much as is worth a call (8 and 16 ranks, 8 MiB: 1.1 and 1.2 times faster than by the rule above).
+LEAST_CHUNK_BYTES = 128 << 10
 
 
 class _Chunk(NamedTuple):
@@ -59,8 +61,9 @@ class WindowAllReduce:
         addresses = [first + segment.offset_of(part) + start * dtype.itemsize for part in range(segment.parts)]
         slices = [view_at(address, stop - start, dtype) for address in addresses if stop > start]
         source = addresses.pop(segment.mine)
+        step = max(1, max(CHUNK_BYTES // segment.parts, LEAST_CHUNK_BYTES) // dtype.itemsize)
         self._chunks = []
-        for begin, end in chunks(0, stop - start, max(1, CHUNK_BYTES // (segment.parts * dtype.itemsize))):
+        for begin, end in chunks(0, stop - start, step):
             terms = [everybodys[begin:end] for everybodys in slices]
             reduce = always_of(terms, op, dtype)
             done, nbytes = begin * dtype.itemsize, (end - begin) * dtype.itemsize
