@@ -280,6 +280,26 @@ def test_averages_and_rounding_on_emulated_nodes(nodes: Group) -> None:
     assert halves.tolist() == torch.full((3,), 256.0 + group.size - 1).bfloat16().tolist()  # rounded once
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_cross_as_float32_and_come_back_as_halves(
+    nodes: Group, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = nodes.group.allocate(4000, dtype).copy_(whole(nodes.group.rank, 4000, dtype))
+    crossed: list[tuple[str, int]] = []
+    between = nodes.transport._between
+    if between is not None:
+        collective = between._collective
+
+        def recording(name: str, arguments: Any, nbytes: int, *rest: Any) -> None:
+            crossed.append((name, nbytes))
+            collective(name, arguments, nbytes, *rest)
+
+        monkeypatch.setattr(between, "_collective", recording)
+    nodes.group.all_reduce(tensor)
+    numel = 4000 // nodes.transport._hierarchy.owners
+    assert crossed == ([] if between is None else [("Alltoallv", 4 * numel), ("Allgatherv", 2 * numel)])
+
+
 def test_other_collectives_on_emulated_nodes(nodes: Group) -> None:
     group = nodes.group
     block = group.allocate(group.size * 100, torch.float32)

@@ -92,6 +92,23 @@ class MPITransport(Transport):
             self._collective("Allreduce", (MPI.IN_PLACE, spec, mpi), piece.nbytes, call, deadline)
         self._scale_after(tensor, op)
 
+    def all_reduce_widened(
+        self, wide: torch.Tensor, op: ReduceOp, divisor: int, tensor: torch.Tensor, call: Collective, deadline: Deadline
+    ) -> None:
+        """Reduce a tensor of a wider dtype here, divide the result, round it once and hand it out in the tensor's dtype.
+
+        Cost: n wide elements and n others travel, (p - 1)/p of each; `all_reduce` of the wide ones takes two times n of them.
+
+        Args:
+            wide: the terms, at most a piece.
+            op: one of those between ranks (see `core_op`).
+            divisor: of the result.
+            tensor: as many elements; overwritten with the result.
+            call: that one.
+            deadline: of the call.
+        """
+        self._hand_out(self._reduced_slice(wide, op, call, deadline).div_(divisor), tensor, call, deadline)
+
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """Reduce with MPI, or by moving bytes and reducing here."""
         native = self._native(tensor, op)
@@ -232,8 +249,12 @@ class MPITransport(Transport):
         return None if self._reproducible else mpi_reduction(tensor.dtype, op)
 
     def _all_reduce_here(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        self._hand_out(self._reduced_slice(tensor, op, call, deadline), tensor, call, deadline)
+
+    def _hand_out(self, mine: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+        """Every rank has its slice of the result, and gets the whole."""
         counts = self._byte_counts(tensor)
-        tensor.tensor_split(self._size)[self._rank].copy_(self._reduced_slice(tensor, op, call, deadline))
+        tensor.tensor_split(self._size)[self._rank].copy_(mine)
         spec = (memory(tensor), (counts, _starts(counts)), MPI.BYTE)
         self._collective("Allgatherv", (MPI.IN_PLACE, spec), tensor.nbytes, call, deadline)
 

@@ -178,7 +178,9 @@ class NodeTransport(MPITransport):
                 self._hierarchy.node.Get_rank(),
                 self._hierarchy.owners,
                 self._size,
-                lambda total, core: between.all_reduce(total, core, call, deadline),
+                between,
+                call,
+                deadline,
             )
         self._group_meeting.barrier(call, deadline)
 
