@@ -171,6 +171,19 @@ def reduction(op: ReduceOp) -> Reduction:
     return premul_sum(2) if op is ReduceOp.PREMUL_SUM else op
 
 
+def calls_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
+    """Grows by one at each call of a module's function."""
+    called: list[None] = []
+    function = getattr(module, name)
+
+    def counted(*arguments: Any) -> Any:
+        called.append(None)
+        return function(*arguments)
+
+    monkeypatch.setattr(module, name, counted)
+    return called
+
+
 def huge_bytes_at(address: int) -> int:
     """How much of the mapping around an address is mapped in huge pages."""
     found = False
@@ -298,6 +311,46 @@ def test_halves_cross_as_float32_and_come_back_as_halves(
     nodes.group.all_reduce(tensor)
     numel = 4000 // nodes.transport._hierarchy.owners
     assert crossed == ([] if between is None else [("Alltoallv", 4 * numel), ("Allgatherv", 2 * numel)])
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, premul_sum(0.5)], ids=str)
+def test_halves_outside_windows_cross_by_the_slice(nodes: Group, op: Reduction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, of which the last is shorter; again and again, with ranks that come late."""
+    from syncline.collectives.backends.mpi.node import node_transport
+
+    monkeypatch.setattr(node_transport, "STAGE_BYTES", 2048)
+    group, generator = nodes.group, random.Random(nodes.group.rank)
+    made = Group(crossovers=WAYS["Staged"], split=by_pairs)
+    crossings = calls_of(monkeypatch, node_transport, "all_reduce_across")
+    for repetition in range(20):
+        tensor = whole(group.rank + repetition, 5000, torch.bfloat16)
+        terms = [whole(rank + repetition, 5000, torch.bfloat16) for rank in range(group.size)]
+        time.sleep(generator.random() * 0.003)
+        made.group.all_reduce(tensor, op)
+        expected = reduce_in_rank_order(op, terms)
+        if op in (ReduceOp.SUM, ReduceOp.MAX):
+            assert torch.equal(tensor, expected)
+        else:
+            assert torch.allclose(tensor, expected, atol=1e-2, rtol=1e-2)
+        _same_bits(made.group, tensor)
+    on_several_nodes, owns = group.size > 2, made.transport._between is not None
+    assert len(crossings) == (20 * 5 if on_several_nodes and owns else 0)
+    made.group.close()
+
+
+def test_halves_outside_windows_where_no_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from syncline.collectives.backends.mpi.node import node_transport
+
+    made = Group(crossovers=WAYS["Staged"], split=by_pairs)
+    monkeypatch.setattr(made.transport._memory, "share", lambda *_: None)
+    crossings = calls_of(monkeypatch, node_transport, "all_reduce_across")
+    for _ in range(2):
+        tensor = whole(made.group.rank, 5000, torch.bfloat16)
+        made.group.all_reduce(tensor)
+        terms = [whole(rank, 5000, torch.bfloat16) for rank in range(made.group.size)]
+        assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms))
+    assert not crossings
+    made.group.close()
 
 
 def test_other_collectives_on_emulated_nodes(nodes: Group) -> None:

@@ -24,7 +24,7 @@ class Crossovers:
         single_copy_bytes_fast_mpi: the same for reductions that Open MPI or Intel MPI do themselves.
         staged_bytes: from here on, reductions of memory that is not read go through a window of the group.
         staged_bytes_not_native: the same for reductions that the library underneath does not do: those of float16 and bfloat16,
-            for example, and every `reduce_scatter`.
+            for example, and every `reduce_scatter`. Their `all_reduce` on several nodes, too.
     """
 
     exchange_bytes: int = 512 << 10

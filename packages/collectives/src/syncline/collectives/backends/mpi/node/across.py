@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # What crosses at a time: large against the latency of a network, small enough to be memory that is soon used again.
 CROSSING_BYTES = 4 << 20
+# What is staged of a tensor that is in no window, for each rank.
+STAGE_BYTES = 16 << 20
 
 
 def all_reduce_across(

@@ -16,7 +16,7 @@ from ....reduce_op import REDUCIBLE, PremulSum, Reduction
 from ....transport import PreparedAllReduce, Transport
 from .. import transport as by_mpi
 from ..transport import MEETING_BYTES, REDUCES_FAST, MPITransport
-from .across import all_reduce_across
+from .across import STAGE_BYTES, all_reduce_across
 from .board import NOWHERE, Board
 from .exchange import SLOT_BYTES
 from .group_meeting import GroupMeeting
@@ -25,8 +25,10 @@ from .in_window import InWindow
 from .memory import NodeMemory
 from .prepared_mpi import PreparedMPI
 from .preparing import Preparing, UsualWays
+from .segment import Segment
 from .way import Way
 from .ways import Native, Ways, most_exchanged
+from .windows import Place
 
 
 class NodeTransport(MPITransport):
@@ -36,7 +38,8 @@ class NodeTransport(MPITransport):
     ranks on      `all_reduce`, `reduce_scatter`, `broadcast`, `all_gather`, `barrier`
     ============= =======================================================================================
     one node      take one of the `Ways`, or MPI's
-    several       `all_reduce` of tensors in a window there, and between counterparts; all others MPI's
+    several       `all_reduce` of tensors in a window there, and between counterparts; so, staged in one, of those that MPI
+                  does not reduce itself; all others MPI's
     ============= =======================================================================================
 
     Args:
@@ -68,6 +71,8 @@ class NodeTransport(MPITransport):
             self._hierarchy, self._private, self._meeting, self._inquest, self._memory.share, slot_bytes
         )
         self._has_met = False  # for the collective that MPI does next
+        self._stage: Segment | None = None
+        self._may_stage = True
         self._ways = Ways(self._hierarchy, self._memory, self._group_meeting, self._crossovers)
         usual = UsualWays(self.all_reduce, self._all_reduce_elsewhere, self._all_reduce_unreadable, self._prepared_mpi)
         self._preparing = Preparing(self._ways, self._memory, self._group_meeting, usual)
@@ -93,6 +98,11 @@ class NodeTransport(MPITransport):
             if window is not None:
                 self._all_reduce_across(window, tensor, op, call, deadline)
                 return
+            if self._native(tensor, op) is None and self._ways.is_staged(tensor.nbytes, Native.NOT):
+                stage = self._stage_for_crossing(call, deadline)
+                if stage is not None:
+                    self._all_reduce_staged(stage, tensor, op, call, deadline)
+                    return
         super().all_reduce(tensor, op, call, deadline)
 
     def prepared_all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce | None:
@@ -184,6 +194,29 @@ class NodeTransport(MPITransport):
             )
         self._group_meeting.barrier(call, deadline)
 
+    def _all_reduce_staged(
+        self, stage: Segment, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        """As `_all_reduce_across`, piece by piece: what MPI does not reduce itself would cross between all ranks otherwise.
+
+        A rank's part of the stage is touched by others only between a meeting and the barrier that follows.
+        """
+        for number, piece in enumerate(torch.split(tensor, STAGE_BYTES // tensor.element_size())):
+            shown = stage.view(stage.mine, 0, piece.numel(), piece.dtype).copy_(piece)
+            if number == 0:
+                self._group_meeting.meet(call, deadline)  # of all ranks, who compare their calls there
+            self._group_meeting.barrier(call, deadline)
+            window = InWindow(Place(stage, 0, 0), lambda: self._group_meeting.barrier(call, deadline))
+            self._all_reduce_across(window, shown, op, call, deadline)
+            piece.copy_(shown)
+
+    def _stage_for_crossing(self, call: Collective, deadline: Deadline) -> Segment | None:
+        if self._stage is None and self._may_stage and self._hierarchy.shares_memory:
+            self._group_meeting.meet(call, deadline)
+            self._stage = self._memory.share(STAGE_BYTES, call, deadline)
+            self._may_stage = self._stage is not None
+        return self._stage
+
     @contextmanager
     def _having_met(self, tensor: torch.Tensor) -> Iterator[None]:
         """For a reduction that MPI does: its first meeting has been, if `Ways` wanted one."""
@@ -219,6 +252,7 @@ class NodeTransport(MPITransport):
     def close(self) -> None:
         """Free all communicators; memory lasts as long as tensors lie in it."""
         self._ways.forget()
+        self._stage = None
         self._group_meeting.forget()
         if self._between is not None:
             self._between.close()
