@@ -88,7 +88,7 @@ class NodeTransport(MPITransport):
         return super().allocate(numel, dtype, call, deadline)
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        """In shared memory or by MPI; on several nodes in the window and then between them."""
+        """In shared memory or by MPI; on several nodes in the window, or a stage, and then between them."""
         if self._is_one_node:
             way = self._ways.of_reduction(tensor, self._how_native(tensor, op), call, deadline)
             self._all_reduce_by(way, tensor, op, call, deadline)
@@ -98,11 +98,10 @@ class NodeTransport(MPITransport):
             if window is not None:
                 self._all_reduce_across(window, tensor, op, call, deadline)
                 return
-            if self._native(tensor, op) is None and self._ways.is_staged(tensor.nbytes, Native.NOT):
-                stage = self._stage_for_crossing(call, deadline)
-                if stage is not None:
-                    self._all_reduce_staged(stage, tensor, op, call, deadline)
-                    return
+            stage = self._stage_for_crossing(tensor, op, call, deadline)
+            if stage is not None:
+                self._all_reduce_staged(stage, tensor, op, call, deadline)
+                return
         super().all_reduce(tensor, op, call, deadline)
 
     def prepared_all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce | None:
@@ -205,13 +204,18 @@ class NodeTransport(MPITransport):
             shown = stage.view(stage.mine, 0, piece.numel(), piece.dtype).copy_(piece)
             if number == 0:
                 self._group_meeting.meet(call, deadline)  # of all ranks, who compare their calls there
-            self._group_meeting.barrier(call, deadline)
+            else:
+                self._group_meeting.barrier(call, deadline)
             window = InWindow(Place(stage, 0, 0), lambda: self._group_meeting.barrier(call, deadline))
             self._all_reduce_across(window, shown, op, call, deadline)
             piece.copy_(shown)
 
-    def _stage_for_crossing(self, call: Collective, deadline: Deadline) -> Segment | None:
-        if self._stage is None and self._may_stage and self._hierarchy.shares_memory:
+    def _stage_for_crossing(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> Segment | None:
+        """Memory for that, if anything is gained, and if all ranks have it."""
+        is_native = self._native(tensor, op) is not None
+        if is_native or self._hierarchy.owners == 1 or not self._ways.is_staged(tensor.nbytes, Native.NOT):
+            return None
+        if self._stage is None and self._may_stage:
             self._group_meeting.meet(call, deadline)
             self._stage = self._memory.share(STAGE_BYTES, call, deadline)
             self._may_stage = self._stage is not None
