@@ -163,12 +163,10 @@ class Bucket:
 
     def alias(self, untouched: Collection[int] = ()) -> None:
         """Make each parameter's gradient the view itself, except those given by index."""
-        if untouched:
-            for index, parameter, view in self._members():
-                if index not in untouched and parameter.grad is not view:
-                    parameter.grad = view
-        elif not self._are_views([parameter.grad for parameter in self.parameters]):
-            for parameter, view in zip(self.parameters, self.views, strict=True):
+        if self._are_views([parameter.grad for parameter in self.parameters]):
+            return
+        for index, parameter, view in self._members():
+            if index not in untouched:
                 parameter.grad = view
 
     def _restore(self, untouched: Collection[int]) -> None:
