@@ -171,16 +171,16 @@ def reduction(op: ReduceOp) -> Reduction:
     return premul_sum(2) if op is ReduceOp.PREMUL_SUM else op
 
 
-def calls_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
-    """Grows by one at each call of a module's function."""
+def calls_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None]:
+    """Grows by one at each call of a class's method."""
     called: list[None] = []
-    function = getattr(module, name)
+    function = getattr(owner, name)
 
     def counted(*arguments: Any) -> Any:
         called.append(None)
         return function(*arguments)
 
-    monkeypatch.setattr(module, name, counted)
+    monkeypatch.setattr(owner, name, counted)
     return called
 
 
@@ -313,15 +313,19 @@ def test_halves_cross_as_float32_and_come_back_as_halves(
     assert crossed == ([] if between is None else [("Alltoallv", 4 * numel), ("Allgatherv", 2 * numel)])
 
 
+@pytest.mark.parametrize("has_windows", [False, True], ids=["no windows", "windows"])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, premul_sum(0.5)], ids=str)
-def test_halves_outside_windows_cross_by_the_slice(nodes: Group, op: Reduction, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_outside_windows_cross_by_the_slice(
+    nodes: Group, op: Reduction, has_windows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In pieces, of which the last is shorter; again and again, with ranks that come late."""
-    from syncline.collectives.backends.mpi.node import node_transport
+    from syncline.collectives.backends.mpi.node import across
 
-    monkeypatch.setattr(node_transport, "STAGE_BYTES", 2048)
+    monkeypatch.setattr(across, "STAGE_BYTES", 2048)
     group, generator = nodes.group, random.Random(nodes.group.rank)
     made = Group(crossovers=WAYS["Staged"], split=by_pairs)
-    crossings = calls_of(monkeypatch, node_transport, "all_reduce_across")
+    crossings = calls_of(monkeypatch, across.Crossing, "_cross")
+    window = made.group.allocate(10, torch.float32) if has_windows else None
     for repetition in range(20):
         tensor = whole(group.rank + repetition, 5000, torch.bfloat16)
         terms = [whole(rank + repetition, 5000, torch.bfloat16) for rank in range(group.size)]
@@ -330,6 +334,7 @@ def test_halves_outside_windows_cross_by_the_slice(nodes: Group, op: Reduction, 
         expected = reduce_in_rank_order(op, terms)
         assert torch.equal(tensor, expected)
         _same_bits(made.group, tensor)
+    del window
     has_two_on_each = group.size == 4
     assert len(crossings) == (20 * 5 if has_two_on_each else 0)
     made.group.close()
@@ -352,10 +357,13 @@ def test_staged_halves_are_rounded_once_and_other_dtypes_are_exact() -> None:
     group.close()
 
 
-def test_ranks_that_stage_different_calls_are_told_so() -> None:
+@pytest.mark.parametrize("has_windows", [False, True], ids=["no windows", "windows"])
+def test_ranks_that_stage_different_calls_are_told_so(has_windows: bool) -> None:
     made = Group(crossovers=WAYS["Staged"], split=by_pairs)
     if made.group.size == 1:
         pytest.skip("no other rank")
+    if has_windows:
+        made.group.allocate(10, torch.float32)
     numel = 40_000 if made.group.rank == 0 else 40_001
     with pytest.raises(DisagreementError, match="40000"):
         made.group.all_reduce(torch.ones(numel, dtype=torch.bfloat16))
@@ -363,11 +371,11 @@ def test_ranks_that_stage_different_calls_are_told_so() -> None:
 
 
 def test_halves_outside_windows_where_no_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node import node_transport
+    from syncline.collectives.backends.mpi.node import across
 
     made = Group(crossovers=WAYS["Staged"], split=by_pairs)
     monkeypatch.setattr(made.transport._memory, "share", lambda *_: None)  # what all ranks hear if one gets none
-    crossings = calls_of(monkeypatch, node_transport, "all_reduce_across")
+    crossings = calls_of(monkeypatch, across.Crossing, "_cross")
     for _ in range(2):
         tensor = whole(made.group.rank, 5000, torch.bfloat16)
         made.group.all_reduce(tensor)

@@ -16,19 +16,16 @@ from ....reduce_op import REDUCIBLE, PremulSum, Reduction
 from ....transport import PreparedAllReduce, Transport
 from .. import transport as by_mpi
 from ..transport import MEETING_BYTES, REDUCES_FAST, MPITransport
-from .across import STAGE_BYTES, all_reduce_across
+from .across import Crossing
 from .board import NOWHERE, Board
 from .exchange import SLOT_BYTES
 from .group_meeting import GroupMeeting
 from .hierarchy import Hierarchy, SplitByNode, split_by_node
-from .in_window import InWindow
 from .memory import NodeMemory
 from .prepared_mpi import PreparedMPI
 from .preparing import Preparing, UsualWays
-from .segment import Segment
 from .way import Way
 from .ways import Native, Ways, most_exchanged
-from .windows import Place
 
 
 class NodeTransport(MPITransport):
@@ -71,8 +68,7 @@ class NodeTransport(MPITransport):
             self._hierarchy, self._private, self._meeting, self._inquest, self._memory.share, slot_bytes
         )
         self._has_met = False  # for the collective that MPI does next
-        self._stage: Segment | None = None
-        self._may_stage = True
+        self._crossing = Crossing(self._hierarchy, self._between, self._memory, self._group_meeting, self._size)
         self._ways = Ways(self._hierarchy, self._memory, self._group_meeting, self._crossovers)
         usual = UsualWays(self.all_reduce, self._all_reduce_elsewhere, self._all_reduce_unreadable, self._prepared_mpi)
         self._preparing = Preparing(self._ways, self._memory, self._group_meeting, usual)
@@ -96,11 +92,14 @@ class NodeTransport(MPITransport):
         if not self._reproducible:
             window = self._ways.window(tensor, call, deadline)
             if window is not None:
-                self._all_reduce_across(window, tensor, op, call, deadline)
+                self._crossing.all_reduce(window, tensor, op, call, deadline)
                 return
-            stage = self._stage_for_crossing(tensor, op, call, deadline)
+            # What MPI does not reduce itself would cross between all ranks.
+            is_staged = self._native(tensor, op) is None and self._ways.is_staged(tensor.nbytes, Native.NOT)
+            stage = self._crossing.stage(call, deadline) if is_staged else None
             if stage is not None:
-                self._all_reduce_staged(stage, tensor, op, call, deadline)
+                has_met = self._ways.may_be_in_window(tensor.nbytes)  # which was asked
+                self._crossing.all_reduce_staged(stage, tensor, op, call, deadline, has_met=has_met)
                 return
         super().all_reduce(tensor, op, call, deadline)
 
@@ -175,52 +174,6 @@ class NodeTransport(MPITransport):
         else:
             way.all_reduce(tensor, op)
 
-    def _all_reduce_across(
-        self, window: InWindow, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
-        between = self._between
-        if between is not None:
-            all_reduce_across(
-                window,
-                tensor,
-                op,
-                self._hierarchy.node.Get_rank(),
-                self._hierarchy.owners,
-                self._size,
-                between,
-                call,
-                deadline,
-            )
-        self._group_meeting.barrier(call, deadline)
-
-    def _all_reduce_staged(
-        self, stage: Segment, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
-        """As `_all_reduce_across`, piece by piece: what MPI does not reduce itself would cross between all ranks otherwise.
-
-        A rank's part of the stage is touched by others only between a meeting and the barrier that follows.
-        """
-        for number, piece in enumerate(torch.split(tensor, STAGE_BYTES // tensor.element_size())):
-            shown = stage.view(stage.mine, 0, piece.numel(), piece.dtype).copy_(piece)
-            if number == 0:
-                self._group_meeting.meet(call, deadline)  # of all ranks, who compare their calls there
-            else:
-                self._group_meeting.barrier(call, deadline)
-            window = InWindow(Place(stage, 0, 0), lambda: self._group_meeting.barrier(call, deadline))
-            self._all_reduce_across(window, shown, op, call, deadline)
-            piece.copy_(shown)
-
-    def _stage_for_crossing(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> Segment | None:
-        """Memory for that, if anything is gained, and if all ranks have it."""
-        is_native = self._native(tensor, op) is not None
-        if is_native or self._hierarchy.owners == 1 or not self._ways.is_staged(tensor.nbytes, Native.NOT):
-            return None
-        if self._stage is None and self._may_stage:
-            self._group_meeting.meet(call, deadline)
-            self._stage = self._memory.share(STAGE_BYTES, call, deadline)
-            self._may_stage = self._stage is not None
-        return self._stage
-
     @contextmanager
     def _having_met(self, tensor: torch.Tensor) -> Iterator[None]:
         """For a reduction that MPI does: its first meeting has been, if `Ways` wanted one."""
@@ -256,7 +209,7 @@ class NodeTransport(MPITransport):
     def close(self) -> None:
         """Free all communicators; memory lasts as long as tensors lie in it."""
         self._ways.forget()
-        self._stage = None
+        self._crossing.forget()
         self._group_meeting.forget()
         if self._between is not None:
             self._between.close()

@@ -78,7 +78,7 @@ class Ways:
         """
         nbytes = tensor.nbytes
         is_small, is_read = self.is_small(nbytes, native), self.is_read(nbytes, native)
-        if self._may_be_in_window(nbytes) or is_read or (nbytes >= MEETING_BYTES and not is_small):
+        if self.may_be_in_window(nbytes) or is_read or (nbytes >= MEETING_BYTES and not is_small):
             window = self._window(tensor, call, deadline, readable_address(tensor) if is_read else NOWHERE)
             if window is not None:
                 return window
@@ -147,14 +147,15 @@ class Ways:
 
     def window(self, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> InWindow | None:
         """Where all ranks have the tensor, if in a window. Unless that is plain from its size, the ranks meet to know."""
-        return self._window(tensor, call, deadline, NOWHERE) if self._may_be_in_window(tensor.nbytes) else None
+        return self._window(tensor, call, deadline, NOWHERE) if self.may_be_in_window(tensor.nbytes) else None
 
-    def _may_be_in_window(self, nbytes: int) -> bool:
+    def may_be_in_window(self, nbytes: int) -> bool:
+        """Whether a tensor of that size is looked for in windows, so that the ranks meet to compare where it lies."""
         return self._memory.has_windows and self.fits_window(nbytes)
 
     def _window(self, tensor: torch.Tensor, call: Collective, deadline: Deadline, address: int) -> InWindow | None:
         """As `window`, but the ranks meet at any size, and say where their tensors can be read."""
-        place = self._memory.find(tensor) if self._may_be_in_window(tensor.nbytes) else None
+        place = self._memory.find(tensor) if self.may_be_in_window(tensor.nbytes) else None
         is_common = self._meeting.meet(call, deadline, NOWHERE if place is None else place.key, address)
         if place is None or not is_common:
             return None
