@@ -353,6 +353,63 @@ def test_aliases_survive_the_rebuild_with_their_values() -> None:
             assert torch.equal(gradient, sum(average(2, index, gradient, step) for step in steps))  # type: ignore[arg-type]
 
 
+class AllocatingGroup:
+    """A group that counts, at each allocation, the buffers that it has allocated before and that still exist."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._buffers: list[weakref.ref[torch.Tensor]] = []
+        self.living: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.living.append(sum(buffer() is not None for buffer in self._buffers))
+        tensor = self._group.allocate(numel, dtype, device)
+        self._buffers.append(weakref.ref(tensor))
+        return tensor
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_the_rebuild_gives_up_the_old_buckets_before_it_allocates_new_ones(as_view: bool) -> None:
+    def body(group: ProcessGroup) -> list[int]:
+        parameters = make_parameters((1,), (2,))
+        watched = AllocatingGroup(group)
+        reducer = Reducer(parameters, watched, bucket_cap_bytes=ONE_EACH, gradient_as_bucket_view=as_view)  # type: ignore[arg-type]
+        for _ in range(3):
+            backward(reducer, lambda: linear_loss(parameters, group.rank))
+            for _, parameter in parameters:
+                parameter.grad = None
+        assert reducer.has_rebuilt_buckets
+        return watched.living
+
+    assert run_ranks(2, body) == [[0, 1, 0, 1]] * 2
+
+
+def test_a_rebuild_that_failed_is_tried_again() -> None:
+    class FailingGroup(AllocatingGroup):
+        def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            if len(self.living) == 3:
+                self.living.append(0)
+                raise MemoryError("no room for a bucket")
+            return super().allocate(numel, dtype, device)
+
+    def body(group: ProcessGroup) -> list[torch.Tensor]:
+        parameters = make_parameters((1,), (2,))
+        reducer = Reducer(parameters, FailingGroup(group), bucket_cap_bytes=ONE_EACH, gradient_as_bucket_view=True)  # type: ignore[arg-type]
+        backward(reducer, lambda: linear_loss(parameters, group.rank))
+        with pytest.raises(MemoryError, match="no room"):
+            reducer.prepare_for_backward()
+        backward(reducer, lambda: linear_loss(parameters, group.rank, step=1))
+        assert reducer.has_rebuilt_buckets
+        return gradients(parameters)
+
+    for found in run_ranks(2, body):
+        for index, gradient in enumerate(found):
+            assert torch.equal(gradient, sum(average(2, index, gradient, step) for step in (0, 1)))  # type: ignore[arg-type]
+
+
 def test_a_backward_without_synchronisation_does_not_count_as_the_first() -> None:
     def body(group: ProcessGroup) -> list[list[int]]:
         parameters = make_parameters((1,), (2,))

@@ -47,24 +47,24 @@ class BucketBuilder:
         self._delayed = frozenset(delayed)
         self._as_view = as_view
 
-    def build(self, order: Sequence[int]) -> list[AnyBucket]:
-        """Buckets filled in this order of parameters (by index). A collective, because it allocates."""
+    def build(self, order: Sequence[int], moved: Collection[int] = ()) -> list[AnyBucket]:
+        """Buckets filled in this order of parameters (by index). A collective, because it allocates.
+
+        Args:
+            order: the parameters.
+            moved: those of them whose gradients become views of the buckets now, with their values.
+        """
         punctual = [index for index in order if index not in self._delayed]
         delayed = [index for index in order if index in self._delayed]
         assigned = [*self._assign(punctual, self._caps_bytes), *self._assign(delayed, [sys.maxsize])]
-        return [self._bucket(indices) for indices in assigned]
-
-    def rebuild(self, old: Sequence[AnyBucket], order: Sequence[int]) -> list[AnyBucket]:
-        """Like `build`; gradients that are views of the old buckets become views of the new ones, with their values."""
-        aliased = {id(parameter) for bucket in old for parameter, view in _pairs(bucket) if parameter.grad is view}
-        new = self.build(order)
+        buckets = [self._bucket(indices) for indices in assigned]
         with torch.no_grad():
-            for bucket in new:
-                for parameter, view in _pairs(bucket):
-                    if id(parameter) in aliased and parameter.grad is not None:
+            for bucket in buckets:
+                for index, parameter, view in _members(bucket):
+                    if index in moved and parameter.grad is not None:
                         view.copy_(parameter.grad)
                         parameter.grad = view
-        return new
+        return buckets
 
     def _assign(self, order: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:
         specs = [self._spec(index) for index in order]
@@ -82,6 +82,11 @@ class BucketBuilder:
         return Bucket(indices, parameters, names, self._group, as_view=self._as_view)
 
 
-def _pairs(bucket: AnyBucket) -> zip[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Parameters with their views; none in a sparse bucket."""
-    return zip(bucket.parameters, bucket.views, strict=False)
+def aliases(buckets: Sequence[AnyBucket]) -> set[int]:
+    """The parameters, by index, whose gradients are views of these buckets."""
+    return {index for bucket in buckets for index, parameter, view in _members(bucket) if parameter.grad is view}
+
+
+def _members(bucket: AnyBucket) -> zip[tuple[int, torch.nn.Parameter, torch.Tensor]]:
+    """Parameters with their indices and views; none in a sparse bucket."""
+    return zip(bucket.indices, bucket.parameters, bucket.views, strict=False)

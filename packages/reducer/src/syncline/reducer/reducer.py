@@ -15,7 +15,7 @@ from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 
 from . import complaints
 from .arrivals import Arrivals, Backlog, Listener
-from .bucket_building import BucketBuilder
+from .bucket_building import BucketBuilder, aliases
 from .bucket_reduction import BucketReduction, CommunicationHook
 from .delayed import DelayedGraph
 from .expectation import Expectation
@@ -383,13 +383,18 @@ class Reducer:
             self._listeners[bucket.indices[-1]].follow()  # the last to arrive, as far as is known
 
     def _rebuild_if_due(self) -> None:
-        """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective."""
+        """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective.
+
+        The old ones are given up first: to have both for a moment was the peak of a whole training's memory.
+        """
         if self._rebuilt or self._arrival_order is None:
             return
         device = torch.device("cpu") if "cpu" in self._group.device_types else self._parameters[0].device
         order = torch.tensor(self._arrival_order, dtype=torch.int64, device=device)
         self._group.broadcast(order, 0)
-        self._use(self._builder.rebuild(self._buckets, order.tolist()))
+        kept = aliases(self._buckets)
+        self._buckets = []
+        self._use(self._builder.build(order.tolist(), kept))
         self._rebuilt = True
 
     # ---- the graph ----
