@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
+from collections.abc import Iterator
 
 
 class Arrivals:
@@ -20,7 +17,7 @@ class Arrivals:
     bucket, once they are built in the order of arrival. While that order is learnt, without synchronisation, and in the
     buckets of delayed parameters and of the one that they wait for, it wakes it at every gradient. What wakes nobody is looked
     at in the end of backward. The parameters of a bucket are on one device, and autograd has one thread for each device: so
-    there is no race.
+    there is no race. In a static graph even the call can be saved; see Note [One hook for a bucket].
 
     Attributes:
         indices: the gradients, in the order of their arrival.
@@ -76,57 +73,3 @@ class Backlog:
     def clear(self) -> None:
         """Forget them."""
         self._waiting.clear()
-
-
-class Listener:
-    """A parameter's hooks, and the arrivals that its gradient is noted in.
-
-    Args:
-        index: the parameter's.
-        parameter: the parameter.
-        wake: called when the arrivals are worth a look.
-        settled: called after all hooks on the parameter, if `follow` asked for it.
-    """
-
-    def __init__(
-        self, index: int, parameter: torch.nn.Parameter, wake: Callable[[Arrivals], None], settled: Callable[[], None]
-    ) -> None:
-        self._index = index
-        self._parameter = parameter
-        self._wake = wake
-        self._settled = settled
-        self._node: torch.autograd.graph.Node | None = None
-        self._noting: Any = None
-        self._following: Any = None
-
-    def listen_for(self, arrivals: Arrivals) -> None:
-        """From now on note the gradient there."""
-        if self._noting is not None:
-            self._noting.remove()
-        note = _hook(self._index, arrivals, self._wake)
-        self._noting = self._parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-
-    def follow(self) -> None:
-        """From the next backward on, see to what waits as soon as all hooks on this parameter have run."""
-        if self._node is None:
-            settled = self._settled
-            # Held, because autograd makes a new node, without the hook, if nobody holds the old one.
-            self._node = torch.autograd.graph.get_gradient_edge(self._parameter).node
-            self._following = self._node.register_hook(lambda *_: settled())
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in (self._noting, self._following):
-            if handle is not None:
-                handle.remove()
-
-
-def _hook(index: int, arrivals: Arrivals, wake: Callable[[Arrivals], None]) -> Callable[[torch.Tensor], None]:
-    indices, steps, add = arrivals.indices, arrivals.steps, arrivals.indices.append
-
-    def note(_: torch.Tensor) -> None:
-        add(index)
-        if len(indices) in steps:
-            wake(arrivals)
-
-    return note

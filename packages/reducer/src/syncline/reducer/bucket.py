@@ -12,6 +12,9 @@ import torch
 from syncline.collectives import ProcessGroup
 
 from . import complaints
+from .lateness import LatenessGuard
+
+_dtype_of = operator.attrgetter("dtype")
 
 
 class Bucket:
@@ -54,6 +57,8 @@ class Bucket:
         self._place = group.place()
         self._as_view = as_view
         self._kept: dict[int, torch.Tensor] = {}
+        self._seen: list[torch.Tensor | None] | None = None
+        self._guard: LatenessGuard | None = None
         first = self.parameters[0]
         numel = sum(parameter.numel() for parameter in self.parameters)
         self.buffer = group.allocate(numel, first.dtype, first.device)
@@ -75,6 +80,18 @@ class Bucket:
         """Bytes that are reduced."""
         return self.buffer.nbytes
 
+    def look(self) -> list[torch.Tensor | None]:
+        """The parameters' gradients, which `collect` will take, if it comes before `look_away`.
+
+        To read them takes as long as to copy them, if they are small: Python has an object made for each.
+        """
+        self._seen = [parameter.grad for parameter in self.parameters]
+        return self._seen
+
+    def look_away(self) -> None:
+        """Forget what was seen."""
+        self._seen = None
+
     def collect(self, unused: Collection[int] = ()) -> None:
         """Copy the parameters' gradients into the buffer, except those that already lie there.
 
@@ -82,18 +99,21 @@ class Bucket:
             unused: indices of parameters that this rank does not use in this backward. If nobody does, their gradients
                 shall stay as they are: `deliver` sees to it. Here they are worth what they hold, and zero if they are None.
         """
-        gradients = [parameter.grad for parameter in self.parameters]
+        gradients = self.look() if self._seen is None else self._seen
+        self._seen = None
         if self._are_views(gradients):  # with `as_view`, if gradients are kept between backwards
             if unused:
                 self._kept.update((index, view.clone()) for index, _, view in self._members() if index in unused)
-            return
-        if any(map(operator.is_, gradients, self.views)) or any(map(operator.is_, gradients, repeat(None))):
-            self._collect_some(gradients, unused)
         else:
-            with torch.no_grad():
-                self._copy(self.views, cast("list[torch.Tensor]", gradients))
-        if self._as_view:
-            self.alias(unused)
+            if any(map(operator.is_, gradients, self.views)) or any(map(operator.is_, gradients, repeat(None))):
+                self._collect_some(gradients, unused)
+            else:
+                with torch.no_grad():
+                    self._copy(self.views, cast("list[torch.Tensor]", gradients))
+            if self._as_view:
+                self.alias(unused)
+        if self._guard is not None:
+            self._guard.note(self.views[:1] if self._as_view else gradients)
 
     def _collect_some(self, gradients: Sequence[torch.Tensor | None], unused: Collection[int]) -> None:
         """Where some are None, or lie in the buffer already."""
@@ -139,8 +159,11 @@ class Bucket:
 
     def deliver(self, untouched: Collection[int] = ()) -> None:
         """Give the parameters their reduced gradients, except those (by index) whose gradients shall stay as they are."""
+        if self._guard is not None:
+            self._guard.check()
         if self._as_view:
-            self.alias(untouched)
+            if not self._are_views([parameter.grad for parameter in self.parameters]):
+                self.alias(untouched)
             self._restore(untouched)
         else:
             self.write_back(untouched)
@@ -161,12 +184,27 @@ class Bucket:
             with torch.no_grad():
                 torch._foreach_copy_(own, views)
 
+    def refuse_late_gradients(self, advice: str) -> None:
+        """From now on see those that come when the bucket has collected them already: delivering is an error then.
+
+        To be called while no gradient is a view.
+
+        Args:
+            advice: for the error.
+        """
+        self._guard = LatenessGuard(self.names, self._place, advice)
+        if self._as_view:
+            # They share a version, which what is done to the buffer does not change, but what is done to any of them does.
+            self.views = self.views_into(self.buffer.data)
+
     def alias(self, untouched: Collection[int] = ()) -> None:
         """Make each parameter's gradient the view itself, except those given by index."""
-        if self._are_views([parameter.grad for parameter in self.parameters]):
-            return
-        for index, parameter, view in self._members():
-            if index not in untouched:
+        if untouched:
+            for index, parameter, view in self._members():
+                if index not in untouched:
+                    parameter.grad = view
+        else:
+            for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.grad = view
 
     def _restore(self, untouched: Collection[int]) -> None:
@@ -186,7 +224,7 @@ class Bucket:
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         # What would be copied without a word is asked for at once; the rest is looked into if copying fails.
-        if {source.dtype for source in sources} != {self.buffer.dtype} or torch._C._any_requires_grad(*sources):
+        if set(map(_dtype_of, sources)) != {self.buffer.dtype} or torch._C._any_requires_grad(*sources):
             self._complain()
         try:
             if self._holds_vectors and len(targets) == len(self.views):

@@ -24,6 +24,15 @@ def marked_twice(name: str, place: str, advice: str) -> MisuseError:
     return MisuseError(f"the gradient of parameter '{name}' became ready twice in one backward on {place}. {advice}")
 
 
+def came_late(names: Sequence[str], place: str, advice: str) -> MisuseError:
+    """A gradient of one of these parameters came after its bucket had begun to be reduced."""
+    parameter = f"of parameter {_shortened(names)}" if len(names) == 1 else f"of one of the parameters {_shortened(names)}"
+    return MisuseError(
+        f"a gradient {parameter} came on {place} when its bucket was being reduced already: later than in the first backward, "
+        f"or a second time. {advice}"
+    )
+
+
 def not_expected(name: str, place: str) -> MisuseError:
     """A gradient arrived that no backward would reduce."""
     return MisuseError(

@@ -19,6 +19,7 @@ class Graph(ABC):
 
     The reducer asks on the thread of backward, under its lock, in this order::
 
+        once        in forward, when the buckets are built in the order of arrival
         begin       when the first gradient of a backward arrives (sit_out, instead, on a rank that has none)
         needed      for each bucket, then: how many gradients make it worth looking at it
         arrived     when so many have arrived, or at the end (accumulated, instead, while nothing is synchronised; used, of
@@ -43,6 +44,15 @@ class Graph(ABC):
     def needed(self, indices: Collection[int]) -> int:  # noqa: ARG002 - the contract's
         """How many gradients of these parameters, which share a bucket, must arrive before any may be reduced."""
         return 1
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether after the next backward that is reduced more will be known: what `once` says."""
+        return False
+
+    def once(self, indices: Collection[int]) -> Sequence[int] | None:  # noqa: ARG002 - the contract's
+        """Those of the parameters that get a gradient in every backward, if it is certain which do, and that each gets one."""
+        return None
 
     @abstractmethod
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class MarkedTwiceError(ValueError):
@@ -27,15 +26,16 @@ class Readiness:
     """
 
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
+        self._members = [frozenset(members) for members in buckets]
         self._bucket_of = {index: number for number, members in enumerate(buckets) for index in members}
-        self._members = [len(members) for members in buckets]
         self.reset()
 
     def reset(self) -> None:
         """Forget everything that was marked."""
-        self._missing = list(self._members)
+        self._missing = [len(members) for members in self._members]
         self._next = 0
-        self._arrived: dict[int, None] = {}
+        self._arrived: set[int] = set()
+        self._order: list[int] = []
 
     def mark_ready(self, indices: Iterable[int]) -> range:
         """Note that gradients are ready, in this order.
@@ -47,15 +47,23 @@ class Readiness:
             MarkedTwiceError: one was marked before, since the last `reset`.
         """
         indices, before = list(indices), len(self._arrived)
-        self._arrived.update(dict.fromkeys(indices))
+        self._arrived.update(indices)
         if len(self._arrived) < before + len(indices):
-            raise MarkedTwiceError(_first_repeated(indices, set(islice(self._arrived, before))))
-        for number, count in Counter(map(self._bucket_of.__getitem__, indices)).items():
+            raise MarkedTwiceError(_first_repeated(indices, set(self._order)))
+        self._order += indices
+        for number, count in self._counts(indices).items():
             self._missing[number] -= count
         first = self._next
         while self._next < len(self._missing) and self._missing[self._next] == 0:
             self._next += 1
         return range(first, self._next)
+
+    def _counts(self, indices: Sequence[int]) -> Mapping[int, int]:
+        """How many of these are in which bucket; mostly all are in one."""
+        number = self._bucket_of[indices[0]] if indices else 0
+        if self._members[number].issuperset(indices):
+            return {number: len(indices)}
+        return Counter(map(self._bucket_of.__getitem__, indices))
 
     @property
     def is_complete(self) -> bool:
@@ -64,7 +72,7 @@ class Readiness:
 
     def arrival_order(self) -> list[int]:
         """The gradients marked so far, first to last."""
-        return list(self._arrived)
+        return list(self._order)
 
     def missing(self) -> list[int]:
         """The gradients not marked so far, ascending."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ import torch
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 
 from . import complaints
-from .arrivals import Arrivals, Backlog, Listener
+from .arrivals import Arrivals, Backlog
+from .bucket import Bucket
 from .bucket_building import BucketBuilder, aliases
 from .bucket_reduction import BucketReduction, CommunicationHook
 from .delayed import DelayedGraph
@@ -22,11 +25,13 @@ from .expectation import Expectation
 from .finalize import AnyFuture, Delivered, finalize
 from .flight import AnyBucket, Flight
 from .graph import CompleteGraph, Graph, UnexpectedGradientError
+from .listening import Listening
 from .outermost_backward import call_at_the_end
 from .readiness import MarkedTwiceError, Readiness
 from .static_graph import StaticGraph
 from .statistics import BucketTimes, IterationStatistics
 from .used_parameters import ChangingGraph
+from .whole_buckets import WholeBuckets, have_none
 
 DEFAULT_BUCKET_CAP_BYTES = 25 * 1024 * 1024
 DEFAULT_FIRST_BUCKET_CAP_BYTES = 1024 * 1024
@@ -128,10 +133,13 @@ class Reducer:
         self._rebuilt = False
         self.statistics = IterationStatistics(time.perf_counter())
         wake, settled = _weakly(self._on_arrivals), _weakly(self._on_settled)
-        self._listeners = [Listener(index, parameter, wake, settled) for index, parameter in enumerate(self._parameters)]
+        filled, began = _weakly(self._on_filled), _weakly(self._on_began)
+        self._listening = Listening(self._parameters, wake=wake, settled=settled, filled=filled, began=began)
         self._backlog = Backlog()
+        self._whole = WholeBuckets({})
+        self._as_view = gradient_as_bucket_view
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
-        weakref.finalize(self, _remove, self._listeners)
+        weakref.finalize(self, self._listening.remove)
 
     @property
     def buckets(self) -> Sequence[AnyBucket]:
@@ -206,6 +214,7 @@ class Reducer:
         self._expectation.forward(synchronizes)
         if synchronizes:
             self._rebuild_if_due()
+            self._listen_to_each_if_needed()
             self.statistics = IterationStatistics(time.perf_counter())
 
     def withdraw(self) -> None:
@@ -251,7 +260,7 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters; their gradients stay. The end of the reducer's life does the same."""
-        _remove(self._listeners)
+        self._listening.remove()
 
     # ---- during backward ----
 
@@ -269,7 +278,7 @@ class Reducer:
             if arrivals.suffice:
                 self._backlog.add(arrivals)
                 if not self._learns_order:
-                    self._listeners[arrivals.indices[-1]].follow()
+                    self._listening.follow(arrivals.indices[-1])
 
     def _on_settled(self) -> None:
         """Called on the thread of backward when all hooks on a parameter have run; see Note [After all hooks]."""
@@ -277,9 +286,28 @@ class Reducer:
             for indices in self._backlog.take():
                 self._look_at(indices)
 
+    def _on_began(self) -> None:
+        """Called on the thread of backward when the gradient has come that should be the first."""
+        if self._expectation.is_due:
+            with self._lock:
+                if self._phase is _Phase.IDLE:
+                    self._begin()
+
+    def _on_filled(self, number: int) -> None:
+        """Called on the thread of backward when all gradients of a bucket should be there; see Note [One hook for a bucket]."""
+        if self._expectation.is_due:
+            with self._lock:
+                if self._phase is _Phase.IDLE:
+                    self._begin()
+                try:
+                    self._mark_ready(self._whole.look(number))
+                finally:
+                    self._whole.look_away(number)
+
     def _accumulate(self, indices: Sequence[int]) -> None:
         try:
-            self._graph.accumulated(indices, self._undefined(indices))
+            gradients = [self._parameters[index].grad for index in indices] if self._graph.minds_undefined else []
+            self._graph.accumulated(indices, _undefined(indices, gradients))
         except UnexpectedGradientError as error:
             raise complaints.not_expected(self._names[error.index], self._group.place()) from None
 
@@ -290,8 +318,9 @@ class Reducer:
         call_at_the_end(self._end)
         absent = self._graph.begin()
         # As long as the order of arrival is to be learnt, each gradient is looked at when it comes.
-        for arrivals, bucket in zip(self._arrivals, self._buckets, strict=True):
-            arrivals.expect(1 if self._learns_order else self._graph.needed(bucket.indices))
+        for number, arrivals in self._listening.noted.items():
+            arrivals.expect(1 if self._learns_order else self._graph.needed(self._buckets[number].indices))
+        self._whole.begin()
         self._mark_ready(absent)
 
     @property
@@ -299,16 +328,13 @@ class Reducer:
         return self._graph.order_recurs and not self._rebuilt
 
     def _look_at(self, indices: Sequence[int]) -> None:
+        # Held, because the bucket reads them next, and each would be given a new object of Python's then.
+        gradients = [self._parameters[index].grad for index in indices] if self._graph.minds_undefined else []
         try:
-            final = self._graph.arrived(indices, self._undefined(indices))
+            final = self._graph.arrived(indices, _undefined(indices, gradients))
         except UnexpectedGradientError as error:
             raise complaints.not_expected(self._names[error.index], self._group.place()) from None
         self._mark_ready(final)
-
-    def _undefined(self, indices: Sequence[int]) -> Collection[int]:
-        if not self._graph.minds_undefined:
-            return ()
-        return [index for index in indices if self._parameters[index].grad is None]
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
         try:
@@ -351,9 +377,11 @@ class Reducer:
     def _end(self) -> None:
         """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward]."""
         with self._lock:
-            for arrivals in self._arrivals:
+            for arrivals in (*self._listening.noted.values(), self._listening.unexpected):
                 if arrivals.indices:
                     self._look_at(arrivals.take())
+            for indices in self._whole.rest():
+                self._mark_ready(indices)
             self._mark_ready(self._graph.ended())
         if not self._readiness.is_complete:
             raise self._never_ready()
@@ -367,6 +395,7 @@ class Reducer:
     def _reset(self) -> None:
         self._flights = []
         self._backlog.clear()
+        self._whole.forget()
         self._readiness.reset()
         self._graph.forget()
         self._phase = _Phase.IDLE
@@ -376,11 +405,34 @@ class Reducer:
     def _use(self, buckets: list[AnyBucket]) -> None:
         self._buckets = buckets
         self._readiness = Readiness([bucket.indices for bucket in buckets])
-        self._arrivals = [Arrivals() for _ in buckets]
-        for arrivals, bucket in zip(self._arrivals, buckets, strict=True):
-            for index in bucket.indices:
-                self._listeners[index].listen_for(arrivals)
-            self._listeners[bucket.indices[-1]].follow()  # the last to arrive, as far as is known
+        self._listen(self._awaited_at_once())
+
+    def _awaited_at_once(self) -> Mapping[int, tuple[Bucket, Sequence[int]]]:
+        """The buckets for which one hook will do, and which gradients each awaits, in this rank's order of arrival."""
+        if self._arrival_order is None or not have_none(self._parameters):
+            return {}
+        place = {index: position for position, index in enumerate(self._arrival_order)}
+        found = {}
+        for number, bucket in enumerate(self._buckets):
+            once = self._graph.once(bucket.indices)
+            if once and isinstance(bucket, Bucket):
+                bucket.refuse_late_gradients(self._graph.advice_twice)
+                found[number] = bucket, sorted(once, key=place.__getitem__)
+        return found
+
+    def _listen(self, whole: Mapping[int, tuple[Bucket, Sequence[int]]]) -> None:
+        """With one hook for each of these buckets, and one for each parameter of the others."""
+        self._whole = WholeBuckets(whole)
+        awaited = {number: indices for number, (_, indices) in whole.items()}
+        self._listening.listen([bucket.indices for bucket in self._buckets], awaited, for_now=self._graph.is_learning)
+        if awaited:
+            members = {index for indices in awaited.values() for index in indices}
+            self._listening.begin_with(next(index for index in self._arrival_order or () if index in members))
+
+    def _listen_to_each_if_needed(self) -> None:
+        """Where one hook for a bucket will not do for the next backward."""
+        if self._whole and not (self._whole.kept_order and (self._as_view or have_none(self._parameters))):
+            self._listen({})
 
     def _rebuild_if_due(self) -> None:
         """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective.
@@ -444,7 +496,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """What parameters' hooks call. It does not keep the reducer alive, or a model could never be wrapped anew."""
     reference = weakref.WeakMethod(method)
 
-    def call(*arguments: Arrivals) -> None:
+    def call(*arguments: Any) -> None:
         living = reference()
         if living is not None:
             living(*arguments)
@@ -452,6 +504,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _remove(listeners: Sequence[Listener]) -> None:
-    for listener in listeners:
-        listener.remove()
+def _undefined(indices: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> Collection[int]:
+    if not any(map(operator.is_, gradients, repeat(None))):
+        return ()
+    return [index for index, gradient in zip(indices, gradients, strict=True) if gradient is None]

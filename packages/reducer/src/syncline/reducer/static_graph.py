@@ -65,6 +65,17 @@ class StaticGraph(Graph):
         expected = self._expected
         return 1 if expected is None else sum(expected[index] for index in indices)
 
+    @property
+    def is_learning(self) -> bool:
+        """Until the first backward that is reduced."""
+        return self._expected is None
+
+    def once(self, indices: Collection[int]) -> Sequence[int] | None:
+        """As in the first backward."""
+        if self._expected is None or not self._repeated.isdisjoint(indices):
+            return None
+        return [index for index in indices if index in self._expected]
+
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Final are the last that are expected, and those one too many, which readiness refuses."""
         if self._expected is None:
@@ -128,6 +139,8 @@ class StaticGraph(Graph):
     def unused_here(self, indices: Collection[int]) -> frozenset[int]:
         """Those that were given no gradient in the first backward, or, in that, up to then."""
         used = self._used if self._is_first else self._regular
+        if len(used) == self._count:
+            return frozenset()
         return frozenset() if used.issuperset(indices) else frozenset(indices) - used
 
     def untouched(self, indices: Collection[int]) -> frozenset[int]:
