@@ -204,6 +204,20 @@ def test_a_gradient_that_is_missing_is_named(as_view: bool, missing: int) -> Non
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
+def test_a_backward_that_reaches_no_buckets_last_parameter(as_view: bool) -> None:
+    """It is seen by the first gradient."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
+        train(reducer, parameters, group, [REVERSED] * 3)
+        with pytest.raises(MisuseError, match=r"got no gradient in it: 'p0', 'p2'\. The graph is not static"):
+            train(reducer, parameters, group, [[3, 1]], first_step=3)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
 @pytest.mark.parametrize("where", ["its bucket's last", "another", "before it was collected"])
 def test_a_gradient_that_comes_twice(as_view: bool, where: str) -> None:
     """It is an error, if the bucket is being reduced already; else both are reduced."""
