@@ -81,7 +81,7 @@ def test_collect_copies_gradients_of_any_stride_and_write_back_returns_them() ->
     assert bucket.buffer.tolist() == [1, 3, 5, 2, 4, 6, 1, 2, 3, 4]
     bucket.buffer.mul_(10)
     own = first.grad
-    bucket.write_back()
+    bucket.deliver()
     assert first.grad is own
     assert first.grad.tolist() == [[10, 30, 50], [20, 40, 60]]
     assert second.grad.tolist() == [10, 20, 30, 40]

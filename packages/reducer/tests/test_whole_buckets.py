@@ -79,23 +79,23 @@ def train(
             assert parameter.grad.tolist() == average(group.size, index, step), (step, index)
 
 
-def noting(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> list[bool]:
+def noting(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> list[int]:
     """Which parameters have, or ever had, a hook of their own: its cost stays when it is removed."""
-    return [parameter._post_accumulate_grad_hooks is not None for _, parameter in parameters]
+    return [index for index, (_, parameter) in enumerate(parameters) if parameter._post_accumulate_grad_hooks is not None]
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
-def test_parameters_of_a_static_graph_are_never_hooked_themselves(as_view: bool) -> None:
+def test_only_the_first_parameter_and_the_last_of_each_bucket_are_hooked(as_view: bool) -> None:
     def body(group: ProcessGroup) -> None:
-        static, dynamic = make_parameters(), make_parameters()
+        static, dynamic = make_parameters(8), make_parameters(8)
         reducers = [
-            Reducer(static, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True),
-            Reducer(dynamic, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view),
+            Reducer(static, group, bucket_cap_bytes=2 * PAIRS, gradient_as_bucket_view=as_view, static_graph=True),
+            Reducer(dynamic, group, bucket_cap_bytes=2 * PAIRS, gradient_as_bucket_view=as_view),
         ]
         for reducer, parameters in zip(reducers, (static, dynamic), strict=True):
-            train(reducer, parameters, group, [REVERSED] * 4)
-        assert noting(static) == [False] * 4
-        assert noting(dynamic) == [True] * 4
+            train(reducer, parameters, group, [list(range(7, -1, -1))] * 4)
+        assert noting(static) == [0, 4, 7]
+        assert noting(dynamic) == list(range(8))
 
     run_ranks(2, body)
 
@@ -124,27 +124,26 @@ def test_buckets_still_overlap_with_backward(as_view: bool, cap: int) -> None:
 def test_another_order_costs_only_time(as_view: bool, cap: int) -> None:
     """Also if it changes on one rank only; from then on each gradient is noted."""
 
-    def body(group: ProcessGroup) -> list[bool]:
+    def body(group: ProcessGroup) -> list[int]:
         parameters = make_parameters()
         reducer = Reducer(parameters, group, bucket_cap_bytes=cap, gradient_as_bucket_view=as_view, static_graph=True)
         changed = FORWARD if group.rank == 0 else REVERSED
-        train(reducer, parameters, group, [REVERSED, REVERSED, REVERSED, changed, changed, REVERSED, [2, 0, 3, 1]])
+        train(reducer, parameters, group, [REVERSED, REVERSED, REVERSED, changed, changed, REVERSED, *[[2, 0, 3, 1]] * 2])
         return noting(parameters)
 
-    found = run_ranks(2, body)
-    assert found[0] == [cap != ONE_EACH] * 4, "a bucket of one gradient cannot be in another order"
+    assert run_ranks(2, body) == [FORWARD] * 2
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
 def test_each_rank_has_its_own_order(as_view: bool) -> None:
-    def body(group: ProcessGroup) -> list[bool]:
+    def body(group: ProcessGroup) -> list[int]:
         parameters = make_parameters()
         reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
         arrival = [REVERSED, FORWARD, [2, 0, 3, 1]][group.rank]
         train(reducer, parameters, group, [arrival] * 5)
         return noting(parameters)
 
-    assert run_ranks(3, body) == [[False] * 4] * 3
+    assert [len(found) for found in run_ranks(3, body)] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
@@ -153,7 +152,7 @@ def test_each_rank_has_its_own_order(as_view: bool) -> None:
 def test_gradients_that_are_kept_are_noted_one_by_one(as_view: bool, kept_from: int, then: Sequence[int]) -> None:
     """That a gradient is there says nothing then."""
 
-    def body(group: ProcessGroup) -> list[bool]:
+    def body(group: ProcessGroup) -> list[int]:
         parameters = make_parameters()
         reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
         train(reducer, parameters, group, [REVERSED] * kept_from)
@@ -167,7 +166,7 @@ def test_gradients_that_are_kept_are_noted_one_by_one(as_view: bool, kept_from: 
                 assert torch.equal(parameter.grad, expected[index]), (step, index)
         return noting(parameters)
 
-    assert run_ranks(2, body) == [[True] * 4] * 2
+    assert run_ranks(2, body) == [FORWARD] * 2
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
@@ -218,16 +217,22 @@ def test_a_backward_that_reaches_no_buckets_last_parameter(as_view: bool) -> Non
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
-@pytest.mark.parametrize("where", ["its bucket's last", "another", "before it was collected"])
-def test_a_gradient_that_comes_twice(as_view: bool, where: str) -> None:
+@pytest.mark.parametrize(
+    ("twice", "when", "complaint"),
+    [
+        pytest.param(4, 0, r"'p4' became ready twice", id="its-buckets-last"),
+        pytest.param(6, 0, r"gradient of .*'p6'.* came on rank \d.*being reduced already", id="another"),
+        pytest.param(6, 5, None, id="before-it-was-collected"),
+    ],
+)
+def test_a_gradient_that_comes_twice(as_view: bool, twice: int, when: int, complaint: str | None) -> None:
     """It is an error, if the bucket is being reduced already; else both are reduced."""
+    order = list(range(7, -1, -1))
 
     def body(group: ProcessGroup) -> None:
-        parameters = make_parameters()
-        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
-        train(reducer, parameters, group, [REVERSED] * 3)
-        twice = 2 if where == "its bucket's last" else 3
-        when = 2 if where == "before it was collected" else 0
+        parameters = make_parameters(8)
+        reducer = Reducer(parameters, group, bucket_cap_bytes=2 * PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
+        train(reducer, parameters, group, [order] * 3)
 
         def again(_: torch.Tensor) -> None:
             handle.remove()
@@ -235,17 +240,165 @@ def test_a_gradient_that_comes_twice(as_view: bool, where: str) -> None:
                 (parameters[twice][1] * 5).sum().backward()
 
         handle = parameters[when][1].register_hook(again)
-        if where == "before it was collected":
+        for _, parameter in parameters:
+            parameter.grad = None
+        reducer.prepare_for_backward()
+        if complaint is not None:
+            with pytest.raises(MisuseError, match=f"{complaint}.*The graph is not static"):
+                loss(parameters, group.rank, 3, order).backward()
+        else:
+            loss(parameters, group.rank, 3, order).backward()
+            assert parameters[twice][1].grad is not None
+            assert parameters[twice][1].grad.tolist() == [average(2, twice, 3)[0] + 5] * 2
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_gradient_that_replaces_one_that_was_taken_away(as_view: bool) -> None:
+    """Taken away alone it is given anew; see `Bucket.deliver`."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
+        train(reducer, parameters, group, [REVERSED] * 3)
+
+        def take_away(_: torch.Tensor) -> None:
+            parameters[3][1].grad = None
+
+        def replace(_: torch.Tensor) -> None:
+            parameters[3][1].grad = torch.ones(2, dtype=torch.float64)
+
+        handle = parameters[0][1].register_hook(take_away)
+        train(reducer, parameters, group, [REVERSED], first_step=3)
+        handle.remove()
+        parameters[0][1].register_hook(replace)
+        with pytest.raises(MisuseError, match=r"gradient of parameter 'p3' came on rank"):
+            train(reducer, parameters, group, [REVERSED], first_step=4)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_gradients_that_are_pieces_of_one_tensor(as_view: bool) -> None:
+    """To write one bucket back changes the version of another's."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=ONE_EACH, gradient_as_bucket_view=as_view, static_graph=True)
+        factors = torch.arange(1.0, 9.0, dtype=torch.float64) * (group.rank + 1)
+        for _ in range(4):
             for _, parameter in parameters:
                 parameter.grad = None
             reducer.prepare_for_backward()
+            (torch.cat([parameter for _, parameter in parameters]) * factors).sum().backward()
+            for index, (_, parameter) in enumerate(parameters):
+                assert parameter.grad is not None
+                assert parameter.grad.tolist() == [1.5 * (2 * index + 1), 1.5 * (2 * index + 2)]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("converted_after", [0, 3])  # after 1, buckets are built anew, for the new dtype
+def test_a_parameter_that_was_converted_is_named(converted_after: int) -> None:
+    """Its node in the graph is another one then, and whatever was hooked on the old one is lost."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, static_graph=True)
+        train(reducer, parameters, group, [REVERSED] * converted_after)
+        for _, parameter in parameters:
+            parameter.grad = None
+            parameter.data = parameter.data.float()
+        reducer.prepare_for_backward()
+        with pytest.raises(MisuseError, match=r"expected a gradient of torch.float64 for parameter 'p\d'.*found torch.float32"):
             loss(parameters, group.rank, 3, REVERSED).backward()
-            assert parameters[3][1].grad is not None
-            assert parameters[3][1].grad.tolist() == [average(2, 3, 3)[0] + 5] * 2
-            return
-        complaint = r"'p2' became ready twice" if twice == 2 else r"'p3'.* came on rank \d.*being reduced already"
-        with pytest.raises(MisuseError, match=f"{complaint}.*The graph is not static"):
-            train(reducer, parameters, group, [REVERSED], first_step=3)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_gradient_that_a_users_hook_takes_away_always(as_view: bool) -> None:
+    """It counts as unused, as in the first backward."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
+
+        def take_away(parameter: torch.Tensor) -> None:
+            parameter.grad = None
+
+        parameters[1][1].register_post_accumulate_grad_hook(take_away)  # type: ignore[no-untyped-call]
+        for step in range(4):
+            for _, parameter in parameters:
+                parameter.grad = None
+            reducer.prepare_for_backward()
+            loss(parameters, group.rank, step, REVERSED).backward()
+            for index in (0, 2, 3):
+                gradient = parameters[index][1].grad
+                assert gradient is not None
+                assert gradient.tolist() == average(2, index, step)
+
+    run_ranks(2, body)
+
+
+def test_a_parameter_that_is_frozen_later() -> None:
+    """One without a gradient in the first backward may be; also when each gradient is noted again, and when it thaws."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, static_graph=True)
+        for step in range(5):
+            if step == 2:
+                parameters[1][1].requires_grad_(False)
+            if step < 3:
+                for _, parameter in parameters:
+                    parameter.grad = None
+            reducer.prepare_for_backward()  # from step 3 on there are gradients, so that each is noted again
+            loss(parameters, group.rank, step, [3, 2, 0]).backward()
+        parameters[1][1].requires_grad_(True)
+        reducer.prepare_for_backward()
+        with pytest.raises(MisuseError, match="'p1' became ready twice"):
+            loss(parameters, group.rank, 6, [3, 2, 0, 1]).backward()
+
+    run_ranks(2, body)
+
+
+def test_what_was_closed_stays_closed() -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, static_graph=True)
+        train(reducer, parameters, group, [REVERSED] * 3)
+        reducer.close()
+        reducer.prepare_for_backward()
+        for _, parameter in parameters:
+            parameter.grad = None
+        loss(parameters, group.rank, 3, REVERSED).backward()
+        for index, (_, parameter) in enumerate(parameters):
+            assert parameter.grad is not None
+            assert parameter.grad.tolist() == [coefficient(group.rank, index, 3)] * 2
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_hooks_of_a_group_and_ranks_that_sit_out(as_view: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
+        reducer.set_hook(lambda _, bucket: group.all_reduce(bucket.buffer().div_(2), async_op=True).get_future())
+        train(reducer, parameters, group, [REVERSED] * 3)
+        for _, parameter in parameters:
+            parameter.grad = None
+        if group.rank == 0:
+            reducer.sit_out()
+        else:
+            reducer.prepare_for_backward()
+            loss(parameters, group.rank, 3, REVERSED).backward()
+            for index, (_, parameter) in enumerate(parameters):
+                assert parameter.grad is not None
+                assert parameter.grad.tolist() == [coefficient(1, index, 3) / 2] * 2
+        train(reducer, parameters, group, [REVERSED] * 2, first_step=4)
 
     run_ranks(2, body)
 
@@ -267,7 +420,7 @@ def test_a_parameter_without_a_gradient_in_the_first_backward(as_view: bool) -> 
                 gradient = parameters[index][1].grad
                 assert gradient is not None
                 assert gradient.tolist() == average(2, index, step)
-        assert noting(parameters) == [False] * 4
+        assert noting(parameters) == [0, 3]
         for _, parameter in parameters:
             parameter.grad = None
         reducer.prepare_for_backward()
@@ -321,3 +474,67 @@ def test_four_ranks_with_delays(as_view: bool) -> None:
         train(reducer, parameters, group, arrivals)
 
     run_ranks(4, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_loops_do_with_gradients(as_view: bool, seed: int) -> None:
+    """Gradients set to None, to zero, or kept, before or after forward; steps without synchronisation; two forwards before two
+    backwards; another order on any rank."""
+    count, steps = 6, 8
+    pick = random.Random(seed)
+    cap, absent = pick.choice([ONE_EACH, PAIRS, 48, 1 << 20]), pick.choice([None, None, 2])
+    used = [index for index in range(count) if index != absent]
+    orders = [[pick.sample(used, len(used)) for _ in range(2)] for _ in range(2)]
+    script = [
+        {
+            "clear": pick.choice(["none", "none", "none", "zero", "keep"]),
+            "late": pick.random() < 0.2,
+            "unsynchronised": pick.random() < 0.2,
+            "forwards": 1 + (pick.random() < 0.2),
+            "order": orders[pick.random() < 0.15],
+        }
+        for _ in range(steps)
+    ]
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters(count)
+        reducer = Reducer(parameters, group, bucket_cap_bytes=cap, gradient_as_bucket_view=as_view, static_graph=True)
+        expected: dict[int, list[float]] = {}  # of each parameter on each rank
+
+        def clear(how: str) -> None:
+            for _, parameter in parameters:
+                if how == "none" or parameter.grad is None:
+                    parameter.grad = None
+                elif how == "zero":
+                    parameter.grad.zero_()
+            for index in list(expected):
+                if how == "none":
+                    del expected[index]
+                elif how == "zero":
+                    expected[index] = [0.0, 0.0]
+
+        def backward(step: int, order: Sequence[Sequence[int]], *, reduced: bool) -> None:
+            loss(parameters, group.rank, step, order[group.rank]).backward()
+            for index in used:
+                before = expected.get(index, [0.0, 0.0])
+                ranks = [value + coefficient(rank, index, step) for rank, value in enumerate(before)]
+                expected[index] = [sum(ranks) / 2] * 2 if reduced else ranks
+
+        for step, what in enumerate(script):
+            if not what["late"]:
+                clear(what["clear"])
+            if what["unsynchronised"]:
+                reducer.prepare_for_backward(synchronizes=False)
+                backward(step, what["order"], reduced=False)
+            for _ in range(what["forwards"]):
+                reducer.prepare_for_backward()
+            if what["late"] and not what["unsynchronised"]:
+                clear(what["clear"])
+            for _ in range(what["forwards"]):
+                backward(step, what["order"], reduced=True)
+            for index, (_, parameter) in enumerate(parameters):
+                found = None if parameter.grad is None else parameter.grad.tolist()
+                assert found == ([expected[index][group.rank]] * 2 if index in expected else None), (step, index)
+
+    run_ranks(2, body)

@@ -113,7 +113,9 @@ class Bucket:
             if self._as_view:
                 self.alias(unused)
         if self._guard is not None:
-            self._guard.note(self.views[:1] if self._as_view else gradients)
+            if self._as_view:
+                gradients = [parameter.grad for parameter in self.parameters] if unused else list(self.views)
+            self._guard.collected(gradients, share_version=self._as_view)
 
     def _collect_some(self, gradients: Sequence[torch.Tensor | None], unused: Collection[int]) -> None:
         """Where some are None, or lie in the buffer already."""
@@ -158,34 +160,37 @@ class Bucket:
             self.buffer.copy_(result.reshape(-1))
 
     def deliver(self, untouched: Collection[int] = ()) -> None:
-        """Give the parameters their reduced gradients, except those (by index) whose gradients shall stay as they are."""
+        """Give the parameters their reduced gradients, except those (by index) whose gradients shall stay as they are.
+
+        Raises:
+            MisuseError: a gradient came late; see `detect_late_gradients`.
+        """
+        gradients = [parameter.grad for parameter in self.parameters]
         if self._guard is not None:
-            self._guard.check()
-        if self._as_view:
-            if not self._are_views([parameter.grad for parameter in self.parameters]):
-                self.alias(untouched)
-            self._restore(untouched)
-        else:
-            self.write_back(untouched)
+            self._guard.check_places(gradients)
+        if not self._as_view:
+            self._write_back(gradients, untouched)
+            return
+        if not self._are_views(gradients):
+            self.alias(untouched)
+        self._restore(untouched)
 
-    def write_back(self, untouched: Collection[int] = ()) -> None:
-        """Copy the buffer into the parameters' own gradients, except those given by index."""
-        if untouched:
-            members = [(parameter, view) for index, parameter, view in self._members() if index not in untouched]
-            parameters, views = [parameter for parameter, _ in members], [view for _, view in members]
+    def _write_back(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> None:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        if not untouched and not any(map(operator.is_, gradients, repeat(None))):
+            targets, sources = cast("list[torch.Tensor]", gradients), self.views
         else:
-            parameters, views = self.parameters, self.views
-        gradients = [parameter.grad for parameter in parameters]
-        own = [
-            gradient if gradient is not None else _new_gradient(parameter)
-            for gradient, parameter in zip(gradients, parameters, strict=True)
-        ]
-        if own:
+            for (index, parameter, view), gradient in zip(self._members(), gradients, strict=True):
+                if index not in untouched:
+                    targets.append(_new_gradient(parameter) if gradient is None else gradient)
+                    sources.append(view)
+        if targets:
             with torch.no_grad():
-                torch._foreach_copy_(own, views)
+                torch._foreach_copy_(targets, sources)
 
-    def refuse_late_gradients(self, advice: str) -> None:
-        """From now on see those that come when the bucket has collected them already: delivering is an error then.
+    def detect_late_gradients(self, advice: str) -> None:
+        """From now on those that come when the reduction was issued already, which is when `remember` is called, are errors.
 
         To be called while no gradient is a view.
 
@@ -196,6 +201,24 @@ class Bucket:
         if self._as_view:
             # They share a version, which what is done to the buffer does not change, but what is done to any of them does.
             self.views = self.views_into(self.buffer.data)
+
+    def ignore_late_gradients(self) -> None:
+        """Somebody else sees to them from now on."""
+        self._guard = None
+
+    def remember(self) -> None:
+        """The reduction was issued."""
+        if self._guard is not None:
+            self._guard.remember()
+
+    def check_remembered(self) -> None:
+        """Backward has ended, and no bucket was delivered yet.
+
+        Raises:
+            MisuseError: a gradient came late.
+        """
+        if self._guard is not None:
+            self._guard.check_versions()
 
     def alias(self, untouched: Collection[int] = ()) -> None:
         """Make each parameter's gradient the view itself, except those given by index."""

@@ -57,10 +57,11 @@ class BucketBuilder:
         punctual = [index for index in order if index not in self._delayed]
         delayed = [index for index in order if index in self._delayed]
         assigned = [*self._assign(punctual, self._caps_bytes), *self._assign(delayed, [sys.maxsize])]
-        buckets = [self._bucket(indices) for indices in assigned]
-        with torch.no_grad():
-            for bucket in buckets:
-                for index, parameter, view in _members(bucket):
+        buckets: list[AnyBucket] = []
+        for indices in assigned:
+            buckets.append(self._bucket(indices))
+            with torch.no_grad():
+                for index, parameter, view in _members(buckets[-1]):
                     if index in moved and parameter.grad is not None:
                         view.copy_(parameter.grad)
                         parameter.grad = view

@@ -41,6 +41,14 @@ def not_expected(name: str, place: str) -> MisuseError:
     )
 
 
+def no_buckets(place: str) -> MisuseError:
+    """The rebuild has failed."""
+    return MisuseError(
+        f"a backward began on {place}, but the latest forward could not allocate the buckets: see its error, and run forward "
+        "again"
+    )
+
+
 def never_ended(what: str, place: str) -> MisuseError:
     """The previous backward is still open."""
     return MisuseError(

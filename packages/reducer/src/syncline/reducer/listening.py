@@ -1,9 +1,9 @@
-"""The hooks on parameters: on each, which notes its gradient, or on one of a bucket, which says that all have come."""
+"""The hooks on parameters: on each, which notes its gradient, or on the last one of a bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,85 +17,89 @@ class Listening:
     Note [One hook for a bucket]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A hook on a parameter costs about a microsecond, most of it outside of the function that is called. In a static graph the
-    order of gradients is known, too: the first backward showed it to each rank. So from then on only the parameter of a bucket
-    that is the last to get its gradient is hooked, and the one that is the first of all, with which a backward begins. The
-    others are proven to have come by being there: their gradients were None in forward. Where they were not (they are kept
-    between backwards, or added up without synchronisation), and where the order turns out to change, each gradient is noted
-    again, for good: it costs time and nothing else.
+    order of gradients is known, too: the first backward showed it to each rank. So from then on only that parameter of a bucket
+    is hooked that is the last to get its gradient, and the one that is the first of all, with which a backward begins. The
+    others are proven to have come by being there: their gradients were None in forward, and no other backward ran since. Where
+    that is not so (gradients are kept, or added up without synchronisation), and where one is not there (the order has
+    changed), the bucket waits for the end of backward, and from the next forward on each gradient is noted again, for good: it
+    costs time and nothing else.
 
-    What is not noted could come a second time, or so late that its bucket is reduced already. Then it changes a gradient that
-    the bucket remembers (see `LatenessGuard`), and that is an error. Not seen is only a backward that reaches neither the first
-    parameter nor the last one of any bucket; a static graph has none.
+    A gradient that comes a second time when its bucket is reduced already is an error; see `LatenessGuard`. Not seen is a
+    backward that reaches neither the first parameter nor the last one of any bucket; a static graph has none.
 
-    The first backward of a static graph is noted by hooks on nodes of the graph, which go with the nodes. A parameter that ever
-    had a hook of its own has the cost of it for good, even when the hook is removed (measured with torch 2.13).
+    While a static graph is learnt, gradients are noted by hooks on nodes of the graph, which go with the nodes. A parameter
+    that ever had a hook of its own has the cost of it for good, even when the hook is removed (measured with torch 2.13).
 
     Args:
         parameters: the parameters.
         wake: called when arrivals are worth a look.
         settled: called after all hooks on a parameter, if `follow` asked for it.
-        filled: called with the number of a bucket of which all gradients should have come.
-        began: called when the gradient has come that should be the first.
 
     Attributes:
         noted: for each bucket whose gradients are noted its arrivals, by its number.
-        unexpected: what has arrived in other buckets although no backward should give it a gradient.
+        others: further arrivals: of hooked parameters of buckets that have one hook, and of those that should get no gradient.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        *,
-        wake: Callable[[Arrivals], None],
-        settled: Callable[[], None],
-        filled: Callable[[int], None],
-        began: Callable[[], None],
+        self, parameters: Sequence[torch.nn.Parameter], *, wake: Callable[[Arrivals], None], settled: Callable[[], None]
     ) -> None:
         self._listeners = [Listener(index, parameter) for index, parameter in enumerate(parameters)]
         self._wake = wake
         self._settled = settled
-        self._filled = filled
-        self._began = began
+        self._is_closed = False
         self.noted: dict[int, Arrivals] = {}
-        self.unexpected = Arrivals()
+        self.others: list[Arrivals] = []
 
-    def listen(self, buckets: Sequence[Sequence[int]], whole: Mapping[int, Sequence[int]], *, for_now: bool = False) -> None:
+    def listen(
+        self, buckets: Sequence[Collection[int]], whole: Mapping[int, Sequence[int]], first: int | None, *, for_now: bool
+    ) -> None:
         """Hook parameters, after taking off all hooks from before.
 
         Args:
             buckets: the parameters in each, by index.
             whole: of each bucket that shall have one hook, by number, those parameters that get a gradient, the last one at the
                 end. In other buckets each gradient is noted.
+            first: the parameter with which a backward begins, if that is not to be noted anyway.
             for_now: whether it will not be so for long.
         """
         self.remove()
+        if self._is_closed:
+            return
         for number, indices in enumerate(buckets):
             if number not in whole:
-                self._note(number, indices, for_now=for_now)
+                self.noted[number] = self._note(indices, for_now=for_now)
                 continue
-            for index in set(indices).difference(whole[number]):
-                self._listeners[index].note_in(self.unexpected, self._wake, for_now=True)
-            self._listeners[whole[number][-1]].call(partial(self._filled, number))
-
-    def begin_with(self, index: int) -> None:
-        """Say so when the gradient of this parameter has come."""
-        self._listeners[index].call(self._began)
+            hooked = {whole[number][-1], first}.intersection(indices)
+            self.others += [self._note([index]) for index in hooked]
+            self.others.append(self._note(set(indices).difference(whole[number]), for_now=True))  # none should come
 
     def follow(self, index: int) -> None:
         """From the next backward on, see to what waits as soon as all hooks on this parameter have run."""
         self._listeners[index].follow(self._settled)
 
+    def arrivals(self) -> Iterator[Arrivals]:
+        """All there are."""
+        yield from self.noted.values()
+        yield from self.others
+
     def remove(self) -> None:
         """Take all hooks off."""
-        self.noted, self.unexpected = {}, Arrivals()
+        self.noted, self.others = {}, []
         for listener in self._listeners:
             listener.remove()
 
-    def _note(self, number: int, indices: Sequence[int], *, for_now: bool = False) -> None:
-        arrivals = self.noted[number] = Arrivals()
+    def close(self) -> None:
+        """Take all hooks off, for good."""
+        self._is_closed = True
+        self.remove()
+
+    def _note(self, indices: Collection[int], *, for_now: bool = False) -> Arrivals:
+        arrivals, index = Arrivals(), None
         for index in indices:
             self._listeners[index].note_in(arrivals, self._wake, for_now=for_now)
-        self.follow(indices[-1])  # the last to arrive, as far as is known
+        if index is not None:
+            self.follow(index)  # the last to arrive, as far as is known
+        return arrivals
 
 
 class Listener:
@@ -114,23 +118,23 @@ class Listener:
         self._handles: list[Any] = []
 
     def note_in(self, arrivals: Arrivals, wake: Callable[[Arrivals], None], *, for_now: bool) -> None:
-        """Note the gradient there, and wake when that is worth a look; `for_now` takes longer, but leaves nothing behind."""
+        """Note the gradient there, and wake when that is worth a look; `for_now` takes longer, but leaves nothing behind.
+
+        What is noted `for_now` is noted no more when the parameter has changed its dtype or device, for it has a new node then.
+        """
         note = _hook(self._index, arrivals, wake)
         if for_now:
             self._hook_node(lambda _, gradients: note(*gradients) if gradients[0] is not None else None)
         else:
-            handle = self._parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+            with _not_frozen(self._parameter):
+                handle = self._parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
-    def call(self, callback: Callable[[], None]) -> None:
-        """From the next backward on, call back as soon as all hooks on this parameter have run."""
-        self._hook_node(lambda *_: callback())
-
     def follow(self, callback: Callable[[], None]) -> None:
-        """As `call`, once only, however often it is said."""
+        """From the next backward on, call back as soon as all hooks on this parameter have run; once, if said twice."""
         if not self._follows:
             self._follows = True
-            self.call(callback)
+            self._hook_node(lambda *_: callback())
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -141,8 +145,20 @@ class Listener:
     def _hook_node(self, hook: Callable[..., None]) -> None:
         if self._node is None:
             # Held, because autograd makes a new node, without the hook, if nobody holds the old one.
-            self._node = torch.autograd.graph.get_gradient_edge(self._parameter).node
+            with _not_frozen(self._parameter):
+                self._node = torch.autograd.graph.get_gradient_edge(self._parameter).node
         self._handles.append(self._node.register_hook(hook))
+
+
+@contextmanager
+def _not_frozen(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """A parameter that was frozen may be hooked, too, for the time when it is not."""
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(requires_grad)
 
 
 def _hook(index: int, arrivals: Arrivals, wake: Callable[[Arrivals], None]) -> Callable[[torch.Tensor], None]:

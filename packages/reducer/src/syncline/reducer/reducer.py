@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import enum
-import operator
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from .readiness import MarkedTwiceError, Readiness
 from .static_graph import StaticGraph
 from .statistics import BucketTimes, IterationStatistics
 from .used_parameters import ChangingGraph
-from .whole_buckets import WholeBuckets, have_none
+from .whole_buckets import WholeBuckets, have_none, some_are_none
 
 DEFAULT_BUCKET_CAP_BYTES = 25 * 1024 * 1024
 DEFAULT_FIRST_BUCKET_CAP_BYTES = 1024 * 1024
@@ -133,13 +131,13 @@ class Reducer:
         self._rebuilt = False
         self.statistics = IterationStatistics(time.perf_counter())
         wake, settled = _weakly(self._on_arrivals), _weakly(self._on_settled)
-        filled, began = _weakly(self._on_filled), _weakly(self._on_began)
-        self._listening = Listening(self._parameters, wake=wake, settled=settled, filled=filled, began=began)
+        self._listening = Listening(self._parameters, wake=wake, settled=settled)
         self._backlog = Backlog()
-        self._whole = WholeBuckets({})
-        self._as_view = gradient_as_bucket_view
+        self._whole = WholeBuckets({}, {}, "")
+        self._had_no_gradients = False
+        self._held: list[torch.Tensor | None] = []
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
-        weakref.finalize(self, self._listening.remove)
+        weakref.finalize(self, self._listening.close)
 
     @property
     def buckets(self) -> Sequence[AnyBucket]:
@@ -212,10 +210,13 @@ class Reducer:
         """
         self._check_idle("prepare_for_backward")
         self._expectation.forward(synchronizes)
+        self._had_no_gradients = False
         if synchronizes:
             self._rebuild_if_due()
-            self._listen_to_each_if_needed()
+            self._had_no_gradients = bool(self._whole) and have_none(self._parameters)
             self.statistics = IterationStatistics(time.perf_counter())
+        if self._graph.is_learning or (synchronizes and self._whole and not self._one_hook_will_do()):
+            self._listen({})  # while hooks are on nodes these may be others now
 
     def withdraw(self) -> None:
         """The forward that was prepared for last raised an error, and there will be no backward."""
@@ -260,7 +261,7 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters; their gradients stay. The end of the reducer's life does the same."""
-        self._listening.remove()
+        self._listening.close()
 
     # ---- during backward ----
 
@@ -286,33 +287,16 @@ class Reducer:
             for indices in self._backlog.take():
                 self._look_at(indices)
 
-    def _on_began(self) -> None:
-        """Called on the thread of backward when the gradient has come that should be the first."""
-        if self._expectation.is_due:
-            with self._lock:
-                if self._phase is _Phase.IDLE:
-                    self._begin()
-
-    def _on_filled(self, number: int) -> None:
-        """Called on the thread of backward when all gradients of a bucket should be there; see Note [One hook for a bucket]."""
-        if self._expectation.is_due:
-            with self._lock:
-                if self._phase is _Phase.IDLE:
-                    self._begin()
-                try:
-                    self._mark_ready(self._whole.look(number))
-                finally:
-                    self._whole.look_away(number)
-
     def _accumulate(self, indices: Sequence[int]) -> None:
         try:
-            gradients = [self._parameters[index].grad for index in indices] if self._graph.minds_undefined else []
-            self._graph.accumulated(indices, _undefined(indices, gradients))
+            self._graph.accumulated(indices, self._undefined(indices))
         except UnexpectedGradientError as error:
             raise complaints.not_expected(self._names[error.index], self._group.place()) from None
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before it is marked."""
+        if not self._buckets:
+            raise complaints.no_buckets(self._group.place())
         self._phase = _Phase.REDUCING
         self.statistics.backward_started = time.perf_counter()
         call_at_the_end(self._end)
@@ -320,7 +304,7 @@ class Reducer:
         # As long as the order of arrival is to be learnt, each gradient is looked at when it comes.
         for number, arrivals in self._listening.noted.items():
             arrivals.expect(1 if self._learns_order else self._graph.needed(self._buckets[number].indices))
-        self._whole.begin()
+        self._whole.begin(none_before=self._had_no_gradients)
         self._mark_ready(absent)
 
     @property
@@ -328,13 +312,31 @@ class Reducer:
         return self._graph.order_recurs and not self._rebuilt
 
     def _look_at(self, indices: Sequence[int]) -> None:
-        # Held, because the bucket reads them next, and each would be given a new object of Python's then.
-        gradients = [self._parameters[index].grad for index in indices] if self._graph.minds_undefined else []
+        if indices[0] in self._whole:
+            for index in indices:
+                self._look_at_whole(index)
+            return
         try:
-            final = self._graph.arrived(indices, _undefined(indices, gradients))
+            final = self._graph.arrived(indices, self._undefined(indices))
         except UnexpectedGradientError as error:
             raise complaints.not_expected(self._names[error.index], self._group.place()) from None
         self._mark_ready(final)
+        self._held = []
+
+    def _look_at_whole(self, index: int) -> None:
+        try:
+            self._mark_ready(self._whole.look(index))
+        finally:
+            self._whole.look_away(index)
+
+    def _undefined(self, indices: Sequence[int]) -> Collection[int]:
+        if not self._graph.minds_undefined:
+            return ()
+        # Held until a bucket has collected them: it reads them next, and else Python would make a new object for each.
+        self._held = [self._parameters[index].grad for index in indices]
+        if not some_are_none(self._held):
+            return ()
+        return [index for index, gradient in zip(indices, self._held, strict=True) if gradient is None]
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
         try:
@@ -366,9 +368,11 @@ class Reducer:
             bucket.collect_nothing()
         else:
             bucket.collect(self._graph.unused_here(bucket.indices))
+        self._held = []
         times = BucketTimes(bucket.nbytes, ready, time.perf_counter())
         self.statistics.buckets.append(times)
         self._flights.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
+        self._whole.remember(number)
 
     def _is_last(self, number: int) -> bool:
         """Whether no later bucket is reduced in this backward; the same on every rank."""
@@ -377,7 +381,7 @@ class Reducer:
     def _end(self) -> None:
         """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward]."""
         with self._lock:
-            for arrivals in (*self._listening.noted.values(), self._listening.unexpected):
+            for arrivals in self._listening.arrivals():
                 if arrivals.indices:
                     self._look_at(arrivals.take())
             for indices in self._whole.rest():
@@ -385,11 +389,13 @@ class Reducer:
             self._mark_ready(self._graph.ended())
         if not self._readiness.is_complete:
             raise self._never_ready()
+        self._whole.check()
         finalize(self._flights, self.statistics, self._graph.untouched, delivered=self._delivered, others=self._others)
         if self._learns_order:
             self._arrival_order = self._readiness.arrival_order()
         self._others = []
         self._expectation.fulfil()
+        self._had_no_gradients = False
         self._reset()
 
     def _reset(self) -> None:
@@ -405,34 +411,31 @@ class Reducer:
     def _use(self, buckets: list[AnyBucket]) -> None:
         self._buckets = buckets
         self._readiness = Readiness([bucket.indices for bucket in buckets])
-        self._listen(self._awaited_at_once())
+        self._listen(self._awaited())
 
-    def _awaited_at_once(self) -> Mapping[int, tuple[Bucket, Sequence[int]]]:
+    def _awaited(self) -> Mapping[int, Sequence[int]]:
         """The buckets for which one hook will do, and which gradients each awaits, in this rank's order of arrival."""
         if self._arrival_order is None or not have_none(self._parameters):
             return {}
         place = {index: position for position, index in enumerate(self._arrival_order)}
-        found = {}
-        for number, bucket in enumerate(self._buckets):
-            once = self._graph.once(bucket.indices)
-            if once and isinstance(bucket, Bucket):
-                bucket.refuse_late_gradients(self._graph.advice_twice)
-                found[number] = bucket, sorted(once, key=place.__getitem__)
-        return found
+        once = {
+            number: self._graph.once(bucket.indices)
+            for number, bucket in enumerate(self._buckets)
+            if isinstance(bucket, Bucket)
+        }
+        return {number: sorted(indices, key=place.__getitem__) for number, indices in once.items() if indices}
 
-    def _listen(self, whole: Mapping[int, tuple[Bucket, Sequence[int]]]) -> None:
+    def _listen(self, awaited: Mapping[int, Sequence[int]]) -> None:
         """With one hook for each of these buckets, and one for each parameter of the others."""
-        self._whole = WholeBuckets(whole)
-        awaited = {number: indices for number, (_, indices) in whole.items()}
-        self._listening.listen([bucket.indices for bucket in self._buckets], awaited, for_now=self._graph.is_learning)
-        if awaited:
-            members = {index for indices in awaited.values() for index in indices}
-            self._listening.begin_with(next(index for index in self._arrival_order or () if index in members))
+        self._whole.close()
+        whole = {number: bucket for number in awaited if isinstance(bucket := self._buckets[number], Bucket)}
+        self._whole = WholeBuckets(whole, awaited, self._graph.advice_twice)
+        first = next((index for index in self._arrival_order or () if index in self._whole), None)
+        members = [bucket.indices for bucket in self._buckets]
+        self._listening.listen(members, awaited, first, for_now=self._graph.is_learning)
 
-    def _listen_to_each_if_needed(self) -> None:
-        """Where one hook for a bucket will not do for the next backward."""
-        if self._whole and not (self._whole.kept_order and (self._as_view or have_none(self._parameters))):
-            self._listen({})
+    def _one_hook_will_do(self) -> bool:
+        return self._whole.suffice and self._had_no_gradients
 
     def _rebuild_if_due(self) -> None:
         """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective.
@@ -445,6 +448,7 @@ class Reducer:
         order = torch.tensor(self._arrival_order, dtype=torch.int64, device=device)
         self._group.broadcast(order, 0)
         kept = aliases(self._buckets)
+        self._whole.close()
         self._buckets = []
         self._use(self._builder.build(order.tolist(), kept))
         self._rebuilt = True
@@ -502,9 +506,3 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             living(*arguments)
 
     return call
-
-
-def _undefined(indices: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> Collection[int]:
-    if not any(map(operator.is_, gradients, repeat(None))):
-        return ()
-    return [index for index, gradient in zip(indices, gradients, strict=True) if gradient is None]

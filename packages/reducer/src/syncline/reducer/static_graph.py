@@ -74,7 +74,8 @@ class StaticGraph(Graph):
         """As in the first backward."""
         if self._expected is None or not self._repeated.isdisjoint(indices):
             return None
-        return [index for index in indices if index in self._expected]
+        found = [index for index in indices if index in self._expected]
+        return found if self._regular.issuperset(found) else None  # some came, and a user's hook took them away
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Final are the last that are expected, and those one too many, which readiness refuses."""

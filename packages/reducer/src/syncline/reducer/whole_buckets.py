@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 
 import torch
@@ -15,66 +15,103 @@ class WholeBuckets:
     """Those buckets that are looked at as a whole; see Note [One hook for a bucket].
 
     Args:
-        awaited: for each of them, by its number, the bucket and those of its parameters that get a gradient in every backward,
-            the one that should be the last to get it at the end.
+        buckets: the buckets, by their numbers.
+        awaited: those parameters of each that get a gradient in every backward, the one that should be the last to get it at
+            the end.
+        advice: for errors, if one gets a second gradient.
 
     Attributes:
-        kept_order: whether up to now all gradients were there, and seen to be new, when the last one came.
+        suffice: whether up to now each bucket could be told to be ready when that last gradient came.
     """
 
-    def __init__(self, awaited: Mapping[int, tuple[Bucket, Sequence[int]]]) -> None:
+    def __init__(self, buckets: Mapping[int, Bucket], awaited: Mapping[int, Sequence[int]], advice: str) -> None:
+        self._buckets = buckets
         self._awaited = awaited
+        self._number_of = {index: number for number, indices in awaited.items() for index in indices}
         self._open: set[int] = set()
-        self.kept_order = True
+        self._are_proven = False
+        self.suffice = True
+        for bucket in buckets.values():
+            bucket.detect_late_gradients(advice)
+
+    def close(self) -> None:
+        """They are looked at as a whole no more."""
+        for bucket in self._buckets.values():
+            bucket.ignore_late_gradients()
 
     def __bool__(self) -> bool:
         return bool(self._awaited)
 
-    def begin(self) -> None:
-        """A backward has begun."""
+    def __contains__(self, index: object) -> bool:
+        return index in self._number_of
+
+    def begin(self, *, none_before: bool) -> None:
+        """A backward has begun; `none_before`: no parameter had a gradient then."""
         self._open = set(self._awaited)
+        self._are_proven = none_before
 
-    def look(self, number: int) -> Sequence[int]:
-        """The last gradient of a bucket has come: which parameters are ready now.
+    def look(self, index: int) -> Sequence[int]:
+        """The gradient of an awaited parameter has come: which are ready now.
 
-        They are all that are awaited; or none, if it is not certain that all have come: `rest` tells, then. If the bucket was
-        ready before, it is the parameter that got a gradient a second time. The bucket holds what was seen until `look_away`.
+        If it is its bucket's last, they are all that are awaited; or none, if it is not certain that all have come: then `rest`
+        tells. If the bucket was ready before, it is the parameter that got a gradient a second time. The bucket holds what was
+        seen until `look_away`.
         """
-        bucket, awaited = self._awaited[number]
+        number = self._number_of[index]
+        awaited = self._awaited[number]
         if number not in self._open:
-            return awaited[-1:]
-        if not self._are_new(bucket, awaited):
-            self.kept_order = False
+            return (index,)
+        if index != awaited[-1]:
+            return ()
+        if not (self._are_proven and self._are_there(number)):
+            self.suffice = False
             return ()
         self._open.discard(number)
         return awaited
 
-    def look_away(self, number: int) -> None:
+    def look_away(self, index: int) -> None:
         """The bucket was collected, or will be later, and shall see for itself then."""
-        self._awaited[number][0].look_away()
+        self._buckets[self._number_of[index]].look_away()
 
     def rest(self) -> Iterator[Sequence[int]]:
-        """Backward has ended: what has come of the gradients of each bucket that was not ready before."""
+        """Backward has ended: what there is of the gradients of each bucket that was not ready before."""
         for number in sorted(self._open):
-            self.kept_order = False
-            _, awaited = self._awaited[number]
-            bucket = self._awaited[number][0]
-            there = dict(zip(bucket.indices, (parameter.grad is not None for parameter in bucket.parameters), strict=True))
-            yield [index for index in awaited if there[index]]
+            self.suffice = False
+            bucket = self._buckets[number]
+            there = {i for i, parameter in zip(bucket.indices, bucket.parameters, strict=True) if parameter.grad is not None}
+            yield [index for index in self._awaited[number] if index in there]
         self._open.clear()
+
+    def remember(self, number: int) -> None:
+        """The reduction of a bucket was issued: what comes from now on comes too late."""
+        if number in self._buckets:
+            self._buckets[number].remember()
+
+    def check(self) -> None:
+        """Backward has ended, and no gradient was written back yet.
+
+        Raises:
+            MisuseError: a gradient came too late.
+        """
+        for bucket in self._buckets.values():
+            bucket.check_remembered()
 
     def forget(self) -> None:
         """Forget this backward."""
         self._open.clear()
 
-    def _are_new(self, bucket: Bucket, awaited: Collection[int]) -> bool:
-        """Whether each has a gradient that is not one from before. Those that are copied were all None in forward."""
-        gradients, views = bucket.look(), bucket.views
+    def _are_there(self, number: int) -> bool:
+        bucket, awaited = self._buckets[number], self._awaited[number]
+        gradients = bucket.look()
         if len(awaited) < len(gradients):
-            members = set(awaited)
-            chosen = [place for place, index in enumerate(bucket.indices) if index in members]
-            gradients, views = [gradients[place] for place in chosen], [views[place] for place in chosen]
-        return not (any(map(operator.is_, gradients, repeat(None))) or any(map(operator.is_, gradients, views)))
+            members = frozenset(awaited)
+            gradients = [gradient for index, gradient in zip(bucket.indices, gradients, strict=True) if index in members]
+        return not some_are_none(gradients)
+
+
+def some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether there are any None."""
+    return any(map(operator.is_, gradients, repeat(None)))
 
 
 def have_none(parameters: Sequence[torch.nn.Parameter]) -> bool:
