@@ -69,8 +69,7 @@ class Listening:
             if number not in whole:
                 self.noted[number] = self._note(indices, for_now=for_now)
                 continue
-            hooked = {whole[number][-1], first}.intersection(indices)
-            self.others += [self._note([index]) for index in hooked]
+            self.others += [self._note([index]) for index in indices if index in (whole[number][-1], first)]
             self.others.append(self._note(set(indices).difference(whole[number]), for_now=True))  # none should come
 
     def follow(self, index: int) -> None:

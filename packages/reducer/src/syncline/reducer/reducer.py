@@ -292,6 +292,7 @@ class Reducer:
             self._graph.accumulated(indices, self._undefined(indices))
         except UnexpectedGradientError as error:
             raise complaints.not_expected(self._names[error.index], self._group.place()) from None
+        self._held = []
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before it is marked."""
