@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.collectives import InvalidArgumentError, ProcessGroup, broadcast_coalesced
+from syncline.collectives import InvalidArgumentError, ProcessGroup, Work, broadcast_coalesced
 from syncline.collectives.coalescing import plan_buffers
 from syncline.collectives.testing import run_ranks
 
@@ -87,6 +88,33 @@ def test_at_most_two_in_flight() -> None:
     assert run_ranks(2, body) == [2, 2]
 
 
+@pytest.mark.ranks
+def test_little_is_broadcast_at_once() -> None:
+    """Each kind after the other, by the thread that asks."""
+
+    def body(group: ProcessGroup) -> list[bool]:
+        asked: list[bool] = []
+
+        class Watched:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(group, name)
+
+            def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool = False) -> Work | None:
+                asked.append(async_op)
+                return group.broadcast(tensor, root, async_op=async_op)
+
+        tensors = [torch.full((2, 3), group.rank + 1.0), torch.full((), group.rank), torch.full((4,), group.rank + 1.0).t()]
+        broadcast_coalesced(tensors, group=cast("ProcessGroup", Watched()), root=1)
+        assert [tensor.unique().tolist() for tensor in tensors] == [[2.0], [1], [2.0]]
+        large = [torch.full((1 << 18,), float(group.rank)), torch.full((2,), group.rank)]
+        broadcast_coalesced(large, group=cast("ProcessGroup", Watched()), root=1)
+        assert [tensor.unique().tolist() for tensor in large] == [[1.0], [1]]
+        return asked
+
+    assert run_ranks(2, body) == [[False, False, True, True]] * 2
+
+
+@pytest.mark.ranks
 def test_buffer_size_must_be_positive() -> None:
     def body(group: ProcessGroup) -> None:
         with pytest.raises(InvalidArgumentError, match="at least 1, found 0"):

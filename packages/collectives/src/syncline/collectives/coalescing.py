@@ -18,6 +18,9 @@ from .world import resolve_group
 
 DEFAULT_BUFFER_BYTES = 250 * 1024 * 1024
 _IN_FLIGHT = 2
+# Up to so many bytes in all, one buffer for each kind of tensor, nothing is worth being overlapped: to hand a broadcast to
+# another thread takes longer (36 buffers of batch normalisation, two ranks: 1.1 ms in flight, 0.7 ms one after the other).
+_BLOCKING_BYTES = 1 << 20
 
 
 def plan_buffers(nbytes: Sequence[int], kinds: Sequence[object], buffer_size_bytes: int) -> list[list[int]]:
@@ -50,7 +53,7 @@ def broadcast_coalesced(
     root: int = 0,
     buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
 ) -> None:
-    """Copy the root's tensors to every rank, flattened into few buffers, with two broadcasts in flight.
+    """Copy the root's tensors to every rank, flattened into few buffers, with two broadcasts in flight if that is worth it.
 
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. Read on the root, overwritten elsewhere.
@@ -67,7 +70,15 @@ def broadcast_coalesced(
         raise InvalidArgumentError(f"expected buffer_size_bytes of at least 1, found {buffer_size_bytes}")
     chosen = resolve_group(group)
     flights: deque[_Flight] = deque()
-    for members in _plan(tensors, buffer_size_bytes):
+    plan = _plan(tensors, buffer_size_bytes)
+    if len(plan) == len(set(map(_kind, tensors))) and sum(map(_nbytes, tensors)) <= _BLOCKING_BYTES:
+        for members in plan:
+            targets = [tensors[index] for index in members]
+            buffer = _flatten(targets)
+            chosen.broadcast(buffer, root)
+            _copy_back(buffer, [] if chosen.rank == root else targets)
+        return
+    for members in plan:
         if len(flights) == _IN_FLIGHT:
             flights.popleft().land()
         targets = [tensors[index] for index in members]
@@ -145,39 +156,48 @@ class _Flight:
     def land(self) -> None:
         """Wait, then copy back."""
         self.work.wait()
-        self._copy_back()
+        _copy_back(self.memory, self.destinations)
 
     def landed(self) -> TensorsFuture:
         """A future of the copied-back tensors."""
 
         def copy_back(done: Any) -> list[torch.Tensor]:
             done.value()
-            self._copy_back()
+            _copy_back(self.memory, self.destinations)
             return self.destinations
 
         return self.work.get_future().then(copy_back)
 
-    def _copy_back(self) -> None:
-        if not self.destinations:  # on the root
-            return
-        flat = torch.cat(self.memory) if isinstance(self.memory, list) else self.memory
-        with untracked():
-            pieces = torch.split(flat, [tensor.numel() for tensor in self.destinations])
-            for tensor, piece in zip(self.destinations, pieces, strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+
+def _copy_back(memory: torch.Tensor | list[torch.Tensor], destinations: list[torch.Tensor]) -> None:
+    if not destinations:  # on the root
+        return
+    flat = torch.cat(memory) if isinstance(memory, list) else memory
+    with untracked():
+        pieces = torch.split(flat, [tensor.numel() for tensor in destinations])
+        shaped = [piece.view(tensor.shape) for tensor, piece in zip(destinations, pieces, strict=True)]
+        torch._foreach_copy_(destinations, shaped)
 
 
 def _plan(tensors: Sequence[torch.Tensor], buffer_size_bytes: int) -> list[list[int]]:
     return plan_buffers(
-        [tensor.numel() * tensor.element_size() for tensor in tensors],
-        [(tensor.dtype, tensor.device) for tensor in tensors],
+        list(map(_nbytes, tensors)),
+        list(map(_kind, tensors)),
         buffer_size_bytes,
     )
 
 
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _kind(tensor: torch.Tensor) -> object:
+    return tensor.dtype, tensor.device
+
+
 def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
-        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
 
 def _joined(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from syncline.collectives import InvalidArgumentError, ProcessGroup
+from syncline.collectives import InvalidArgumentError, ProcessGroup, broadcast_coalesced
 
 from .module_state import ModuleState
 
@@ -67,8 +67,9 @@ class Buffers:
 
     def broadcast(self, group: ProcessGroup, root: int) -> None:
         """Give every rank the root's, in place. A collective."""
-        with _unseen_by_autograd(buffer for _, buffer in self._state.buffers()):
-            self._state.broadcast_buffers(group, root)
+        buffers = [buffer for _, buffer in self._state.buffers()]
+        with _unseen_by_autograd(buffers):
+            broadcast_coalesced([buffer.detach() for buffer in buffers], group=group, root=root)
 
     def before_forward(self, group: ProcessGroup, root: int) -> list[AnyFuture]:
         """Synchronise them if that is due, and not to be done after the forward.

@@ -70,7 +70,3 @@ class ModuleState:
         """Give every rank the parameters, and buffers, of the root, in place. A collective."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         broadcast_coalesced([tensor.detach() for _, tensor in named], group=group, root=root)
-
-    def broadcast_buffers(self, group: ProcessGroup, root: int) -> None:
-        """Give every rank the buffers of the root, in place. A collective."""
-        broadcast_coalesced([buffer.detach() for _, buffer in self.buffers()], group=group, root=root)
