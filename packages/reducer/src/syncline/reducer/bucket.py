@@ -81,14 +81,14 @@ class Bucket:
         return self.buffer.nbytes
 
     def look(self) -> list[torch.Tensor | None]:
-        """The parameters' gradients, which `collect` will take, if it comes before `look_away`.
+        """The parameters' gradients, which `collect` will take, if it comes before `forget_seen`.
 
         To read them takes as long as to copy them, if they are small: Python has an object made for each.
         """
         self._seen = [parameter.grad for parameter in self.parameters]
         return self._seen
 
-    def look_away(self) -> None:
+    def forget_seen(self) -> None:
         """Forget what was seen."""
         self._seen = None
 
@@ -114,8 +114,10 @@ class Bucket:
                 self.alias(unused)
         if self._guard is not None:
             if self._as_view:
-                gradients = [parameter.grad for parameter in self.parameters] if unused else list(self.views)
-            self._guard.collected(gradients, share_version=self._as_view)
+                collected = [parameter.grad for parameter in self.parameters] if unused else list(self.views)
+                self._guard.collected(collected, self.views[0])
+            else:
+                self._guard.collected(gradients)
 
     def _collect_some(self, gradients: Sequence[torch.Tensor | None], unused: Collection[int]) -> None:
         """Where some are None, or lie in the buffer already."""
@@ -206,10 +208,10 @@ class Bucket:
         """Somebody else sees to them from now on."""
         self._guard = None
 
-    def remember(self) -> None:
-        """The reduction was issued."""
+    def remember(self, *, by_hook: bool) -> None:
+        """The reduction was issued; `by_hook`: by a communication hook, which may give the parameters other gradients."""
         if self._guard is not None:
-            self._guard.remember()
+            self._guard.remember(may_be_replaced=by_hook)
 
     def check_remembered(self) -> None:
         """Backward has ended, and no bucket was delivered yet.

@@ -29,7 +29,7 @@ def came_late(names: Sequence[str], place: str, advice: str) -> MisuseError:
     parameter = f"of parameter {_shortened(names)}" if len(names) == 1 else f"of one of the parameters {_shortened(names)}"
     return MisuseError(
         f"a gradient {parameter} came on {place} when its bucket was being reduced already: later than in the first backward, "
-        f"or a second time. {advice}"
+        f"or a second time; or a hook changed it then. {advice}"
     )
 
 

@@ -26,17 +26,19 @@ class LatenessGuard:
         self._place = place
         self._advice = advice
         self._gradients: Sequence[torch.Tensor | None] = ()
-        self._share_version = False
+        self._witness: torch.Tensor | None = None
         self._versions: list[int] = []
+        self._may_be_replaced = False
 
-    def collected(self, gradients: Sequence[torch.Tensor | None], *, share_version: bool) -> None:
-        """These are the gradients from now on, of each parameter; `share_version` if what changes one changes that of all."""
+    def collected(self, gradients: Sequence[torch.Tensor | None], witness: torch.Tensor | None = None) -> None:
+        """These are the parameters' gradients from now on; what changes any of them changes the witness's version, if given."""
         self._gradients = gradients
-        self._share_version = share_version
+        self._witness = witness
 
-    def remember(self) -> None:
-        """As they are now they shall stay."""
+    def remember(self, *, may_be_replaced: bool) -> None:
+        """As they are now they shall stay, or be replaced if that is allowed."""
         self._versions = self._versions_now()
+        self._may_be_replaced = may_be_replaced
 
     def check_versions(self) -> None:
         """Before any gradient is written back, for the gradients of several buckets may be pieces of one tensor.
@@ -45,9 +47,14 @@ class LatenessGuard:
             MisuseError: something was added to one.
         """
         now = self._versions_now()
-        if self._versions and now != self._versions:
-            pairs = zip(self._names, self._versions, now, strict=False)
-            self._complain(self._names if self._share_version else [name for name, was, version in pairs if version != was])
+        if not self._versions or now == self._versions:
+            return
+        if self._witness is not None:
+            self._complain(self._names)
+        rows = zip(self._names, self._gradients, self._versions, now, strict=False)
+        changed = [name for name, gradient, was, version in rows if version != was and _is_alone(gradient)]
+        if changed:
+            self._complain(changed)
 
     def check_places(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """In the end, and forget them. One that somebody took away is not late.
@@ -55,8 +62,9 @@ class LatenessGuard:
         Raises:
             MisuseError: a gradient is another tensor than the one that was collected.
         """
-        before, self._gradients, self._versions = self._gradients, (), []
-        if not all(map(operator.is_, gradients, before)):
+        before = self._gradients
+        self.forget()
+        if not self._may_be_replaced and not all(map(operator.is_, gradients, before)):
             pairs = zip(self._names, gradients, before, strict=False)
             replaced = [name for name, gradient, was in pairs if gradient is not was and gradient is not None]
             if replaced:
@@ -65,9 +73,19 @@ class LatenessGuard:
     def _complain(self, names: Sequence[str]) -> None:
         raise complaints.came_late(names, self._place, self._advice)
 
+    def forget(self) -> None:
+        """Hold no gradient any more."""
+        self._gradients, self._witness, self._versions = (), None, []
+
     def _versions_now(self) -> list[int]:
-        gradients = self._gradients[:1] if self._share_version else self._gradients
+        if self._witness is not None:
+            return [self._witness._version]
         try:
-            return list(map(_version_of, gradients))
+            return list(map(_version_of, self._gradients))
         except AttributeError:  # some are None
-            return [-1 if gradient is None else gradient._version for gradient in gradients]
+            return [-1 if gradient is None else gradient._version for gradient in self._gradients]
+
+
+def _is_alone(gradient: torch.Tensor | None) -> bool:
+    """Whether nothing else lies in its memory, which would share its version: a gradient may be a piece of another tensor."""
+    return gradient is not None and gradient.untyped_storage().nbytes() == gradient.nbytes

@@ -27,8 +27,10 @@ class Listening:
     A gradient that comes a second time when its bucket is reduced already is an error; see `LatenessGuard`. Not seen is a
     backward that reaches neither the first parameter nor the last one of any bucket; a static graph has none.
 
-    While a static graph is learnt, gradients are noted by hooks on nodes of the graph, which go with the nodes. A parameter
-    that ever had a hook of its own has the cost of it for good, even when the hook is removed (measured with torch 2.13).
+    A parameter that ever had a hook of its own has the cost of it for good, even when the hook is removed (measured with torch
+    2.13). So while a static graph is learnt, gradients are noted by hooks on nodes of the graph, which go with the nodes. They
+    also go when a parameter changes its dtype or device, be it within a forward; `displaced` tells. Such a model has a hook
+    for each parameter.
 
     Args:
         parameters: the parameters.
@@ -51,7 +53,7 @@ class Listening:
         self.others: list[Arrivals] = []
 
     def listen(
-        self, buckets: Sequence[Collection[int]], whole: Mapping[int, Sequence[int]], first: int | None, *, for_now: bool
+        self, buckets: Sequence[Collection[int]], whole: Mapping[int, Sequence[int]], first: int | None, *, on_nodes: bool
     ) -> None:
         """Hook parameters, after taking off all hooks from before.
 
@@ -60,17 +62,17 @@ class Listening:
             whole: of each bucket that shall have one hook, by number, those parameters that get a gradient, the last one at the
                 end. In other buckets each gradient is noted.
             first: the parameter with which a backward begins, if that is not to be noted anyway.
-            for_now: whether it will not be so for long.
+            on_nodes: note on nodes of the graph where gradients are noted, but for one parameter of each bucket.
         """
         self.remove()
         if self._is_closed:
             return
         for number, indices in enumerate(buckets):
             if number not in whole:
-                self.noted[number] = self._note(indices, for_now=for_now)
+                self.noted[number] = self._note(indices, on_nodes=on_nodes)
                 continue
             self.others += [self._note([index]) for index in indices if index in (whole[number][-1], first)]
-            self.others.append(self._note(set(indices).difference(whole[number]), for_now=True))  # none should come
+            self.others.append(self._note(set(indices).difference(whole[number])))  # none should come
 
     def follow(self, index: int) -> None:
         """From the next backward on, see to what waits as soon as all hooks on this parameter have run."""
@@ -92,12 +94,18 @@ class Listening:
         self._is_closed = True
         self.remove()
 
-    def _note(self, indices: Collection[int], *, for_now: bool = False) -> Arrivals:
-        arrivals, index = Arrivals(), None
-        for index in indices:
-            self._listeners[index].note_in(arrivals, self._wake, for_now=for_now)
-        if index is not None:
-            self.follow(index)  # the last to arrive, as far as is known
+    def displaced(self) -> list[int]:
+        """The parameters whose nodes, on which gradients are noted, are in the graph no more."""
+        return [index for index, listener in enumerate(self._listeners) if listener.is_displaced]
+
+    def _note(self, indices: Collection[int], *, on_nodes: bool = False) -> Arrivals:
+        arrivals, last = Arrivals(), None
+        for last in indices:
+            self._listeners[last].note_in(arrivals, self._wake, on_node=on_nodes)
+        if last is not None:
+            if on_nodes:
+                self._listeners[last].note_in(arrivals, self._wake, on_node=False)
+            self.follow(last)  # the last to arrive, as far as is known
         return arrivals
 
 
@@ -114,20 +122,25 @@ class Listener:
         self._parameter = parameter
         self._node: torch.autograd.graph.Node | None = None
         self._follows = False
+        self._notes_on_node = False
         self._handles: list[Any] = []
 
-    def note_in(self, arrivals: Arrivals, wake: Callable[[Arrivals], None], *, for_now: bool) -> None:
-        """Note the gradient there, and wake when that is worth a look; `for_now` takes longer, but leaves nothing behind.
-
-        What is noted `for_now` is noted no more when the parameter has changed its dtype or device, for it has a new node then.
-        """
+    def note_in(self, arrivals: Arrivals, wake: Callable[[Arrivals], None], *, on_node: bool) -> None:
+        """From now on note the gradient there, and nowhere else, and wake when that is worth a look."""
+        self.remove()
         note = _hook(self._index, arrivals, wake)
-        if for_now:
+        if on_node:
             self._hook_node(lambda _, gradients: note(*gradients) if gradients[0] is not None else None)
+            self._notes_on_node = True
         else:
             with _not_frozen(self._parameter):
                 handle = self._parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
+
+    @property
+    def is_displaced(self) -> bool:
+        """Whether gradients are noted on a node that the parameter has no more."""
+        return self._notes_on_node and _node_of(self._parameter) is not self._node
 
     def follow(self, callback: Callable[[], None]) -> None:
         """From the next backward on, call back as soon as all hooks on this parameter have run; once, if said twice."""
@@ -139,25 +152,31 @@ class Listener:
         """Take all hooks off."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._node, self._follows = [], None, False
+        self._handles, self._node, self._follows, self._notes_on_node = [], None, False, False
 
     def _hook_node(self, hook: Callable[..., None]) -> None:
         if self._node is None:
             # Held, because autograd makes a new node, without the hook, if nobody holds the old one.
-            with _not_frozen(self._parameter):
-                self._node = torch.autograd.graph.get_gradient_edge(self._parameter).node
+            self._node = _node_of(self._parameter)
         self._handles.append(self._node.register_hook(hook))
+
+
+def _node_of(parameter: torch.nn.Parameter) -> torch.autograd.graph.Node:
+    with torch.inference_mode(False), _not_frozen(parameter):
+        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 @contextmanager
 def _not_frozen(parameter: torch.nn.Parameter) -> Iterator[None]:
     """A parameter that was frozen may be hooked, too, for the time when it is not."""
-    requires_grad = parameter.requires_grad
+    if parameter.requires_grad:
+        yield
+        return
     parameter.requires_grad_(True)
     try:
         yield
     finally:
-        parameter.requires_grad_(requires_grad)
+        parameter.requires_grad_(False)
 
 
 def _hook(index: int, arrivals: Arrivals, wake: Callable[[Arrivals], None]) -> Callable[[torch.Tensor], None]:

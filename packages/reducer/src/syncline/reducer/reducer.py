@@ -133,8 +133,9 @@ class Reducer:
         wake, settled = _weakly(self._on_arrivals), _weakly(self._on_settled)
         self._listening = Listening(self._parameters, wake=wake, settled=settled)
         self._backlog = Backlog()
-        self._whole = WholeBuckets({}, {}, "")
+        self._whole = WholeBuckets({}, {}, None, "")
         self._had_no_gradients = False
+        self._nodes_stay = True
         self._held: list[torch.Tensor | None] = []
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
         weakref.finalize(self, self._listening.close)
@@ -326,9 +327,18 @@ class Reducer:
 
     def _look_at_whole(self, index: int) -> None:
         try:
-            self._mark_ready(self._whole.look(index))
+            self._mark_ready(self._whole.arrive(index))
         finally:
-            self._whole.look_away(index)
+            self._whole.forget_seen(index)
+
+    def _look_at_displaced(self) -> None:
+        """At the end of a backward: gradients that were not noted because their parameters' nodes were replaced in forward."""
+        displaced = self._listening.displaced()
+        if displaced:
+            self._nodes_stay = False
+            there = [index for index in displaced if self._parameters[index].grad is not None]
+            if there:
+                self._look_at(there)
 
     def _undefined(self, indices: Sequence[int]) -> Collection[int]:
         if not self._graph.minds_undefined:
@@ -373,7 +383,7 @@ class Reducer:
         times = BucketTimes(bucket.nbytes, ready, time.perf_counter())
         self.statistics.buckets.append(times)
         self._flights.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
-        self._whole.remember(number)
+        self._whole.remember(number, by_hook=self._reduction.hook is not None)
 
     def _is_last(self, number: int) -> bool:
         """Whether no later bucket is reduced in this backward; the same on every rank."""
@@ -385,6 +395,8 @@ class Reducer:
             for arrivals in self._listening.arrivals():
                 if arrivals.indices:
                     self._look_at(arrivals.take())
+            if self._graph.is_learning:
+                self._look_at_displaced()
             for indices in self._whole.rest():
                 self._mark_ready(indices)
             self._mark_ready(self._graph.ended())
@@ -416,7 +428,7 @@ class Reducer:
 
     def _awaited(self) -> Mapping[int, Sequence[int]]:
         """The buckets for which one hook will do, and which gradients each awaits, in this rank's order of arrival."""
-        if self._arrival_order is None or not have_none(self._parameters):
+        if self._arrival_order is None or not self._nodes_stay or not have_none(self._parameters):
             return {}
         place = {index: position for position, index in enumerate(self._arrival_order)}
         once = {
@@ -430,13 +442,14 @@ class Reducer:
         """With one hook for each of these buckets, and one for each parameter of the others."""
         self._whole.close()
         whole = {number: bucket for number in awaited if isinstance(bucket := self._buckets[number], Bucket)}
-        self._whole = WholeBuckets(whole, awaited, self._graph.advice_twice)
-        first = next((index for index in self._arrival_order or () if index in self._whole), None)
-        members = [bucket.indices for bucket in self._buckets]
-        self._listening.listen(members, awaited, first, for_now=self._graph.is_learning)
+        members = {index for indices in awaited.values() for index in indices}
+        first = next((index for index in self._arrival_order or () if index in members), None)
+        self._whole = WholeBuckets(whole, awaited, first, self._graph.advice_twice)
+        on_nodes = self._graph.is_learning and self._nodes_stay
+        self._listening.listen([bucket.indices for bucket in self._buckets], awaited, first, on_nodes=on_nodes)
 
     def _one_hook_will_do(self) -> bool:
-        return self._whole.suffice and self._had_no_gradients
+        return self._whole.order_held and self._had_no_gradients
 
     def _rebuild_if_due(self) -> None:
         """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective.
@@ -449,7 +462,6 @@ class Reducer:
         order = torch.tensor(self._arrival_order, dtype=torch.int64, device=device)
         self._group.broadcast(order, 0)
         kept = aliases(self._buckets)
-        self._whole.close()
         self._buckets = []
         self._use(self._builder.build(order.tolist(), kept))
         self._rebuilt = True

@@ -18,19 +18,23 @@ class WholeBuckets:
         buckets: the buckets, by their numbers.
         awaited: those parameters of each that get a gradient in every backward, the one that should be the last to get it at
             the end.
+        first: the parameter with which a backward begins.
         advice: for errors, if one gets a second gradient.
 
     Attributes:
-        suffice: whether up to now each bucket could be told to be ready when that last gradient came.
+        order_held: whether up to now each bucket could be told to be ready when that last gradient came.
     """
 
-    def __init__(self, buckets: Mapping[int, Bucket], awaited: Mapping[int, Sequence[int]], advice: str) -> None:
+    def __init__(
+        self, buckets: Mapping[int, Bucket], awaited: Mapping[int, Sequence[int]], first: int | None, advice: str
+    ) -> None:
         self._buckets = buckets
         self._awaited = awaited
         self._number_of = {index: number for number, indices in awaited.items() for index in indices}
+        self._hooked = {first, *(indices[-1] for indices in awaited.values())}
         self._open: set[int] = set()
         self._are_proven = False
-        self.suffice = True
+        self.order_held = True
         for bucket in buckets.values():
             bucket.detect_late_gradients(advice)
 
@@ -50,12 +54,12 @@ class WholeBuckets:
         self._open = set(self._awaited)
         self._are_proven = none_before
 
-    def look(self, index: int) -> Sequence[int]:
+    def arrive(self, index: int) -> Sequence[int]:
         """The gradient of an awaited parameter has come: which are ready now.
 
         If it is its bucket's last, they are all that are awaited; or none, if it is not certain that all have come: then `rest`
         tells. If the bucket was ready before, it is the parameter that got a gradient a second time. The bucket holds what was
-        seen until `look_away`.
+        seen until `forget_seen`.
         """
         number = self._number_of[index]
         awaited = self._awaited[number]
@@ -64,28 +68,28 @@ class WholeBuckets:
         if index != awaited[-1]:
             return ()
         if not (self._are_proven and self._are_there(number)):
-            self.suffice = False
+            self.order_held = False
             return ()
         self._open.discard(number)
         return awaited
 
-    def look_away(self, index: int) -> None:
+    def forget_seen(self, index: int) -> None:
         """The bucket was collected, or will be later, and shall see for itself then."""
-        self._buckets[self._number_of[index]].look_away()
+        self._buckets[self._number_of[index]].forget_seen()
 
     def rest(self) -> Iterator[Sequence[int]]:
         """Backward has ended: what there is of the gradients of each bucket that was not ready before."""
         for number in sorted(self._open):
-            self.suffice = False
+            self.order_held = False
             bucket = self._buckets[number]
-            there = {i for i, parameter in zip(bucket.indices, bucket.parameters, strict=True) if parameter.grad is not None}
-            yield [index for index in self._awaited[number] if index in there]
+            parameters = dict(zip(bucket.indices, bucket.parameters, strict=True))
+            yield [index for index in self._awaited[number] if self._may_have_come(index, parameters[index])]
         self._open.clear()
 
-    def remember(self, number: int) -> None:
+    def remember(self, number: int, *, by_hook: bool) -> None:
         """The reduction of a bucket was issued: what comes from now on comes too late."""
         if number in self._buckets:
-            self._buckets[number].remember()
+            self._buckets[number].remember(by_hook=by_hook)
 
     def check(self) -> None:
         """Backward has ended, and no gradient was written back yet.
@@ -99,6 +103,10 @@ class WholeBuckets:
     def forget(self) -> None:
         """Forget this backward."""
         self._open.clear()
+
+    def _may_have_come(self, index: int, parameter: torch.nn.Parameter) -> bool:
+        """Whether it has a gradient, or a user's hook which may have taken it away."""
+        return parameter.grad is not None or len(parameter._post_accumulate_grad_hooks or ()) > (index in self._hooked)
 
     def _are_there(self, number: int) -> bool:
         bucket, awaited = self._buckets[number], self._awaited[number]
