@@ -57,6 +57,12 @@ def loss(parameters: Sequence[tuple[str, torch.nn.Parameter]], rank: int, step: 
     return total
 
 
+def set_to_none(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """As `zero_grad()` does."""
+    for _, parameter in parameters:
+        parameter.grad = None
+
+
 def train(
     reducer: Reducer,
     parameters: Sequence[tuple[str, torch.nn.Parameter]],
@@ -68,8 +74,7 @@ def train(
 ) -> None:
     """Steps, each of which must give the averages."""
     for step, arrival in enumerate(arrivals, first_step):
-        for _, parameter in parameters:
-            parameter.grad = None
+        set_to_none(parameters)
         if before is not None:
             before(step)
         reducer.prepare_for_backward()
@@ -175,8 +180,7 @@ def test_what_was_added_up_without_synchronisation_is_reduced(as_view: bool) -> 
         parameters = make_parameters()
         reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
         train(reducer, parameters, group, [REVERSED] * 3)
-        for _, parameter in parameters:
-            parameter.grad = None
+        set_to_none(parameters)
         reducer.prepare_for_backward(synchronizes=False)
         loss(parameters, group.rank, 3, [2, 1]).backward()  # it may leave some out
         reducer.prepare_for_backward()
@@ -240,8 +244,7 @@ def test_a_gradient_that_comes_twice(as_view: bool, twice: int, when: int, compl
                 (parameters[twice][1] * 5).sum().backward()
 
         handle = parameters[when][1].register_hook(again)
-        for _, parameter in parameters:
-            parameter.grad = None
+        set_to_none(parameters)
         reducer.prepare_for_backward()
         if complaint is not None:
             with pytest.raises(MisuseError, match=f"{complaint}.*The graph is not static"):
@@ -288,8 +291,7 @@ def test_gradients_that_are_pieces_of_one_tensor(as_view: bool) -> None:
         reducer = Reducer(parameters, group, bucket_cap_bytes=ONE_EACH, gradient_as_bucket_view=as_view, static_graph=True)
         factors = torch.arange(1.0, 9.0, dtype=torch.float64) * (group.rank + 1)
         for _ in range(4):
-            for _, parameter in parameters:
-                parameter.grad = None
+            set_to_none(parameters)
             reducer.prepare_for_backward()
             (torch.cat([parameter for _, parameter in parameters]) * factors).sum().backward()
             for index, (_, parameter) in enumerate(parameters):
@@ -330,8 +332,7 @@ def test_a_gradient_that_a_users_hook_takes_away_always(as_view: bool) -> None:
 
         parameters[1][1].register_post_accumulate_grad_hook(take_away)  # type: ignore[no-untyped-call]
         for step in range(4):
-            for _, parameter in parameters:
-                parameter.grad = None
+            set_to_none(parameters)
             reducer.prepare_for_backward()
             loss(parameters, group.rank, step, REVERSED).backward()
             for index in (0, 2, 3):
@@ -352,8 +353,7 @@ def test_a_parameter_that_is_frozen_later() -> None:
             if step == 2:
                 parameters[1][1].requires_grad_(False)
             if step < 3:
-                for _, parameter in parameters:
-                    parameter.grad = None
+                set_to_none(parameters)
             reducer.prepare_for_backward()  # from step 3 on there are gradients, so that each is noted again
             loss(parameters, group.rank, step, [3, 2, 0]).backward()
         parameters[1][1].requires_grad_(True)
@@ -371,8 +371,7 @@ def test_what_was_closed_stays_closed() -> None:
         train(reducer, parameters, group, [REVERSED] * 3)
         reducer.close()
         reducer.prepare_for_backward()
-        for _, parameter in parameters:
-            parameter.grad = None
+        set_to_none(parameters)
         loss(parameters, group.rank, 3, REVERSED).backward()
         for index, (_, parameter) in enumerate(parameters):
             assert parameter.grad is not None
@@ -390,8 +389,7 @@ def test_parameters_that_are_converted_in_forward(as_view: bool, converted: Sequ
         parameters = make_parameters()
         reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
         for step in range(4):
-            for _, parameter in parameters:
-                parameter.grad = None
+            set_to_none(parameters)
             reducer.prepare_for_backward()
             for index in converted:
                 parameters[index][1].data = parameters[index][1].data.float()
@@ -412,8 +410,7 @@ def test_a_late_gradient_is_seen_where_the_buckets_first_parameter_is_unused() -
         reducer = Reducer(parameters, group, bucket_cap_bytes=2 * PAIRS, gradient_as_bucket_view=True, static_graph=True)
         order = list(range(7 if group.rank == 0 else 6, -1, -1))
         for step in range(3):
-            for _, parameter in parameters:
-                parameter.grad = None
+            set_to_none(parameters)
             reducer.prepare_for_backward()
             loss(parameters, group.rank, step, order).backward()
 
@@ -421,8 +418,7 @@ def test_a_late_gradient_is_seen_where_the_buckets_first_parameter_is_unused() -
             with torch.enable_grad():
                 (parameters[5][1] * 5).sum().backward()
 
-        for _, parameter in parameters:
-            parameter.grad = None
+        set_to_none(parameters)
         if group.rank == 1:
             parameters[0][1].register_hook(again)
         reducer.prepare_for_backward()
@@ -449,8 +445,7 @@ def test_pieces_of_one_tensor_that_hooks_change() -> None:
         for _, parameter in parameters:
             parameter.register_post_accumulate_grad_hook(double)  # type: ignore[no-untyped-call]
         for _ in range(4):
-            for _, parameter in parameters:
-                parameter.grad = None
+            set_to_none(parameters)
             reducer.prepare_for_backward()
             (torch.cat([parameter for _, parameter in parameters]) * (group.rank + 1)).sum().backward()
             for _, parameter in parameters:
@@ -495,8 +490,7 @@ def test_a_gradient_that_a_users_hook_takes_away_once(as_view: bool) -> None:
 
         parameters[1][1].register_post_accumulate_grad_hook(take_away_once)  # type: ignore[no-untyped-call]
         train(reducer, parameters, group, [REVERSED] * 3)
-        for _, parameter in parameters:
-            parameter.grad = None
+        set_to_none(parameters)
         reducer.prepare_for_backward()
         loss(parameters, group.rank, 3, REVERSED).backward()
         assert parameters[1][1].grad is not None
@@ -524,8 +518,7 @@ def test_hooks_of_a_group_and_ranks_that_sit_out(as_view: bool) -> None:
         reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
         reducer.set_hook(lambda _, bucket: group.all_reduce(bucket.buffer().div_(2), async_op=True).get_future())
         train(reducer, parameters, group, [REVERSED] * 3)
-        for _, parameter in parameters:
-            parameter.grad = None
+        set_to_none(parameters)
         if group.rank == 0:
             reducer.sit_out()
         else:
@@ -547,8 +540,7 @@ def test_a_parameter_without_a_gradient_in_the_first_backward(as_view: bool) -> 
         parameters = make_parameters()
         reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view, static_graph=True)
         for step in range(4):
-            for _, parameter in parameters:
-                parameter.grad = None
+            set_to_none(parameters)
             reducer.prepare_for_backward()
             loss(parameters, group.rank, step, [3, 2, 0]).backward()
             assert parameters[1][1].grad is None
@@ -557,8 +549,7 @@ def test_a_parameter_without_a_gradient_in_the_first_backward(as_view: bool) -> 
                 assert gradient is not None
                 assert gradient.tolist() == average(2, index, step)
         assert noting(parameters) == [0, 1, 3]
-        for _, parameter in parameters:
-            parameter.grad = None
+        set_to_none(parameters)
         reducer.prepare_for_backward()
         with pytest.raises(MisuseError, match="'p1' became ready twice"):
             loss(parameters, group.rank, 4, [3, 2, 0, 1]).backward()
@@ -581,8 +572,7 @@ def test_users_hooks_run_before_their_bucket_is_collected(as_view: bool) -> None
         for _, parameter in parameters:
             parameter.register_post_accumulate_grad_hook(double)  # type: ignore[no-untyped-call]
         for step in range(4):
-            for _, parameter in parameters:
-                parameter.grad = None
+            set_to_none(parameters)
             reducer.prepare_for_backward()
             loss(parameters, group.rank, step, REVERSED).backward()
             for index, (_, parameter) in enumerate(parameters):

@@ -71,20 +71,18 @@ def broadcast_coalesced(
     chosen = resolve_group(group)
     flights: deque[_Flight] = deque()
     plan = _plan(tensors, buffer_size_bytes)
-    if len(plan) == len(set(map(_kind, tensors))) and sum(map(_nbytes, tensors)) <= _BLOCKING_BYTES:
-        for members in plan:
-            targets = [tensors[index] for index in members]
-            buffer = _flatten(targets)
-            chosen.broadcast(buffer, root)
-            _copy_back(buffer, [] if chosen.rank == root else targets)
-        return
+    at_once = len(plan) == len(set(map(_kind, tensors))) and sum(map(_nbytes, tensors)) <= _BLOCKING_BYTES
     for members in plan:
         if len(flights) == _IN_FLIGHT:
             flights.popleft().land()
         targets = [tensors[index] for index in members]
         buffer = _flatten(targets)
-        work = chosen.broadcast(buffer, root, async_op=True)
-        flights.append(_Flight(work, buffer, [] if chosen.rank == root else targets))
+        destinations = [] if chosen.rank == root else targets
+        if at_once:
+            chosen.broadcast(buffer, root)
+            _copy_back(buffer, destinations)
+        else:
+            flights.append(_Flight(chosen.broadcast(buffer, root, async_op=True), buffer, destinations))
     for flight in flights:
         flight.land()
 

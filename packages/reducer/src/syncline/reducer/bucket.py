@@ -105,7 +105,7 @@ class Bucket:
             if unused:
                 self._kept.update((index, view.clone()) for index, _, view in self._members() if index in unused)
         else:
-            if any(map(operator.is_, gradients, self.views)) or any(map(operator.is_, gradients, repeat(None))):
+            if any(map(operator.is_, gradients, self.views)) or some_are_none(gradients):
                 self._collect_some(gradients, unused)
             else:
                 with torch.no_grad():
@@ -180,7 +180,7 @@ class Bucket:
     def _write_back(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        if not untouched and not any(map(operator.is_, gradients, repeat(None))):
+        if not untouched and not some_are_none(gradients):
             targets, sources = cast("list[torch.Tensor]", gradients), self.views
         else:
             for (index, parameter, view), gradient in zip(self._members(), gradients, strict=True):
@@ -271,6 +271,11 @@ class Bucket:
                 raise complaints.wrong_dtype(name, gradient, self.buffer.dtype, self._place)
             if gradient.requires_grad:
                 raise complaints.differentiable(name)
+
+
+def some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether there are any None."""
+    return any(map(operator.is_, gradients, repeat(None)))
 
 
 def _new_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -15,7 +15,7 @@ from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 
 from . import complaints
 from .arrivals import Arrivals, Backlog
-from .bucket import Bucket
+from .bucket import Bucket, some_are_none
 from .bucket_building import BucketBuilder, aliases
 from .bucket_reduction import BucketReduction, CommunicationHook
 from .delayed import DelayedGraph
@@ -29,7 +29,7 @@ from .readiness import MarkedTwiceError, Readiness
 from .static_graph import StaticGraph
 from .statistics import BucketTimes, IterationStatistics
 from .used_parameters import ChangingGraph
-from .whole_buckets import WholeBuckets, have_none, some_are_none
+from .whole_buckets import WholeBuckets, have_none
 
 DEFAULT_BUCKET_CAP_BYTES = 25 * 1024 * 1024
 DEFAULT_FIRST_BUCKET_CAP_BYTES = 1024 * 1024

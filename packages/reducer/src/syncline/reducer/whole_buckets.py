@@ -8,7 +8,7 @@ from itertools import repeat
 
 import torch
 
-from .bucket import Bucket
+from .bucket import Bucket, some_are_none
 
 
 class WholeBuckets:
@@ -115,11 +115,6 @@ class WholeBuckets:
             members = frozenset(awaited)
             gradients = [gradient for index, gradient in zip(bucket.indices, gradients, strict=True) if index in members]
         return not some_are_none(gradients)
-
-
-def some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Whether there are any None."""
-    return any(map(operator.is_, gradients, repeat(None)))
 
 
 def have_none(parameters: Sequence[torch.nn.Parameter]) -> bool:
