@@ -19,11 +19,11 @@ class Graph(ABC):
 
     The reducer asks on the thread of backward, under its lock, in this order::
 
-        once        in forward, when the buckets are built in the order of arrival
+        once        in forward, when the order of arrival is known
         begin       when the first gradient of a backward arrives (sit_out, instead, on a rank that has none)
         needed      for each bucket, then: how many gradients make it worth looking at it
-        arrived     when so many have arrived, or at the end (accumulated, instead, while nothing is synchronised; used, of
-                    those whose end is known otherwise)
+        arrived     when so many have arrived, or all of a bucket that has one hook, or at the end (accumulated, instead, while
+                    nothing is synchronised; used, of those whose end is known otherwise)
         agree       when all buckets have started, on every rank: here collectives may be issued
         untouched   once for each bucket, when its reduction is over
         ended       when the outermost backward has ended, before the buckets are waited for
@@ -36,6 +36,12 @@ class Graph(ABC):
     minds_undefined: bool = True
     # Whether the order in which gradients arrive says something about the next backward.
     order_recurs: bool = True
+    # Whether one hook for a bucket may do: whether `once` may say anything.
+    one_hook_may_do: bool = False
+    # Whether it must hear of the gradients of backwards that are not synchronised, one by one.
+    minds_unsynchronized: bool = False
+    # Whether all backwards are known to be alike.
+    never_changes: bool = False
 
     @abstractmethod
     def begin(self) -> Sequence[int]:
@@ -45,13 +51,8 @@ class Graph(ABC):
         """How many gradients of these parameters, which share a bucket, must arrive before any may be reduced."""
         return 1
 
-    @property
-    def is_learning(self) -> bool:
-        """Whether after the next backward that is reduced more will be known: what `once` says."""
-        return False
-
     def once(self, indices: Collection[int]) -> Sequence[int] | None:  # noqa: ARG002 - the contract's
-        """Those of the parameters that get a gradient in every backward, if it is certain which do, and that each gets one."""
+        """Those of the parameters that get a gradient in a backward, but for the absent; None if any may get several."""
         return None
 
     @abstractmethod
@@ -113,6 +114,7 @@ class CompleteGraph(Graph):
     """Every backward reaches every parameter, once."""
 
     minds_undefined = False
+    one_hook_may_do = True
 
     advice_missing = (
         "Every parameter must take part in every backward: remove those on which the loss does not depend, freeze them "
@@ -130,6 +132,10 @@ class CompleteGraph(Graph):
     def needed(self, indices: Collection[int]) -> int:
         """All."""
         return len(indices)
+
+    def once(self, indices: Collection[int]) -> Sequence[int]:
+        """All."""
+        return list(indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:  # noqa: ARG002 - the contract's
         """Each is final."""

@@ -12,25 +12,7 @@ from .arrivals import Arrivals
 
 
 class Listening:
-    """All hooks of a reducer.
-
-    Note [One hook for a bucket]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A hook on a parameter costs about a microsecond, most of it outside of the function that is called. In a static graph the
-    order of gradients is known, too: the first backward showed it to each rank. So from then on only that parameter of a bucket
-    is hooked that is the last to get its gradient, and the one that is the first of all, with which a backward begins. The
-    others are proven to have come by being there: their gradients were None in forward, and no other backward ran since. Where
-    that is not so (gradients are kept, or added up without synchronisation), and where one is not there (the order has
-    changed), the bucket waits for the end of backward, and from the next forward on each gradient is noted again, for good: it
-    costs time and nothing else.
-
-    A gradient that comes a second time when its bucket is reduced already is an error; see `LatenessGuard`. Not seen is a
-    backward that reaches neither the first parameter nor the last one of any bucket; a static graph has none.
-
-    A parameter that ever had a hook of its own has the cost of it for good, even when the hook is removed (measured with torch
-    2.13). So while a static graph is learnt, gradients are noted by hooks on nodes of the graph, which go with the nodes. They
-    also go when a parameter changes its dtype or device, be it within a forward; `displaced` tells. Such a model has a hook
-    for each parameter.
+    """The hooks themselves; see Note [One hook for a bucket] for where they are.
 
     Args:
         parameters: the parameters.
@@ -53,7 +35,7 @@ class Listening:
         self.others: list[Arrivals] = []
 
     def listen(
-        self, buckets: Sequence[Collection[int]], whole: Mapping[int, Sequence[int]], first: int | None, *, on_nodes: bool
+        self, buckets: Sequence[Collection[int]], whole: Mapping[int, Sequence[int]], first: int | None, *, for_now: bool
     ) -> None:
         """Hook parameters, after taking off all hooks from before.
 
@@ -62,14 +44,14 @@ class Listening:
             whole: of each bucket that shall have one hook, by number, those parameters that get a gradient, the last one at the
                 end. In other buckets each gradient is noted.
             first: the parameter with which a backward begins, if that is not to be noted anyway.
-            on_nodes: note on nodes of the graph where gradients are noted, but for one parameter of each bucket.
+            for_now: note gradients by hooks that leave no trace when they are taken off, and cost more as long as they are there.
         """
         self.remove()
         if self._is_closed:
             return
         for number, indices in enumerate(buckets):
             if number not in whole:
-                self.noted[number] = self._note(indices, on_nodes=on_nodes)
+                self.noted[number] = self._note(indices, for_now=for_now)
                 continue
             self.others += [self._note([index]) for index in indices if index in (whole[number][-1], first)]
             self.others.append(self._note(set(indices).difference(whole[number])))  # none should come
@@ -94,17 +76,11 @@ class Listening:
         self._is_closed = True
         self.remove()
 
-    def displaced(self) -> list[int]:
-        """The parameters whose nodes, on which gradients are noted, are in the graph no more."""
-        return [index for index, listener in enumerate(self._listeners) if listener.is_displaced]
-
-    def _note(self, indices: Collection[int], *, on_nodes: bool = False) -> Arrivals:
+    def _note(self, indices: Collection[int], *, for_now: bool = False) -> Arrivals:
         arrivals, last = Arrivals(), None
         for last in indices:
-            self._listeners[last].note_in(arrivals, self._wake, on_node=on_nodes)
+            self._listeners[last].note_in(arrivals, self._wake, for_now=for_now)
         if last is not None:
-            if on_nodes:
-                self._listeners[last].note_in(arrivals, self._wake, on_node=False)
             self.follow(last)  # the last to arrive, as far as is known
         return arrivals
 
@@ -122,25 +98,28 @@ class Listener:
         self._parameter = parameter
         self._node: torch.autograd.graph.Node | None = None
         self._follows = False
-        self._notes_on_node = False
         self._handles: list[Any] = []
 
-    def note_in(self, arrivals: Arrivals, wake: Callable[[Arrivals], None], *, on_node: bool) -> None:
+    def note_in(self, arrivals: Arrivals, wake: Callable[[Arrivals], None], *, for_now: bool) -> None:
         """From now on note the gradient there, and nowhere else, and wake when that is worth a look."""
         self.remove()
         note = _hook(self._index, arrivals, wake)
-        if on_node:
-            self._hook_node(lambda _, gradients: note(*gradients) if gradients[0] is not None else None)
-            self._notes_on_node = True
-        else:
-            with _not_frozen(self._parameter):
+        with _not_frozen(self._parameter):
+            if for_now:
+                # It is called with what will be accumulated, just before that is.
+                handle = self._parameter.register_hook(lambda gradient: note(gradient) if self._will_have(gradient) else None)
+            else:
                 handle = self._parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
+        self._handles.append(handle)
 
-    @property
-    def is_displaced(self) -> bool:
-        """Whether gradients are noted on a node that the parameter has no more."""
-        return self._notes_on_node and _node_of(self._parameter) is not self._node
+    def _will_have(self, gradient: torch.Tensor | None) -> bool:
+        """Whether this gradient is to be accumulated: it is defined, and not on its way to `torch.autograd.grad`."""
+        if gradient is None:
+            return False
+        try:
+            return torch._C._will_engine_execute_node(node_of(self._parameter))
+        except RuntimeError:  # what it says of the parameters that autograd.grad was given
+            return False
 
     def follow(self, callback: Callable[[], None]) -> None:
         """From the next backward on, call back as soon as all hooks on this parameter have run; once, if said twice."""
@@ -152,16 +131,19 @@ class Listener:
         """Take all hooks off."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._node, self._follows, self._notes_on_node = [], None, False, False
+        if self._handles and not self._parameter._backward_hooks:
+            self._parameter._backward_hooks = None  # autograd calls into Python for an empty dictionary, too
+        self._handles, self._node, self._follows = [], None, False
 
     def _hook_node(self, hook: Callable[..., None]) -> None:
         if self._node is None:
             # Held, because autograd makes a new node, without the hook, if nobody holds the old one.
-            self._node = _node_of(self._parameter)
+            self._node = node_of(self._parameter)
         self._handles.append(self._node.register_hook(hook))
 
 
-def _node_of(parameter: torch.nn.Parameter) -> torch.autograd.graph.Node:
+def node_of(parameter: torch.nn.Parameter) -> torch.autograd.graph.Node:
+    """Where a parameter's gradient is accumulated in the graph; another one after a change of dtype or device."""
     with torch.inference_mode(False), _not_frozen(parameter):
         return torch.autograd.graph.get_gradient_edge(parameter).node
 

@@ -6,7 +6,7 @@ import enum
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 
 from . import complaints
 from .arrivals import Arrivals, Backlog
-from .bucket import Bucket, some_are_none
+from .bucket import some_are_none
 from .bucket_building import BucketBuilder, aliases
 from .bucket_reduction import BucketReduction, CommunicationHook
 from .delayed import DelayedGraph
@@ -23,13 +23,12 @@ from .expectation import Expectation
 from .finalize import AnyFuture, Delivered, finalize
 from .flight import AnyBucket, Flight
 from .graph import CompleteGraph, Graph, UnexpectedGradientError
-from .listening import Listening
+from .hook_placement import HookPlacement
 from .outermost_backward import call_at_the_end
 from .readiness import MarkedTwiceError, Readiness
 from .static_graph import StaticGraph
 from .statistics import BucketTimes, IterationStatistics
 from .used_parameters import ChangingGraph
-from .whole_buckets import WholeBuckets, have_none
 
 DEFAULT_BUCKET_CAP_BYTES = 25 * 1024 * 1024
 DEFAULT_FIRST_BUCKET_CAP_BYTES = 1024 * 1024
@@ -47,7 +46,7 @@ class Reducer:
 
     ::
 
-        forward        prepare_for_backward
+        forward        prepare_for_backward ... watch
         backward       gradient i is ready ──► readiness ──► bucket k may start: collect, then hook or all_reduce(AVG)
                        gradient j is ready ──► ...                       (communication overlaps further backward)
         its end        finalize: wait for the buckets in order, write the results back
@@ -130,15 +129,16 @@ class Reducer:
         self._has_accumulated = False
         self._rebuilt = False
         self.statistics = IterationStatistics(time.perf_counter())
-        wake, settled = _weakly(self._on_arrivals), _weakly(self._on_settled)
-        self._listening = Listening(self._parameters, wake=wake, settled=settled)
+        self._hooks = HookPlacement(
+            self._parameters,
+            wake=_weakly(self._on_arrivals),
+            settled=_weakly(self._on_settled),
+            began=_weakly(self._on_outputs),
+        )
         self._backlog = Backlog()
-        self._whole = WholeBuckets({}, {}, None, "")
-        self._had_no_gradients = False
-        self._nodes_stay = True
         self._held: list[torch.Tensor | None] = []
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
-        weakref.finalize(self, self._listening.close)
+        weakref.finalize(self, self._hooks.close)
 
     @property
     def buckets(self) -> Sequence[AnyBucket]:
@@ -211,17 +211,22 @@ class Reducer:
         """
         self._check_idle("prepare_for_backward")
         self._expectation.forward(synchronizes)
-        self._had_no_gradients = False
         if synchronizes:
             self._rebuild_if_due()
-            self._had_no_gradients = bool(self._whole) and have_none(self._parameters)
             self.statistics = IterationStatistics(time.perf_counter())
-        if self._graph.is_learning or (synchronizes and self._whole and not self._one_hook_will_do()):
-            self._listen({})  # while hooks are on nodes these may be others now
+        self._hooks.before_forward(self._buckets, self._graph, self._arrival_order, synchronizes=synchronizes)
+
+    def watch(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Call after each forward whose backward shall be reduced, with its outputs: a hook for each bucket will do then.
+
+        Without it each parameter keeps a hook of its own, which takes longer; see Note [One hook for a bucket].
+        """
+        self._hooks.after_forward(self._buckets, self._graph, outputs)
 
     def withdraw(self) -> None:
         """The forward that was prepared for last raised an error, and there will be no backward."""
         self._expectation.withdraw()
+        self._hooks.withdraw()
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
         """Let the end of the next backward that is reduced wait for these, too."""
@@ -248,7 +253,7 @@ class Reducer:
             self._graph.agree()
         finalize(self._flights, self.statistics, frozenset)
         self._expectation.fulfil()
-        if self._learns_order:
+        if self._will_rebuild:
             self._arrival_order = [index for bucket in self._buckets for index in bucket.indices]
         self._reset()
 
@@ -262,7 +267,7 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters; their gradients stay. The end of the reducer's life does the same."""
-        self._listening.close()
+        self._hooks.close()
 
     # ---- during backward ----
 
@@ -279,14 +284,20 @@ class Reducer:
                 self._look_at(indices)
             if arrivals.suffice:
                 self._backlog.add(arrivals)
-                if not self._learns_order:
-                    self._listening.follow(arrivals.indices[-1])
+                if not self._will_rebuild:
+                    self._hooks.follow(arrivals.indices[-1])
 
     def _on_settled(self) -> None:
         """Called on the thread of backward when all hooks on a parameter have run; see Note [After all hooks]."""
         with self._lock:
             for indices in self._backlog.take():
                 self._look_at(indices)
+
+    def _on_outputs(self) -> None:
+        """Called on the thread of backward when that goes through outputs of forward, before any gradient."""
+        with self._lock:
+            if self._expectation.is_due and self._phase is _Phase.IDLE:
+                self._begin()
 
     def _accumulate(self, indices: Sequence[int]) -> None:
         try:
@@ -296,49 +307,45 @@ class Reducer:
         self._held = []
 
     def _begin(self) -> None:
-        """At the first gradient of a backward, before it is marked."""
+        """At the first that is seen of a backward, before any gradient is marked."""
         if not self._buckets:
             raise complaints.no_buckets(self._group.place())
         self._phase = _Phase.REDUCING
         self.statistics.backward_started = time.perf_counter()
         call_at_the_end(self._end)
         absent = self._graph.begin()
-        # As long as the order of arrival is to be learnt, each gradient is looked at when it comes.
-        for number, arrivals in self._listening.noted.items():
-            arrivals.expect(1 if self._learns_order else self._graph.needed(self._buckets[number].indices))
-        self._whole.begin(none_before=self._had_no_gradients)
+        # As long as the order of arrival is to be learnt for buckets, each gradient is looked at when it comes.
+        for number, arrivals in self._hooks.noted.items():
+            arrivals.expect(1 if self._will_rebuild else self._graph.needed(self._buckets[number].indices))
+        self._hooks.begin(absent)
         self._mark_ready(absent)
 
     @property
-    def _learns_order(self) -> bool:
+    def _will_rebuild(self) -> bool:
         return self._graph.order_recurs and not self._rebuilt
 
     def _look_at(self, indices: Sequence[int]) -> None:
-        if indices[0] in self._whole:
+        if indices[0] in self._hooks.whole:
             for index in indices:
                 self._look_at_whole(index)
             return
+        self._arrived(indices, self._undefined(indices))
+        self._held = []
+
+    def _arrived(self, indices: Sequence[int], undefined: Collection[int]) -> None:
         try:
-            final = self._graph.arrived(indices, self._undefined(indices))
+            final = self._graph.arrived(indices, undefined)
         except UnexpectedGradientError as error:
             raise complaints.not_expected(self._names[error.index], self._group.place()) from None
         self._mark_ready(final)
-        self._held = []
 
     def _look_at_whole(self, index: int) -> None:
         try:
-            self._mark_ready(self._whole.arrive(index))
+            ready = self._hooks.whole.arrive(index)
+            if ready:
+                self._arrived(ready, ())
         finally:
-            self._whole.forget_seen(index)
-
-    def _look_at_displaced(self) -> None:
-        """At the end of a backward: gradients that were not noted because their parameters' nodes were replaced in forward."""
-        displaced = self._listening.displaced()
-        if displaced:
-            self._nodes_stay = False
-            there = [index for index in displaced if self._parameters[index].grad is not None]
-            if there:
-                self._look_at(there)
+            self._hooks.whole.forget_seen(index)
 
     def _undefined(self, indices: Sequence[int]) -> Collection[int]:
         if not self._graph.minds_undefined:
@@ -383,7 +390,7 @@ class Reducer:
         times = BucketTimes(bucket.nbytes, ready, time.perf_counter())
         self.statistics.buckets.append(times)
         self._flights.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
-        self._whole.remember(number, by_hook=self._reduction.hook is not None)
+        self._hooks.whole.remember(number, by_hook=self._reduction.hook is not None)
 
     def _is_last(self, number: int) -> bool:
         """Whether no later bucket is reduced in this backward; the same on every rank."""
@@ -392,29 +399,26 @@ class Reducer:
     def _end(self) -> None:
         """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward]."""
         with self._lock:
-            for arrivals in self._listening.arrivals():
-                if arrivals.indices:
-                    self._look_at(arrivals.take())
-            if self._graph.is_learning:
-                self._look_at_displaced()
-            for indices in self._whole.rest():
-                self._mark_ready(indices)
+            for indices in self._hooks.left_over():
+                self._look_at(indices)
+            for indices in self._hooks.whole.rest():
+                self._arrived(indices, self._undefined(indices))
             self._mark_ready(self._graph.ended())
         if not self._readiness.is_complete:
             raise self._never_ready()
-        self._whole.check()
+        self._hooks.whole.check()
         finalize(self._flights, self.statistics, self._graph.untouched, delivered=self._delivered, others=self._others)
-        if self._learns_order:
+        if self._arrival_order is None or self._will_rebuild:
             self._arrival_order = self._readiness.arrival_order()
         self._others = []
         self._expectation.fulfil()
-        self._had_no_gradients = False
+        self._hooks.end()
         self._reset()
 
     def _reset(self) -> None:
         self._flights = []
         self._backlog.clear()
-        self._whole.forget()
+        self._hooks.whole.forget()
         self._readiness.reset()
         self._graph.forget()
         self._phase = _Phase.IDLE
@@ -424,39 +428,14 @@ class Reducer:
     def _use(self, buckets: list[AnyBucket]) -> None:
         self._buckets = buckets
         self._readiness = Readiness([bucket.indices for bucket in buckets])
-        self._listen(self._awaited())
-
-    def _awaited(self) -> Mapping[int, Sequence[int]]:
-        """The buckets for which one hook will do, and which gradients each awaits, in this rank's order of arrival."""
-        if self._arrival_order is None or not self._nodes_stay or not have_none(self._parameters):
-            return {}
-        place = {index: position for position, index in enumerate(self._arrival_order)}
-        once = {
-            number: self._graph.once(bucket.indices)
-            for number, bucket in enumerate(self._buckets)
-            if isinstance(bucket, Bucket)
-        }
-        return {number: sorted(indices, key=place.__getitem__) for number, indices in once.items() if indices}
-
-    def _listen(self, awaited: Mapping[int, Sequence[int]]) -> None:
-        """With one hook for each of these buckets, and one for each parameter of the others."""
-        self._whole.close()
-        whole = {number: bucket for number in awaited if isinstance(bucket := self._buckets[number], Bucket)}
-        members = {index for indices in awaited.values() for index in indices}
-        first = next((index for index in self._arrival_order or () if index in members), None)
-        self._whole = WholeBuckets(whole, awaited, first, self._graph.advice_twice)
-        on_nodes = self._graph.is_learning and self._nodes_stay
-        self._listening.listen([bucket.indices for bucket in self._buckets], awaited, first, on_nodes=on_nodes)
-
-    def _one_hook_will_do(self) -> bool:
-        return self._whole.order_held and self._had_no_gradients
+        self._hooks.note_each(buckets, self._graph)
 
     def _rebuild_if_due(self) -> None:
         """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective.
 
         The old ones are given up first: to have both for a moment was the peak of a whole training's memory.
         """
-        if self._rebuilt or self._arrival_order is None:
+        if not self._will_rebuild or self._arrival_order is None:
             return
         device = torch.device("cpu") if "cpu" in self._group.device_types else self._parameters[0].device
         order = torch.tensor(self._arrival_order, dtype=torch.int64, device=device)

@@ -24,6 +24,8 @@ class StaticGraph(Graph):
     reduction is reduced by it, and only that once if the first synchronised backward did not use it.
     """
 
+    one_hook_may_do = True
+    never_changes = True
     advice_missing = (
         "The graph is not static: these had more gradients in the first backward. Pass static_graph=False (and "
         "find_unused_parameters=True if parameters are unused now and then)"
@@ -64,11 +66,6 @@ class StaticGraph(Graph):
         """As many as in the first backward."""
         expected = self._expected
         return 1 if expected is None else sum(expected[index] for index in indices)
-
-    @property
-    def is_learning(self) -> bool:
-        """Until the first backward that is reduced."""
-        return self._expected is None
 
     def once(self, indices: Collection[int]) -> Sequence[int] | None:
         """As in the first backward."""

@@ -60,6 +60,8 @@ class ChangingGraph(Graph):
     """
 
     order_recurs = False
+    one_hook_may_do = True
+    minds_unsynchronized = True
     advice_missing = "Autograd announced them when backward began: was the graph changed by a hook while backward ran?"
     advice_twice = (
         "It was not to be reached by this backward, or is reached more than once: with find_unused_parameters=True a "
@@ -106,6 +108,10 @@ class ChangingGraph(Graph):
     def needed(self, indices: Collection[int]) -> int:
         """All that will be reached."""
         return len(indices) - len(self._unreached.intersection(indices)) if self._unreached else len(indices)
+
+    def once(self, indices: Collection[int]) -> Sequence[int]:
+        """All that will be reached."""
+        return list(indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Each is final; an undefined one is no use."""

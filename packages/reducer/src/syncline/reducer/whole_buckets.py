@@ -16,8 +16,7 @@ class WholeBuckets:
 
     Args:
         buckets: the buckets, by their numbers.
-        awaited: those parameters of each that get a gradient in every backward, the one that should be the last to get it at
-            the end.
+        awaited: those parameters of each that may get a gradient, the one that should be the last to get it at the end.
         first: the parameter with which a backward begins.
         advice: for errors, if one gets a second gradient.
 
@@ -30,6 +29,7 @@ class WholeBuckets:
     ) -> None:
         self._buckets = buckets
         self._awaited = awaited
+        self._expected = awaited
         self._number_of = {index: number for number, indices in awaited.items() for index in indices}
         self._hooked = {first, *(indices[-1] for indices in awaited.values())}
         self._open: set[int] = set()
@@ -37,6 +37,11 @@ class WholeBuckets:
         self.order_held = True
         for bucket in buckets.values():
             bucket.detect_late_gradients(advice)
+
+    @classmethod
+    def none(cls) -> WholeBuckets:
+        """There are none."""
+        return cls({}, {}, None, "")
 
     def close(self) -> None:
         """They are looked at as a whole no more."""
@@ -49,9 +54,20 @@ class WholeBuckets:
     def __contains__(self, index: object) -> bool:
         return index in self._number_of
 
-    def begin(self, *, none_before: bool) -> None:
-        """A backward has begun; `none_before`: no parameter had a gradient then."""
-        self._open = set(self._awaited)
+    def begin(self, absent: Sequence[int], *, none_before: bool) -> None:
+        """A backward has begun.
+
+        Args:
+            absent: these will get no gradient in it.
+            none_before: no parameter had a gradient then.
+        """
+        self._expected = self._awaited
+        if absent:
+            left_out = frozenset(absent)
+            self._expected = {
+                number: [index for index in indices if index not in left_out] for number, indices in self._awaited.items()
+            }
+        self._open = {number for number, indices in self._expected.items() if indices}
         self._are_proven = none_before
 
     def arrive(self, index: int) -> Sequence[int]:
@@ -62,16 +78,15 @@ class WholeBuckets:
         seen until `forget_seen`.
         """
         number = self._number_of[index]
-        awaited = self._awaited[number]
         if number not in self._open:
             return (index,)
-        if index != awaited[-1]:
+        if index != self._awaited[number][-1]:
             return ()
         if not (self._are_proven and self._are_there(number)):
             self.order_held = False
             return ()
         self._open.discard(number)
-        return awaited
+        return self._expected[number]
 
     def forget_seen(self, index: int) -> None:
         """The bucket was collected, or will be later, and shall see for itself then."""
@@ -83,7 +98,7 @@ class WholeBuckets:
             self.order_held = False
             bucket = self._buckets[number]
             parameters = dict(zip(bucket.indices, bucket.parameters, strict=True))
-            yield [index for index in self._awaited[number] if self._may_have_come(index, parameters[index])]
+            yield [index for index in self._expected[number] if self._may_have_come(index, parameters[index])]
         self._open.clear()
 
     def remember(self, number: int, *, by_hook: bool) -> None:
@@ -109,7 +124,7 @@ class WholeBuckets:
         return parameter.grad is not None or len(parameter._post_accumulate_grad_hooks or ()) > (index in self._hooked)
 
     def _are_there(self, number: int) -> bool:
-        bucket, awaited = self._buckets[number], self._awaited[number]
+        bucket, awaited = self._buckets[number], self._expected[number]
         gradients = bucket.look()
         if len(awaited) < len(gradients):
             members = frozenset(awaited)
