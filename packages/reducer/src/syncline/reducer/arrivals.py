@@ -68,7 +68,9 @@ class Backlog:
     def take(self, current: Arrivals | None = None) -> Iterator[list[int]]:
         """What waits on this thread, by the bucket; but not the last of the `current` arrivals, whose hooks still run."""
         for arrivals in self._waiting.pop(threading.get_ident(), ()):
-            yield arrivals.take(but_last=int(arrivals is current))
+            taken = arrivals.take(but_last=int(arrivals is current))
+            if taken:
+                yield taken
 
     def clear(self) -> None:
         """Forget them."""

@@ -12,7 +12,8 @@ from .bucket import Bucket
 from .claims import Claim
 from .flight import AnyBucket
 from .graph import Graph
-from .listening import Listening, node_of
+from .graph_task import node_of, reaches_any
+from .listening import Listening
 from .whole_buckets import WholeBuckets, have_none
 
 
@@ -79,7 +80,13 @@ class HookPlacement:
         self._nodes: list[torch.autograd.graph.Node] = []
         self._had_no_gradients = False
         self._is_watched = False
+        self._precede = False
         self.whole = WholeBuckets.none()
+
+    @property
+    def precede_gradients(self) -> bool:
+        """Whether hooks are called before their gradient is accumulated; it is when the next is called in the same backward."""
+        return self._precede
 
     @property
     def noted(self) -> Mapping[int, Arrivals]:
@@ -171,15 +178,8 @@ class HookPlacement:
         self._claim.give_up()
 
     def _on_outputs(self, *_: object) -> None:
-        if self._stage is _Stage.BY_BUCKET and self._reaches_any():
+        if self._stage is _Stage.BY_BUCKET and reaches_any(self._nodes):
             self._began()
-
-    def _reaches_any(self) -> bool:
-        """Whether the backward that runs now will accumulate the gradient of any parameter."""
-        try:
-            return any(map(torch._C._will_engine_execute_node, self._nodes))
-        except RuntimeError:  # it is torch.autograd.grad, for parameters themselves, which accumulates nothing
-            return False
 
     # ---- placing ----
 
@@ -210,6 +210,7 @@ class HookPlacement:
         for_now: bool = False,
     ) -> None:
         """With one hook for each bucket of which gradients are awaited, and one for each parameter of the others."""
+        self._precede = for_now
         self.whole.close()
         whole = {number: bucket for number in awaited if isinstance(bucket := buckets[number], Bucket)}
         self.whole = WholeBuckets(whole, awaited, first, advice)

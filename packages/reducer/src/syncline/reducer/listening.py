@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from .arrivals import Arrivals
+from .graph_task import accumulates, node_of, not_frozen
 
 
 class Listening:
@@ -104,22 +104,13 @@ class Listener:
         """From now on note the gradient there, and nowhere else, and wake when that is worth a look."""
         self.remove()
         note = _hook(self._index, arrivals, wake)
-        with _not_frozen(self._parameter):
+        with not_frozen(self._parameter):
             if for_now:
-                # It is called with what will be accumulated, just before that is.
-                handle = self._parameter.register_hook(lambda gradient: note(gradient) if self._will_have(gradient) else None)
+                # It is called just before a gradient is accumulated, and by torch.autograd.grad, which does not do that.
+                handle = self._parameter.register_hook(lambda _: note(_) if accumulates(self._parameter) else None)
             else:
                 handle = self._parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
-
-    def _will_have(self, gradient: torch.Tensor | None) -> bool:
-        """Whether this gradient is to be accumulated: it is defined, and not on its way to `torch.autograd.grad`."""
-        if gradient is None:
-            return False
-        try:
-            return torch._C._will_engine_execute_node(node_of(self._parameter))
-        except RuntimeError:  # what it says of the parameters that autograd.grad was given
-            return False
 
     def follow(self, callback: Callable[[], None]) -> None:
         """From the next backward on, call back as soon as all hooks on this parameter have run; once, if said twice."""
@@ -140,25 +131,6 @@ class Listener:
             # Held, because autograd makes a new node, without the hook, if nobody holds the old one.
             self._node = node_of(self._parameter)
         self._handles.append(self._node.register_hook(hook))
-
-
-def node_of(parameter: torch.nn.Parameter) -> torch.autograd.graph.Node:
-    """Where a parameter's gradient is accumulated in the graph; another one after a change of dtype or device."""
-    with torch.inference_mode(False), _not_frozen(parameter):
-        return torch.autograd.graph.get_gradient_edge(parameter).node
-
-
-@contextmanager
-def _not_frozen(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """A parameter that was frozen may be hooked, too, for the time when it is not."""
-    if parameter.requires_grad:
-        yield
-        return
-    parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        parameter.requires_grad_(False)
 
 
 def _hook(index: int, arrivals: Arrivals, wake: Callable[[Arrivals], None]) -> Callable[[torch.Tensor], None]:

@@ -137,6 +137,7 @@ class Reducer:
         )
         self._backlog = Backlog()
         self._held: list[torch.Tensor | None] = []
+        self._graph_task = -1
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
         weakref.finalize(self, self._hooks.close)
 
@@ -210,6 +211,7 @@ class Reducer:
             MisuseError: the previous backward began to reduce and never ended.
         """
         self._check_idle("prepare_for_backward")
+        self._look_back()
         self._expectation.forward(synchronizes)
         if synchronizes:
             self._rebuild_if_due()
@@ -225,6 +227,7 @@ class Reducer:
 
     def withdraw(self) -> None:
         """The forward that was prepared for last raised an error, and there will be no backward."""
+        self._look_back()
         self._expectation.withdraw()
         self._hooks.withdraw()
 
@@ -243,6 +246,7 @@ class Reducer:
         It mirrors `prepare_for_backward` and all that a backward communicates, with zeros, and waits for it.
         """
         self._check_idle("sit_out")
+        self._look_back()
         self._rebuild_if_due()
         with self._lock:
             self._phase = _Phase.REDUCING
@@ -275,13 +279,13 @@ class Reducer:
         """Called on the thread of backward as soon as gradients are accumulated; see Note [What one gradient costs]."""
         self._has_accumulated = True
         if not self._expectation.is_due:
-            self._accumulate(arrivals.take())
+            if not (self._hooks.precede_gradients and self._graph.minds_undefined):
+                self._accumulate(arrivals.take())
             return
         with self._lock:
             if self._phase is _Phase.IDLE:
                 self._begin()
-            for indices in self._backlog.take(arrivals):
-                self._look_at(indices)
+            self._look_at_backlog(arrivals)
             if arrivals.suffice:
                 self._backlog.add(arrivals)
                 if not self._will_rebuild:
@@ -290,14 +294,24 @@ class Reducer:
     def _on_settled(self) -> None:
         """Called on the thread of backward when all hooks on a parameter have run; see Note [After all hooks]."""
         with self._lock:
-            for indices in self._backlog.take():
-                self._look_at(indices)
+            self._look_at_backlog()
 
     def _on_outputs(self) -> None:
         """Called on the thread of backward when that goes through outputs of forward, before any gradient."""
         with self._lock:
             if self._expectation.is_due and self._phase is _Phase.IDLE:
                 self._begin()
+
+    def _look_at_backlog(self, current: Arrivals | None = None) -> None:
+        if self._hooks.precede_gradients and torch._C._current_graph_task_id() != self._graph_task:
+            return  # a backward within the backward, maybe within a user's hook on a gradient that is noted and not there yet
+        for indices in self._backlog.take(current):
+            self._look_at(indices)
+
+    def _look_back(self) -> None:
+        """At gradients that were not reduced, and were not there when they were noted."""
+        for indices in self._hooks.left_over():
+            self._accumulate(indices)
 
     def _accumulate(self, indices: Sequence[int]) -> None:
         try:
@@ -311,6 +325,7 @@ class Reducer:
         if not self._buckets:
             raise complaints.no_buckets(self._group.place())
         self._phase = _Phase.REDUCING
+        self._graph_task = torch._C._current_graph_task_id()
         self.statistics.backward_started = time.perf_counter()
         call_at_the_end(self._end)
         absent = self._graph.begin()

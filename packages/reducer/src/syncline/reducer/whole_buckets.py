@@ -9,6 +9,7 @@ from itertools import repeat
 import torch
 
 from .bucket import Bucket, some_are_none
+from .graph_task import accumulates
 
 
 class WholeBuckets:
@@ -120,8 +121,9 @@ class WholeBuckets:
         self._open.clear()
 
     def _may_have_come(self, index: int, parameter: torch.nn.Parameter) -> bool:
-        """Whether it has a gradient, or a user's hook which may have taken it away."""
-        return parameter.grad is not None or len(parameter._post_accumulate_grad_hooks or ()) > (index in self._hooked)
+        """Whether it has a gradient, or autograd left that undefined, or a user's hook may have taken it away."""
+        has_users_hooks = len(parameter._post_accumulate_grad_hooks or ()) > (index in self._hooked)
+        return parameter.grad is not None or has_users_hooks or accumulates(parameter)
 
     def _are_there(self, number: int) -> bool:
         bucket, awaited = self._buckets[number], self._expected[number]
