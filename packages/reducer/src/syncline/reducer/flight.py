@@ -105,7 +105,10 @@ class HookFlight(Flight):
         self._shown = shown
         self._group = group
         self._is_over = threading.Event()
-        future.add_done_callback(self._note_end)
+        if future.done():
+            self._note_end()
+        else:
+            future.add_done_callback(self._note_end)
 
     def _note_end(self, _: object = None) -> None:
         super()._note_end()
