@@ -397,8 +397,9 @@ class HostGroup(ProcessGroup):
             return FinishedWork(outputs)
         work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress, order)
         self._in_flight.add(work)
-        if self.size == 1 and self._progress.run_here(self._run_into, work, call, sequence, body, tensors):
-            return work  # there is nobody to wait for, and another thread would take longer to wake up
+        is_short = self.size == 1 and order is None  # nobody to wait for, and another thread would take longer to wake up
+        if is_short and self._progress.run_here(self._run_into, work, call, sequence, body, tensors):
+            return work
         if not self._progress.enqueue(lambda: self._run_into(work, call, sequence, body, tensors)):
             self._in_flight.discard(work)
             self._check_open(call)  # another thread has just closed the group

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 _lock = threading.Lock()
-_claims_on: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak references to the claims on it
+_claims_on: MutableMapping[torch.nn.Parameter, list[weakref.ref[Claim]]] = WeakIdKeyDictionary()
 
 
 class Claim:

@@ -41,8 +41,8 @@ class HookPlacement:
 
     Where a gradient is not there when its bucket's last one comes (the order has changed), the bucket waits for the end of
     backward, and from the next forward on each gradient is noted: it costs time and nothing else. So it does where gradients
-    are kept between backwards, or added up without synchronisation, where forward gives no outputs to `watch`, and where another
-    reducer has some of the parameters.
+    are kept between backwards, or added up without synchronisation, where forward gives no outputs to `watch`, and where
+    another reducer has some of the parameters.
 
     A backward that reaches neither the first parameter nor the last one of any bucket is seen by the outputs of forward, of
     which a hook tells when a backward goes through them; static graphs have no such backward. Not seen is one that does not go

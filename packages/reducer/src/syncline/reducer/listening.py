@@ -44,7 +44,7 @@ class Listening:
             whole: of each bucket that shall have one hook, by number, those parameters that get a gradient, the last one at the
                 end. In other buckets each gradient is noted.
             first: the parameter with which a backward begins, if that is not to be noted anyway.
-            for_now: note gradients by hooks that leave no trace when they are taken off, and cost more as long as they are there.
+            for_now: note gradients by hooks that leave no trace when they are taken off, and cost more while they are there.
         """
         self.remove()
         if self._is_closed:
@@ -107,7 +107,9 @@ class Listener:
         with not_frozen(self._parameter):
             if for_now:
                 # It is called just before a gradient is accumulated, and by torch.autograd.grad, which does not do that.
-                handle = self._parameter.register_hook(lambda _: note(_) if accumulates(self._parameter) else None)
+                handle = self._parameter.register_hook(  # type: ignore[no-untyped-call]
+                    lambda _: note(_) if accumulates(self._parameter) else None
+                )
             else:
                 handle = self._parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         self._handles.append(handle)

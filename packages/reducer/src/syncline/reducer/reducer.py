@@ -416,8 +416,8 @@ class Reducer:
         with self._lock:
             for indices in self._hooks.left_over():
                 self._look_at(indices)
-            for indices in self._hooks.whole.rest():
-                self._arrived(indices, self._undefined(indices))
+            for rest in self._hooks.whole.rest():
+                self._arrived(rest, self._undefined(rest))
             self._mark_ready(self._graph.ended())
         if not self._readiness.is_complete:
             raise self._never_ready()
