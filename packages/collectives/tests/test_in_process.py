@@ -137,6 +137,25 @@ def test_close_gives_up_after_the_time_limit() -> None:
     groups[1].abort()
 
 
+def test_one_rank_waits_for_nobody_and_needs_no_thread() -> None:
+    """Unless another collective comes before, which the order of issue forbids to overtake."""
+    (group,) = create_groups(1)
+    ran_on: list[threading.Thread] = []
+    work = group.all_reduce(torch.ones(2), async_op=True)
+    assert work.is_completed()
+    assert group._progress._thread is None
+    gate = threading.Event()
+    group._progress.enqueue(lambda: gate.wait(10) and None)
+    works = [group.all_reduce(torch.ones(2), async_op=True) for _ in range(2)]
+    works[0].get_future().add_done_callback(lambda _: ran_on.append(threading.current_thread()))
+    assert not any(work.is_completed() for work in works)
+    gate.set()
+    for work in works:
+        work.wait()
+    group.close()
+    assert ran_on == [group._progress._thread]
+
+
 def test_at_least_one_rank() -> None:
     with pytest.raises(InvalidArgumentError, match="at least one rank, found 0"):
         create_groups(0)

@@ -138,14 +138,16 @@ class HookPlacement:
         """Watch these outputs; see Note [One hook for a bucket]."""
         if self._stage is _Stage.BY_PARAMETER or graph.never_changes:
             return
-        nodes = {node for tensor in outputs if (node := tensor.grad_fn) is not None}
-        self._is_watched = bool(nodes)
+        origins = {tensor.grad_fn for tensor in outputs if tensor.requires_grad}
+        nodes = [node for node in origins if node is not None]
+        self._is_watched = 0 < len(nodes) == len(origins)  # a parameter that is returned as it is has none
         if self._stage is _Stage.LEARNING:
+            return
+        if not self._is_watched:
+            self._hook_parameters(buckets)
             return
         for node in nodes:
             node.register_prehook(self._on_outputs)
-        if not nodes:
-            self._hook_parameters(buckets)
 
     def withdraw(self) -> None:
         """The latest forward failed: that it had no outputs says nothing."""

@@ -1,0 +1,232 @@
+"""What is found in a forward's outputs, and what the reducer makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.collectives import ProcessGroup
+from syncline.collectives.testing import run_ranks
+from syncline.ddp import DistributedDataParallel
+from syncline.ddp.outputs import tensors_in
+
+pytestmark = pytest.mark.ranks
+
+Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Record:
+    """As models return it."""
+
+    first: object
+    second: object = None
+
+
+class Opaque:
+    """Nobody can see into it."""
+
+    def __init__(self, first: object, second: object) -> None:
+        self.first, self.second = first, second
+
+
+SHAPES: dict[str, Callable[[object, object], Any]] = {
+    "tuple": lambda a, b: (a, b),
+    "named tuple": Pair,
+    "list": lambda a, b: [a, [b]],
+    "dictionary": lambda a, b: {"a": a, 1: b},
+    "ordered dictionary": lambda a, b: OrderedDict(a=a, b=b),
+    "set": lambda a, b: {a, b},
+    "dataclass": Record,
+    "nested": lambda a, b: {"deep": [(Record({"a": a}, None), "text", 3)], "b": frozenset([b])},
+}
+
+
+# ---- what is found ----
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_tensors_are_found_in_containers(shape: Callable[[object, object], object]) -> None:
+    a, b = torch.ones(1), torch.ones(1)
+    assert {id(tensor) for tensor in tensors_in(shape(a, b))} == {id(a), id(b)}
+
+
+def test_one_tensor_is_found_as_it_is() -> None:
+    tensor = torch.ones(1)
+    assert [id(found) for found in tensors_in(tensor)] == [id(tensor)]
+
+
+@pytest.mark.parametrize("outputs", [None, 3, "text", (), {}, Record, Opaque(torch.ones(1), None), iter([torch.ones(1)])])
+def test_nothing_is_found(outputs: object) -> None:
+    assert list(tensors_in(outputs)) == []
+
+
+def test_what_is_found_was_not_used_up() -> None:
+    """A generator stays as it is for its user."""
+    outputs = iter([torch.ones(1)])
+    list(tensors_in([outputs]))
+    assert len(list(outputs)) == 1
+
+
+def test_containers_that_hold_themselves() -> None:
+    a = torch.ones(1)
+    outputs: list[object] = [a]
+    outputs.append(outputs)
+    record = Record(outputs)
+    record.second = record
+    assert [id(found) for found in tensors_in(record)] == [id(a)]
+
+
+# ---- what it is for ----
+
+
+class TwoHeads(torch.nn.Module):
+    """Two outputs in a container; each head has three layers, and they share one."""
+
+    def __init__(self, shape: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.trunk = torch.nn.Linear(2, 3, dtype=torch.float64)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(3, 2, dtype=torch.float64) for _ in range(2))
+        for seed, parameter in enumerate(self.parameters()):
+            torch.nn.init.uniform_(parameter, -1, 1, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, inputs: torch.Tensor) -> object:
+        features = self.trunk(inputs).tanh()
+        return self.shape(*(head(features) for head in self.heads))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 2, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def losses(outputs: object) -> Iterator[torch.Tensor]:
+    """Of each head, whatever the container."""
+    if isinstance(outputs, Opaque):
+        outputs = (outputs.first, outputs.second)
+    return (tensor.square().sum() for tensor in tensors_in(outputs))
+
+
+def averages(
+    make: Callable[[], torch.nn.Module], step: int, loss: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+) -> Any:
+    """What two ranks should have."""
+    model = make()
+    for rank in range(2):
+        (loss(model, batch(rank, step)) / 2).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def check(
+    make: Callable[[], torch.nn.Module],
+    loss: Loss,
+    *,
+    steps: int = 4,
+    is_noted: bool = False,
+    **options: Any,
+) -> None:
+    """Train on two ranks, and see which parameters have hooks in the end."""
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(make(), process_group=group, bucket_cap_mb=1e-4, **options)
+        for step in range(steps):
+            model.zero_grad()
+            loss(model, batch(group.rank, step)).backward()  # type: ignore[no-untyped-call]
+            for parameter, wanted in zip(model.parameters(), averages(make, step, loss), strict=True):
+                torch.testing.assert_close(parameter.grad, wanted)
+        hooked = [parameter._post_accumulate_grad_hooks is not None for parameter in model.parameters()]
+        assert all(hooked) == is_noted
+
+    run_ranks(2, body)
+
+
+KINDS = {"dynamic": {}, "find-unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_outputs_in_containers_are_watched(shape: Callable[[object, object], object], options: dict[str, bool]) -> None:
+    check(lambda: TwoHeads(shape), lambda model, inputs: torch.stack(list(losses(model(inputs)))).sum(), **options)
+
+
+@pytest.mark.parametrize("options", [KINDS["dynamic"], KINDS["find-unused"]], ids=["dynamic", "find-unused"])
+def test_outputs_that_nobody_sees_let_each_gradient_be_noted(options: dict[str, bool]) -> None:
+    check(
+        lambda: TwoHeads(Opaque),
+        lambda model, inputs: torch.stack(list(losses(model(inputs)))).sum(),
+        is_noted=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_loss_of_one_output_after_the_order_was_learnt(shape: Callable[[object, object], object]) -> None:
+    """Whether it reaches a hooked parameter or not, and another one on each rank: it goes through outputs."""
+
+    def body(group: ProcessGroup) -> None:
+        def loss(model: torch.nn.Module, inputs: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+            first, second = sorted(tensors_in(model(inputs)), key=lambda tensor: tensor.sum().item())
+            if step < 3:
+                return first.square().sum() + second.square().sum()
+            return (first if (step + rank) % 2 else second).square().sum()
+
+        model = DistributedDataParallel(TwoHeads(shape), process_group=group, find_unused_parameters=True)
+        for step in range(6):
+            model.zero_grad()
+            loss(model, batch(group.rank, step), group.rank, step).backward()  # type: ignore[no-untyped-call]
+            local = TwoHeads(shape)
+            for rank in range(2):
+                (loss(local, batch(rank, step), rank, step) / 2).backward()  # type: ignore[no-untyped-call]
+            for parameter, wanted in zip(model.parameters(), local.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, wanted.grad)
+
+    run_ranks(2, body)
+
+
+class ReturnsAParameter(TwoHeads):
+    """It returns a parameter as it is; a backward from there goes through no node of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda a, b: (a, b))
+        self.scale = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.bias = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> object:
+        first, second = super().forward(inputs)  # type: ignore[misc]
+        return first * self.scale + self.bias, second, self.scale
+
+
+def test_a_parameter_among_the_outputs() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(ReturnsAParameter(), process_group=group, find_unused_parameters=True)
+        for step in range(6):
+            model.zero_grad()
+            first, second, scale = model(batch(group.rank, step))
+            if step < 3:
+                (first.square().sum() + second.square().sum() + scale.sum()).backward()
+                continue
+            (scale.sum() * (group.rank + 1)).backward()
+            assert model.module.scale.grad.tolist() == [1.5, 1.5]
+            assert model.module.bias.grad is None
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_penalty_on_the_gradients_of_inputs(as_view: bool, options: dict[str, bool]) -> None:
+    """`torch.autograd.grad` goes through the outputs, and accumulates nothing."""
+
+    def loss(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        inputs.requires_grad_()
+        total = torch.stack(list(losses(model(inputs)))).sum()
+        (slope,) = torch.autograd.grad(total, inputs, create_graph=True)
+        return total + slope.square().sum()
+
+    check(lambda: TwoHeads(lambda a, b: (a, b)), loss, gradient_as_bucket_view=as_view, **options)
