@@ -13,7 +13,7 @@ import torch
 from syncline.collectives import ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel
-from syncline.ddp.outputs import tensors_in
+from syncline.ddp.outputs import look_into, tensors_in
 
 pytestmark = pytest.mark.ranks
 
@@ -54,7 +54,9 @@ SHAPES: dict[str, Callable[[object, object], Any]] = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_tensors_are_found_in_containers(shape: Callable[[object, object], object]) -> None:
     a, b = torch.ones(1), torch.ones(1)
-    assert {id(tensor) for tensor in tensors_in(shape(a, b))} == {id(a), id(b)}
+    tensors, are_all = look_into(shape(a, b))
+    assert sorted(map(id, tensors)) == sorted([id(a), id(b)])
+    assert are_all
 
 
 def test_one_tensor_is_found_as_it_is() -> None:
@@ -62,9 +64,31 @@ def test_one_tensor_is_found_as_it_is() -> None:
     assert [id(found) for found in tensors_in(tensor)] == [id(tensor)]
 
 
-@pytest.mark.parametrize("outputs", [None, 3, "text", (), {}, Record, Opaque(torch.ones(1), None), iter([torch.ones(1)])])
-def test_nothing_is_found(outputs: object) -> None:
-    assert list(tensors_in(outputs)) == []
+@pytest.mark.parametrize(
+    "outputs", [None, 3, 2.5, True, "text", b"", (), {}, [torch.float32, torch.device("cpu"), torch.Size([1])]]
+)
+def test_there_is_nothing(outputs: object) -> None:
+    assert look_into(outputs) == ([], True)
+
+
+@pytest.mark.parametrize("outputs", [Record, Opaque(torch.ones(1), None), iter([torch.ones(1)]), torch.nn.Linear(1, 1)])
+def test_nobody_knows_what_there_is(outputs: object) -> None:
+    assert look_into(outputs) == ([], False)
+    tensor = torch.ones(1)
+    tensors, are_all = look_into([tensor, {"other": outputs}])
+    assert [id(found) for found in tensors] == [id(tensor)]
+    assert not are_all
+
+
+class Derived(dict[str, object]):
+    """With an attribute besides."""
+
+
+def test_attributes_of_derived_containers() -> None:
+    a, b = torch.ones(1), torch.ones(1)
+    outputs = Derived(a=a)
+    outputs.other = [b]  # type: ignore[attr-defined]
+    assert {id(found) for found in tensors_in(outputs)} == {id(a), id(b)}
 
 
 def test_what_is_found_was_not_used_up() -> None:

@@ -21,7 +21,7 @@ from .fused_optimizer import FusedOptimizer
 from .join import Join, Joinable
 from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
 from .module_state import ModuleState
-from .outputs import tensors_in
+from .outputs import look_into
 from .process_groups import default_group, resolve_group
 from .uneven_inputs import UnevenInputs
 
@@ -172,7 +172,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             if has_backward:
                 self._withdraw()
             raise
-        self._after_forward(outputs, pending, will_reduce)
+        self._after_forward(outputs, pending, has_backward, will_reduce)
         return outputs
 
     @untraced
@@ -196,12 +196,17 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._reducer.withdraw()
 
     @untraced
-    def _after_forward(self, outputs: object, pending: list[torch.futures.Future[Any]], will_reduce: bool) -> None:
+    def _after_forward(
+        self, outputs: object, pending: list[torch.futures.Future[Any]], has_backward: bool, will_reduce: bool
+    ) -> None:
+        if has_backward:
+            tensors, are_all = look_into(outputs)
+            if are_all:
+                self._reducer.watch(tensors)
         pending += self._buffer_sync.after_forward()
         self._buffer_sync.are_stale = will_reduce
         if will_reduce:
             self._reducer.statistics.forward_ended = time.perf_counter()
-            self._reducer.watch(tensors_in(outputs))
             self._reducer.wait_at_end(pending)
         elif pending:
             torch.futures.wait_all(pending)

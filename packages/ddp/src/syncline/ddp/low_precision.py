@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from torch.autograd import Variable
 from torch.distributed.utils import _cast_forward_inputs
 
 from syncline.collectives.untraced import untraced, untraced_itself
+
+from .outputs import tensors_in
 
 Tensors = Sequence["torch.Tensor | None"]
 
@@ -102,18 +103,3 @@ class _Once:
 
     def __del__(self) -> None:
         self()
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers: sequences, mappings, sets, named tuples and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from tensors_in(entry)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for entry in value:
-            yield from tensors_in(entry)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))

@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import enum
+from collections.abc import Iterable, Mapping
 
 import torch
 
+# Nothing with a graph is in these.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
-def tensors_in(outputs: object) -> Iterator[torch.Tensor]:
-    """The tensors in lists, tuples, sets, mappings and dataclasses, however deep; what is in other objects is not found."""
-    seen: set[int] = set()
+
+def tensors_in(outputs: object) -> list[torch.Tensor]:
+    """The tensors in lists, tuples, sets, mappings and dataclasses, however deep."""
+    return look_into(outputs)[0]
+
+
+def look_into(outputs: object) -> tuple[list[torch.Tensor], bool]:
+    """The same, and whether these are all: nobody knows what is in other objects, numbers and text apart."""
+    tensors: list[torch.Tensor] = []
+    are_all = True
+    seen: dict[int, object] = {}  # held, or another object may have its place
     waiting = [outputs]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            yield value
+        if isinstance(value, _PLAIN) or id(value) in seen:
             continue
-        members = _members(value)
-        if members and id(value) not in seen:
-            seen.add(id(value))
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif (members := _members(value)) is not None:
             waiting += members
+        else:
+            are_all = False
+    return tensors, are_all
 
 
-def _members(value: object) -> list[object]:
+def _members(value: object) -> Iterable[object] | None:
     if isinstance(value, Mapping):
-        return list(value.values())
+        return [*value.values(), *_attributes(value)]
     if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
+        return [*value, *_attributes(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return []
+        return [*(getattr(value, field.name) for field in dataclasses.fields(value)), *_attributes(value)]
+    return None
+
+
+def _attributes(value: object) -> Iterable[object]:
+    """What a class that somebody derived from a container has besides."""
+    return getattr(value, "__dict__", {}).values()

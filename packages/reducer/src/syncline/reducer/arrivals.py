@@ -17,7 +17,7 @@ class Arrivals:
     bucket, once they are built in the order of arrival. While that order is learnt, without synchronisation, and in the
     buckets of delayed parameters and of the one that they wait for, it wakes it at every gradient. What wakes nobody is looked
     at in the end of backward. The parameters of a bucket are on one device, and autograd has one thread for each device: so
-    there is no race. In a static graph even the call can be saved; see Note [One hook for a bucket].
+    there is no race. Mostly even the call can be saved; see Note [One hook for a bucket].
 
     Attributes:
         indices: the gradients, in the order of their arrival.

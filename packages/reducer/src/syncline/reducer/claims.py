@@ -4,47 +4,38 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
-_lock = threading.Lock()
-_claims_on: MutableMapping[torch.nn.Parameter, list[weakref.ref[Claim]]] = WeakIdKeyDictionary()
+_lock = threading.RLock()  # a claim may be made where another one is: the garbage collector runs anything
+_living: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 
 class Claim:
     """That somebody averages these parameters, until it is given up or forgotten.
 
     Args:
-        parameters: the parameters.
+        parameters: the parameters; held, because they are known by where they are in memory.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._others: weakref.WeakSet[Claim] = weakref.WeakSet()
+        self._parameters = parameters
+        self._places = frozenset(map(id, parameters))
+        self._others: list[weakref.ref[Claim]] = []
         self._is_given_up = False
         with _lock:
-            for parameter in parameters:
-                before = [claim for claim in map(_dereferenced, _claims_on.get(parameter, ())) if claim is not None]
-                for claim in before:
-                    if claim is not self and not claim._is_given_up:
-                        claim._others.add(self)
-                        self._others.add(claim)
-                _claims_on[parameter] = [weakref.ref(claim) for claim in (*before, self)]
+            for other in list(_living):
+                if not self._places.isdisjoint(other._places):
+                    other._others.append(weakref.ref(self))
+                    self._others.append(weakref.ref(other))
+            _living.add(self)
 
     @property
     def is_shared(self) -> bool:
         """Whether somebody else averages any of the parameters, too."""
-        return len(self._others) > 0
+        return any((other := reference()) is not None and not other._is_given_up for reference in self._others)
 
     def give_up(self) -> None:
-        """It is averaged no more."""
-        with _lock:
-            self._is_given_up = True
-            for claim in list(self._others):
-                claim._others.discard(self)
-            self._others.clear()
-
-
-def _dereferenced(reference: weakref.ref[Claim]) -> Claim | None:
-    return reference()
+        """It is averaged no more. May be called at any time, by the garbage collector, too: it takes no lock."""
+        self._is_given_up = True

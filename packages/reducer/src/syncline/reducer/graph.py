@@ -20,7 +20,8 @@ class Graph(ABC):
     The reducer asks on the thread of backward, under its lock, in this order::
 
         once        in forward, when the order of arrival is known
-        begin       when the first gradient of a backward arrives (sit_out, instead, on a rank that has none)
+        begin       when the first gradient of a backward is seen, or else when it ends (sit_out, instead, on a rank that has
+                    none)
         needed      for each bucket, then: how many gradients make it worth looking at it
         arrived     when so many have arrived, or all of a bucket that has one hook, or at the end (accumulated, instead, while
                     nothing is synchronised; used, of those whose end is known otherwise)

@@ -14,6 +14,8 @@ from .flight import AnyBucket
 from .graph import Graph
 from .graph_task import node_of, reaches_any
 from .listening import Listening
+from .output_watch import OutputWatch
+from .weakly import weakly
 from .whole_buckets import WholeBuckets, have_none
 
 
@@ -41,12 +43,17 @@ class HookPlacement:
 
     Where a gradient is not there when its bucket's last one comes (the order has changed), the bucket waits for the end of
     backward, and from the next forward on each gradient is noted: it costs time and nothing else. So it does where gradients
-    are kept between backwards, or added up without synchronisation, where forward gives no outputs to `watch`, and where
-    another reducer has some of the parameters.
+    are kept between backwards, or added up without synchronisation, and where another reducer has some of the parameters.
 
-    A backward that reaches neither the first parameter nor the last one of any bucket is seen by the outputs of forward, of
-    which a hook tells when a backward goes through them; static graphs have no such backward. Not seen is one that does not go
-    through the outputs either: it is an error anyway unless parameters may be unused, and then its gradients are not averaged.
+    A backward that reaches neither the first parameter nor the last one of any bucket is seen where it begins, by hooks on the
+    outputs of all forwards (`OutputWatch`); static graphs have no such backward. Each gradient is noted where a forward gives
+    no outputs to `watch`, and where a backward is seen that did not go through any: what it reached is looked at as ever, but
+    the next one may reach less. So not seen is one that goes neither through outputs nor to a hooked parameter, if none of its
+    kind was seen before. Its gradients are not averaged. Parameters that had no gradient in the backward from which the order
+    was learnt are hooked, too, which costs nothing until they get one.
+
+    What autograd says of a parameter it does not say of those inside of re-entrant checkpoints, so with these each is noted,
+    unless the graph is static.
 
     A gradient that comes a second time when its bucket is reduced already is an error; see `LatenessGuard`.
 
@@ -58,7 +65,8 @@ class HookPlacement:
         parameters: the reducer's.
         wake: called on the thread of backward when arrivals are worth a look.
         settled: called there after all hooks on a parameter, if `follow` asked for it.
-        began: called there when a backward goes through outputs of a forward, on its way to any parameter.
+        began: called there when a backward goes through outputs of a forward, on its way to any parameter; maybe several times.
+            All three are methods, and are held weakly: hooks do not keep the reducer alive.
 
     Attributes:
         whole: the buckets that have one hook.
@@ -74,18 +82,19 @@ class HookPlacement:
     ) -> None:
         self._parameters = parameters
         self._claim = Claim(parameters)
-        self._listening = Listening(parameters, wake=wake, settled=settled)
-        self._began = began
+        self._listening = Listening(parameters, wake=weakly(wake), settled=weakly(settled))
+        self._began = weakly(began)
+        self._watch = OutputWatch(weakly(self._on_outputs))
         self._stage = _Stage.LEARNING
         self._nodes: list[torch.autograd.graph.Node] = []
         self._had_no_gradients = False
-        self._is_watched = False
+        self._unused: frozenset[int] = frozenset()
         self._precede = False
         self.whole = WholeBuckets.none()
 
     @property
     def precede_gradients(self) -> bool:
-        """Whether hooks are called before their gradient is accumulated; it is when the next is called in the same backward."""
+        """Whether a gradient is noted before it is accumulated. It has been when the next one of the same backward is noted."""
         return self._precede
 
     @property
@@ -97,7 +106,7 @@ class HookPlacement:
 
     def note_each(self, buckets: Sequence[AnyBucket], graph: Graph) -> None:
         """Note each gradient of these buckets, to learn the order."""
-        self._listen(buckets, {}, for_now=graph.one_hook_may_do)
+        self._place(buckets, WholeBuckets.none(), for_now=graph.one_hook_may_do)
 
     def before_forward(
         self, buckets: Sequence[AnyBucket], graph: Graph, order: Sequence[int] | None, *, synchronizes: bool
@@ -112,6 +121,7 @@ class HookPlacement:
         """
         if self._stage is _Stage.BY_PARAMETER:
             return
+        self._watch.expect()
         self._had_no_gradients = synchronizes and have_none(self._parameters)
         if self._stage is _Stage.LEARNING:
             if order is None:
@@ -122,42 +132,41 @@ class HookPlacement:
                 self._hook_parameters(buckets)
         elif not self._one_hook_will_do(graph) if synchronizes else graph.minds_unsynchronized:
             self._hook_parameters(buckets)
-        if synchronizes:
-            self._is_watched = False
 
     def _one_hook_will_do(self, graph: Graph) -> bool:
         return (
             graph.one_hook_may_do
             and self._had_no_gradients
-            and (self._is_watched or graph.never_changes)
+            and (graph.never_changes or not self._watch.is_blind)
             and self.whole.order_held
             and not self._claim.is_shared
         )
 
     def after_forward(self, buckets: Sequence[AnyBucket], graph: Graph, outputs: Iterable[torch.Tensor]) -> None:
         """Watch these outputs; see Note [One hook for a bucket]."""
-        if self._stage is _Stage.BY_PARAMETER or graph.never_changes:
+        if self._stage is _Stage.BY_PARAMETER:
             return
-        origins = {tensor.grad_fn for tensor in outputs if tensor.requires_grad}
-        nodes = [node for node in origins if node is not None]
-        self._is_watched = 0 < len(nodes) == len(origins)  # a parameter that is returned as it is has none
-        if self._stage is _Stage.LEARNING:
-            return
-        if not self._is_watched:
+        self._watch.watch(outputs)
+        if self._stage is _Stage.BY_BUCKET and self._watch.is_blind and not graph.never_changes:
             self._hook_parameters(buckets)
-            return
-        for node in nodes:
-            node.register_prehook(self._on_outputs)
 
     def withdraw(self) -> None:
-        """The latest forward failed: that it had no outputs says nothing."""
-        self._is_watched = self._stage is not _Stage.LEARNING
+        """The latest forward failed: that it gives no outputs says nothing."""
+        self._watch.withdraw()
 
     # ---- during a backward ----
 
     def begin(self, absent: Sequence[int]) -> None:
         """A backward has begun; these gradients will not come."""
+        if not self._watch.has_seen:
+            self._watch.lose_sight()
+        if self._stage is _Stage.LEARNING:
+            self._unused = frozenset(absent)
         self.whole.begin(absent, none_before=self._had_no_gradients)
+
+    def meet_inner_backward(self) -> None:
+        """While the order is learnt, one that runs within another, in a re-entrant checkpoint, say, has given a gradient."""
+        self._watch.lose_sight()
 
     def follow(self, index: int) -> None:
         """From the next backward on, see to what waits as soon as all hooks on this parameter have run."""
@@ -176,6 +185,9 @@ class HookPlacement:
     def close(self) -> None:
         """Take the hooks off, for good."""
         self._stage = _Stage.BY_PARAMETER
+        self._nodes = []
+        self.whole.close()
+        self.whole = WholeBuckets.none()
         self._listening.close()
         self._claim.give_up()
 
@@ -188,7 +200,7 @@ class HookPlacement:
     def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
         self._stage = _Stage.BY_PARAMETER
         self._nodes = []
-        self._listen(buckets, {})
+        self._place(buckets, WholeBuckets.none())
 
     def _hook_buckets(self, buckets: Sequence[AnyBucket], graph: Graph, order: Sequence[int]) -> None:
         place = {index: position for position, index in enumerate(order)}
@@ -198,22 +210,22 @@ class HookPlacement:
             self._hook_parameters(buckets)
             return
         members = {index for indices in awaited.values() for index in indices}
+        first = next(index for index in order if index in members)
         self._stage = _Stage.BY_BUCKET
-        self._listen(buckets, awaited, next(index for index in order if index in members), advice=graph.advice_twice)
+        self._place(
+            buckets,
+            WholeBuckets(
+                {number: bucket for number in awaited if isinstance(bucket := buckets[number], Bucket)},
+                awaited,
+                {first, *self._unused, *(indices[-1] for indices in awaited.values())},
+                advice=graph.advice_twice,
+                inner_backwards=graph.never_changes,
+            ),
+        )
         self._nodes = [node_of(self._parameters[index]) for index in order if index in members]
 
-    def _listen(
-        self,
-        buckets: Sequence[AnyBucket],
-        awaited: Mapping[int, Sequence[int]],
-        first: int | None = None,
-        *,
-        advice: str = "",
-        for_now: bool = False,
-    ) -> None:
-        """With one hook for each bucket of which gradients are awaited, and one for each parameter of the others."""
+    def _place(self, buckets: Sequence[AnyBucket], whole: WholeBuckets, *, for_now: bool = False) -> None:
         self._precede = for_now
         self.whole.close()
-        whole = {number: bucket for number in awaited if isinstance(bucket := buckets[number], Bucket)}
-        self.whole = WholeBuckets(whole, awaited, first, advice)
-        self._listening.listen([bucket.indices for bucket in buckets], awaited, first, for_now=for_now)
+        self.whole = whole
+        self._listening.listen([bucket.indices for bucket in buckets], whole.awaited, whole.hooked, for_now=for_now)

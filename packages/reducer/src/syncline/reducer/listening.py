@@ -35,15 +35,15 @@ class Listening:
         self.others: list[Arrivals] = []
 
     def listen(
-        self, buckets: Sequence[Collection[int]], whole: Mapping[int, Sequence[int]], first: int | None, *, for_now: bool
+        self, buckets: Sequence[Collection[int]], whole: Mapping[int, Sequence[int]], hooked: Collection[int], *, for_now: bool
     ) -> None:
         """Hook parameters, after taking off all hooks from before.
 
         Args:
             buckets: the parameters in each, by index.
-            whole: of each bucket that shall have one hook, by number, those parameters that get a gradient, the last one at the
-                end. In other buckets each gradient is noted.
-            first: the parameter with which a backward begins, if that is not to be noted anyway.
+            whole: of each bucket that is looked at as a whole, by number, those parameters that get a gradient. In other
+                buckets each gradient is noted.
+            hooked: the parameters that are hooked in those buckets.
             for_now: note gradients by hooks that leave no trace when they are taken off, and cost more while they are there.
         """
         self.remove()
@@ -53,7 +53,7 @@ class Listening:
             if number not in whole:
                 self.noted[number] = self._note(indices, for_now=for_now)
                 continue
-            self.others += [self._note([index]) for index in indices if index in (whole[number][-1], first)]
+            self.others += [self._note([index]) for index in indices if index in hooked]
             self.others.append(self._note(set(indices).difference(whole[number])))  # none should come
 
     def follow(self, index: int) -> None:

@@ -6,7 +6,7 @@ import enum
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -122,6 +122,7 @@ class Reducer:
         self._expectation = Expectation()
         self._lock = threading.Lock()
         self._phase = _Phase.IDLE
+        self._ended = 0
         self._flights: list[Flight] = []
         self._delivered: Delivered | None = None
         self._others: list[AnyFuture] = []
@@ -131,9 +132,9 @@ class Reducer:
         self.statistics = IterationStatistics(time.perf_counter())
         self._hooks = HookPlacement(
             self._parameters,
-            wake=_weakly(self._on_arrivals),
-            settled=_weakly(self._on_settled),
-            began=_weakly(self._on_outputs),
+            wake=self._on_arrivals,
+            settled=self._on_settled,
+            began=self._on_outputs,
         )
         self._backlog = Backlog()
         self._held: list[torch.Tensor | None] = []
@@ -219,7 +220,7 @@ class Reducer:
         self._hooks.before_forward(self._buckets, self._graph, self._arrival_order, synchronizes=synchronizes)
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Call after each forward whose backward shall be reduced, with its outputs: a hook for each bucket will do then.
+        """Call after each forward, with all tensors from which a backward may begin: a hook for each bucket will do then.
 
         Without it each parameter keeps a hook of its own, which takes longer; see Note [One hook for a bucket].
         """
@@ -297,14 +298,26 @@ class Reducer:
             self._look_at_backlog()
 
     def _on_outputs(self) -> None:
-        """Called on the thread of backward when that goes through outputs of forward, before any gradient."""
-        with self._lock:
-            if self._expectation.is_due and self._phase is _Phase.IDLE:
-                self._begin()
+        """Called on the thread of backward when that goes through outputs of a forward, before any gradient.
+
+        If no hooked parameter is reached, it begins when it ends: no sooner, for it may fail first, or run a checkpoint's
+        forward. Callbacks run in order: this one before that of a reduction that begins after it was registered.
+        """
+        if self._phase is _Phase.IDLE:
+            ended = self._ended
+            call_at_the_end(lambda: self._end_unless(ended))
+
+    def _end_unless(self, ended: int) -> None:
+        if self._phase is _Phase.IDLE and self._expectation.is_due and self._ended == ended:
+            with self._lock:
+                self._prepare_to_reduce()
+            self._end()
 
     def _look_at_backlog(self, current: Arrivals | None = None) -> None:
         if self._hooks.precede_gradients and torch._C._current_graph_task_id() != self._graph_task:
-            return  # a backward within the backward, maybe within a user's hook on a gradient that is noted and not there yet
+            # It is within the backward, maybe within a user's hook on a gradient that is noted and not there yet.
+            self._hooks.meet_inner_backward()
+            return
         for indices in self._backlog.take(current):
             self._look_at(indices)
 
@@ -321,13 +334,16 @@ class Reducer:
         self._held = []
 
     def _begin(self) -> None:
-        """At the first that is seen of a backward, before any gradient is marked."""
+        """At the first gradient that is seen of a backward, before any is marked."""
+        call_at_the_end(self._end)
+        self._prepare_to_reduce()
+
+    def _prepare_to_reduce(self) -> None:
         if not self._buckets:
             raise complaints.no_buckets(self._group.place())
         self._phase = _Phase.REDUCING
         self._graph_task = torch._C._current_graph_task_id()
         self.statistics.backward_started = time.perf_counter()
-        call_at_the_end(self._end)
         absent = self._graph.begin()
         # As long as the order of arrival is to be learnt for buckets, each gradient is looked at when it comes.
         for number, arrivals in self._hooks.noted.items():
@@ -427,6 +443,7 @@ class Reducer:
             self._arrival_order = self._readiness.arrival_order()
         self._others = []
         self._expectation.fulfil()
+        self._ended += 1
         self._hooks.end()
         self._reset()
 
@@ -501,15 +518,3 @@ class Reducer:
 
 def _caps_bytes(cap_bytes: int | Sequence[int], first_cap_bytes: int) -> list[int]:
     return [min(first_cap_bytes, cap_bytes), cap_bytes] if isinstance(cap_bytes, int) else list(cap_bytes)
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """What parameters' hooks call. It does not keep the reducer alive, or a model could never be wrapped anew."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        living = reference()
-        if living is not None:
-            living(*arguments)
-
-    return call

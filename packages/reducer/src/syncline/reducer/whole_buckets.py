@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import repeat
 
 import torch
@@ -18,21 +18,30 @@ class WholeBuckets:
     Args:
         buckets: the buckets, by their numbers.
         awaited: those parameters of each that may get a gradient, the one that should be the last to get it at the end.
-        first: the parameter with which a backward begins.
+        hooked: those that have a hook, these last ones among them.
         advice: for errors, if one gets a second gradient.
+        inner_backwards: whether gradients may come from re-entrant checkpoints, of which autograd tells nothing.
 
     Attributes:
+        awaited, hooked: as above.
         order_held: whether up to now each bucket could be told to be ready when that last gradient came.
     """
 
     def __init__(
-        self, buckets: Mapping[int, Bucket], awaited: Mapping[int, Sequence[int]], first: int | None, advice: str
+        self,
+        buckets: Mapping[int, Bucket],
+        awaited: Mapping[int, Sequence[int]],
+        hooked: Collection[int],
+        *,
+        advice: str,
+        inner_backwards: bool,
     ) -> None:
         self._buckets = buckets
-        self._awaited = awaited
+        self.awaited = awaited
+        self.hooked = hooked
+        self._inner_backwards = inner_backwards
         self._expected = awaited
         self._number_of = {index: number for number, indices in awaited.items() for index in indices}
-        self._hooked = {first, *(indices[-1] for indices in awaited.values())}
         self._open: set[int] = set()
         self._are_proven = False
         self.order_held = True
@@ -42,15 +51,12 @@ class WholeBuckets:
     @classmethod
     def none(cls) -> WholeBuckets:
         """There are none."""
-        return cls({}, {}, None, "")
+        return cls({}, {}, (), advice="", inner_backwards=False)
 
     def close(self) -> None:
         """They are looked at as a whole no more."""
         for bucket in self._buckets.values():
             bucket.ignore_late_gradients()
-
-    def __bool__(self) -> bool:
-        return bool(self._awaited)
 
     def __contains__(self, index: object) -> bool:
         return index in self._number_of
@@ -62,11 +68,11 @@ class WholeBuckets:
             absent: these will get no gradient in it.
             none_before: no parameter had a gradient then.
         """
-        self._expected = self._awaited
+        self._expected = self.awaited
         if absent:
             left_out = frozenset(absent)
             self._expected = {
-                number: [index for index in indices if index not in left_out] for number, indices in self._awaited.items()
+                number: [index for index in indices if index not in left_out] for number, indices in self.awaited.items()
             }
         self._open = {number for number, indices in self._expected.items() if indices}
         self._are_proven = none_before
@@ -81,7 +87,7 @@ class WholeBuckets:
         number = self._number_of[index]
         if number not in self._open:
             return (index,)
-        if index != self._awaited[number][-1]:
+        if index != self.awaited[number][-1]:
             return ()
         if not (self._are_proven and self._are_there(number)):
             self.order_held = False
@@ -121,9 +127,11 @@ class WholeBuckets:
         self._open.clear()
 
     def _may_have_come(self, index: int, parameter: torch.nn.Parameter) -> bool:
-        """Whether it has a gradient, or autograd left that undefined, or a user's hook may have taken it away."""
-        has_users_hooks = len(parameter._post_accumulate_grad_hooks or ()) > (index in self._hooked)
-        return parameter.grad is not None or has_users_hooks or accumulates(parameter)
+        """Whether it has a gradient, or autograd left that undefined, or a user's hook took it away; as far as one sees."""
+        if parameter.grad is not None or accumulates(parameter):
+            return True
+        has_users_hooks = len(parameter._post_accumulate_grad_hooks or ()) > (index in self.hooked)
+        return self._inner_backwards and has_users_hooks
 
     def _are_there(self, number: int) -> bool:
         bucket, awaited = self._buckets[number], self._expected[number]

@@ -1,0 +1,19 @@
+"""Methods as hooks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls the method as long as its object lives. A hook that held a reducer would keep a model from being wrapped anew."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        living = reference()
+        if living is not None:
+            living(*arguments)
+
+    return call
