@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from syncline.collectives import ProcessGroup
 from syncline.collectives.testing import run_ranks
@@ -152,7 +153,7 @@ def check(
     loss: Loss,
     *,
     steps: int = 4,
-    is_noted: bool = False,
+    is_noted: bool | None = False,
     **options: Any,
 ) -> None:
     """Train on two ranks, and see which parameters have hooks in the end."""
@@ -165,7 +166,8 @@ def check(
             for parameter, wanted in zip(model.parameters(), averages(make, step, loss), strict=True):
                 torch.testing.assert_close(parameter.grad, wanted)
         hooked = [parameter._post_accumulate_grad_hooks is not None for parameter in model.parameters()]
-        assert all(hooked) == is_noted
+        if is_noted is not None:
+            assert all(hooked) == is_noted
 
     run_ranks(2, body)
 
@@ -211,6 +213,39 @@ def test_a_loss_of_one_output_after_the_order_was_learnt(shape: Callable[[object
                 torch.testing.assert_close(parameter.grad, wanted.grad)
 
     run_ranks(2, body)
+
+
+def test_a_loss_of_what_nobody_sees_besides_a_tensor() -> None:
+    """It goes through no output that was found."""
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(
+            TwoHeads(lambda a, b: (a, Opaque(b, None))), process_group=group, find_unused_parameters=True
+        )
+        for step in range(5):
+            model.zero_grad()
+            first, other = model(batch(group.rank, step))
+            if step < 3:
+                (first.sum() + other.first.sum()).backward()
+                continue
+            (other.first.sum() * (group.rank + 1)).backward()
+            bias = model.module.heads[1].bias
+            assert bias.grad.tolist() == [4.5, 4.5]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("first", [0, 3], ids=["always", "later"])
+def test_a_checkpoint_around_the_model(first: int, options: dict[str, bool]) -> None:
+    """Its backward runs forward again, before any gradient is there."""
+
+    def loss(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        model.calls = getattr(model, "calls", 0) + 1  # type: ignore[assignment]
+        outputs = checkpoint(model, inputs, use_reentrant=False) if model.calls > first else model(inputs)  # type: ignore[operator]
+        return torch.stack(list(losses(outputs))).sum()
+
+    check(lambda: TwoHeads(lambda a, b: (a, b)), loss, steps=6, is_noted=None, **options)
 
 
 class ReturnsAParameter(TwoHeads):

@@ -210,7 +210,8 @@ class HookPlacement:
             self._hook_parameters(buckets)
             return
         members = {index for indices in awaited.values() for index in indices}
-        first = next(index for index in order if index in members)
+        used = members - self._unused or members
+        first = next(index for index in order if index in used)
         self._stage = _Stage.BY_BUCKET
         self._place(
             buckets,
