@@ -350,6 +350,39 @@ def test_claims_on_the_same_parameters() -> None:
     assert not first.is_shared
 
 
+@pytest.mark.parametrize("views", [(True, False), (False, True), (True, True)])
+def test_two_reducers_of_one_memory(views: tuple[bool, bool]) -> None:
+    """One would read what the other is about to average: that is refused, until the other is gone."""
+
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, gradient_as_bucket_view=views[0])
+        heads.learn()
+        names = [f"p{index}" for index in ALL]
+        other = Reducer(list(zip(names, heads.parameters, strict=True)), group, gradient_as_bucket_view=views[1])
+        for reducer in (heads.reducer, other):
+            with pytest.raises(MisuseError, match="another reducer averages some of the same parameters"):
+                reducer.prepare_for_backward()
+        other.close()
+        heads.learn()
+
+    run_ranks(2, body)
+
+
+def test_a_reducer_that_is_only_garbage_disturbs_nobody() -> None:
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, gradient_as_bucket_view=True)
+        circle: list[Any] = [Reducer([("p2", heads.parameters[2])], group, gradient_as_bucket_view=True)]
+        circle.append(circle)
+        del circle
+        heads.learn()
+
+    gc.disable()
+    try:
+        run_ranks(2, body)
+    finally:
+        gc.enable()
+
+
 def test_a_claim_is_given_up_while_another_is_made() -> None:
     """The garbage collector may do so on the thread that makes it, or on another one."""
     claim = Claim([torch.nn.Parameter(torch.ones(1))])

@@ -254,13 +254,12 @@ def test_a_gradient_that_autograd_leaves_undefined(as_view: bool, index: int, wh
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("as_view", VIEWS)
-def test_two_reducers_of_the_same_parameters(as_view: bool, graph: dict[str, bool]) -> None:
+def test_two_reducers_of_the_same_parameters(graph: dict[str, bool]) -> None:
     """Each notes each gradient; when one is closed, the other may have one hook for a bucket if it has not begun yet."""
 
     def body(group: ProcessGroup) -> None:
         parameters = make_parameters()
-        options = {"bucket_cap_bytes": PAIRS, "gradient_as_bucket_view": as_view, **graph}
+        options = {"bucket_cap_bytes": PAIRS, **graph}
         first = Reducer(parameters, group, **options)  # type: ignore[arg-type]
         train(first, parameters, group, [REVERSED] * 3)
         assert noting(parameters) == [0, 2, 3]

@@ -49,6 +49,15 @@ def no_buckets(place: str) -> MisuseError:
     )
 
 
+def averaged_twice(place: str) -> MisuseError:
+    """Two reducers have the same parameters and the same memory."""
+    return MisuseError(
+        f"another reducer averages some of the same parameters on {place}, and with gradient_as_bucket_view one of them would "
+        "read what the other has not averaged to the end. Close the other one, or delete the wrapper that it belongs to; or "
+        "let neither have gradient_as_bucket_view"
+    )
+
+
 def never_ended(what: str, place: str) -> MisuseError:
     """The previous backward is still open."""
     return MisuseError(

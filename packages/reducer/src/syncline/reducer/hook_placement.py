@@ -63,6 +63,7 @@ class HookPlacement:
 
     Args:
         parameters: the reducer's.
+        in_place: whether their gradients are averaged where they are.
         wake: called on the thread of backward when arrivals are worth a look.
         settled: called there after all hooks on a parameter, if `follow` asked for it.
         began: called there when a backward goes through outputs of a forward, on its way to any parameter; maybe several times.
@@ -76,12 +77,13 @@ class HookPlacement:
         self,
         parameters: Sequence[torch.nn.Parameter],
         *,
+        in_place: bool,
         wake: Callable[[Arrivals], None],
         settled: Callable[[], None],
         began: Callable[[], None],
     ) -> None:
         self._parameters = parameters
-        self._claim = Claim(parameters)
+        self._claim = Claim(parameters, in_place=in_place)
         self._listening = Listening(parameters, wake=weakly(wake), settled=weakly(settled))
         self._began = weakly(began)
         self._watch = OutputWatch(weakly(self._on_outputs))
@@ -96,6 +98,11 @@ class HookPlacement:
     def precede_gradients(self) -> bool:
         """Whether a gradient is noted before it is accumulated. It has been when the next one of the same backward is noted."""
         return self._precede
+
+    @property
+    def are_disturbed(self) -> bool:
+        """Whether another reducer has some of the parameters, and one reads what the other averages in place."""
+        return self._claim.is_disturbed
 
     @property
     def noted(self) -> Mapping[int, Arrivals]:

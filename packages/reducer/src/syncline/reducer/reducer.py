@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import gc
 import threading
 import time
 import weakref
@@ -132,6 +133,7 @@ class Reducer:
         self.statistics = IterationStatistics(time.perf_counter())
         self._hooks = HookPlacement(
             self._parameters,
+            in_place=gradient_as_bucket_view,
             wake=self._on_arrivals,
             settled=self._on_settled,
             began=self._on_outputs,
@@ -209,9 +211,11 @@ class Reducer:
                 and a later one reduces what was added up. See `Expectation` for several forwards before a backward.
 
         Raises:
-            MisuseError: the previous backward began to reduce and never ended.
+            MisuseError: the previous backward began to reduce and never ended, or another reducer has some of the parameters
+                and one of both averages them in views of its buckets.
         """
         self._check_idle("prepare_for_backward")
+        self._check_undisturbed()
         self._look_back()
         self._expectation.forward(synchronizes)
         if synchronizes:
@@ -510,6 +514,12 @@ class Reducer:
     def _check_idle(self, what: str) -> None:
         if self._phase is not _Phase.IDLE:
             raise complaints.never_ended(what, self._group.place())
+
+    def _check_undisturbed(self) -> None:
+        if self._hooks.are_disturbed:
+            gc.collect()  # the other may be long forgotten
+            if self._hooks.are_disturbed:
+                raise complaints.averaged_twice(self._group.place())
 
     def _never_ready(self) -> MisuseError:
         names = [self._names[index] for index in self._readiness.missing()]
