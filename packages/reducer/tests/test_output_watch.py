@@ -240,6 +240,47 @@ def test_an_undefined_gradient_in_a_reentrant_checkpoint(as_view: bool) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("when", ["learning", "later"])
+def test_a_penalty_on_gradients_that_has_its_own_backward(when: str, as_view: bool) -> None:
+    """What `create_graph=True` computes leads to parameters past the outputs."""
+
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, find_unused_parameters=True, gradient_as_bucket_view=as_view)
+        if when == "later":
+            heads.learn()
+        for _ in range(3):
+            heads.zero_grad()
+            heads.reducer.prepare_for_backward()
+            features = heads.parameters[1] * (group.rank + 1.0)
+            output = (features * heads.parameters[2]).sum() + heads.compute([5, 4, 3, 0])
+            heads.reducer.watch([output, features])
+            (slope,) = torch.autograd.grad(output, features, create_graph=True)
+            (slope * (group.rank + 1.0)).sum().backward()
+            found = [None if parameter.grad is None else parameter.grad.tolist() for parameter in heads.parameters]
+            assert found == [None, None, [1.5] * 2, None, None, None]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_second_backward_that_reaches_less(as_view: bool) -> None:
+    """What gradients there are from the first is no proof."""
+
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, gradient_as_bucket_view=as_view)
+        heads.learn()
+        heads.reducer.prepare_for_backward()
+        outputs = [heads.compute(range(COUNT)), heads.compute([5, 4, 3, 1, 0])]
+        heads.reducer.watch(outputs)
+        outputs[0].backward()  # type: ignore[no-untyped-call]
+        heads.check(ALL)
+        with pytest.raises(MisuseError, match="no gradient in it: 'p2'"):
+            outputs[1].backward()  # type: ignore[no-untyped-call]
+
+    run_ranks(2, body)
+
+
 # ---- what goes wrong on the way ----
 
 

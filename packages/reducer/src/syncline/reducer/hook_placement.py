@@ -61,13 +61,15 @@ class HookPlacement:
     is removed, and so has a node of the graph, which lives as long as anybody holds a loss (measured with torch 2.13). So while
     the order is learnt, gradients are noted by hooks on what is accumulated (`register_hook`), which can go without a trace.
 
+    A gradient of a gradient (`create_graph=True`), as in a penalty, leads to parameters past the outputs, too: each is noted.
+
     Args:
         parameters: the reducer's.
         in_place: whether their gradients are averaged where they are.
         wake: called on the thread of backward when arrivals are worth a look.
         settled: called there after all hooks on a parameter, if `follow` asked for it.
-        began: called there when a backward goes through outputs of a forward, on its way to any parameter; maybe several times.
-            All three are methods, and are held weakly: hooks do not keep the reducer alive.
+        passed: called there when a backward goes through outputs of a forward; maybe several times. All three are methods,
+            and are held weakly: hooks do not keep the reducer alive.
 
     Attributes:
         whole: the buckets that have one hook.
@@ -80,13 +82,12 @@ class HookPlacement:
         in_place: bool,
         wake: Callable[[Arrivals], None],
         settled: Callable[[], None],
-        began: Callable[[], None],
+        passed: Callable[[], None],
     ) -> None:
         self._parameters = parameters
         self._claim = Claim(parameters, in_place=in_place)
         self._listening = Listening(parameters, wake=weakly(wake), settled=weakly(settled))
-        self._began = weakly(began)
-        self._watch = OutputWatch(weakly(self._on_outputs))
+        self._watch = OutputWatch(weakly(passed))
         self._stage = _Stage.LEARNING
         self._nodes: list[torch.autograd.graph.Node] = []
         self._had_no_gradients = False
@@ -163,6 +164,15 @@ class HookPlacement:
 
     # ---- during a backward ----
 
+    def pass_outputs(self, buckets: Sequence[AnyBucket], graph: Graph) -> bool:
+        """A backward goes through outputs, and has given no gradient. Is to be seen to in its end that it was reduced?"""
+        if self._stage is not _Stage.BY_BUCKET:
+            return False
+        if self._watch.is_blind and not graph.never_changes:
+            self._hook_parameters(buckets)
+            return False
+        return reaches_any(self._nodes)
+
     def begin(self, absent: Sequence[int]) -> None:
         """A backward has begun; these gradients will not come."""
         if not self._watch.has_seen:
@@ -197,10 +207,6 @@ class HookPlacement:
         self.whole = WholeBuckets.none()
         self._listening.close()
         self._claim.give_up()
-
-    def _on_outputs(self, *_: object) -> None:
-        if self._stage is _Stage.BY_BUCKET and reaches_any(self._nodes):
-            self._began()
 
     # ---- placing ----
 

@@ -13,6 +13,8 @@ from .weakly import weakly
 class OutputWatch:
     """Tells of each backward that goes through outputs of any forward, as long as it was given those of all forwards.
 
+    After a backward with `create_graph=True` it is blind: what was computed there leads to parameters past the outputs.
+
     Args:
         passed: called on the thread of backward when that comes to such an output; maybe several times in one backward.
 
@@ -58,6 +60,7 @@ class OutputWatch:
 
     def _pass(self, *_: object) -> None:
         self._seen_task = torch._C._current_graph_task_id()
+        self.is_blind |= torch.is_grad_enabled()  # so it is in a backward with create_graph
         self._passed()
 
 

@@ -136,7 +136,7 @@ class Reducer:
             in_place=gradient_as_bucket_view,
             wake=self._on_arrivals,
             settled=self._on_settled,
-            began=self._on_outputs,
+            passed=self._on_outputs,
         )
         self._backlog = Backlog()
         self._held: list[torch.Tensor | None] = []
@@ -307,7 +307,7 @@ class Reducer:
         If no hooked parameter is reached, it begins when it ends: no sooner, for it may fail first, or run a checkpoint's
         forward. Callbacks run in order: this one before that of a reduction that begins after it was registered.
         """
-        if self._phase is _Phase.IDLE:
+        if self._phase is _Phase.IDLE and self._hooks.pass_outputs(self._buckets, self._graph):
             ended = self._ended
             call_at_the_end(lambda: self._end_unless(ended))
 

@@ -43,7 +43,7 @@ class WholeBuckets:
         self._expected = awaited
         self._number_of = {index: number for number, indices in awaited.items() for index in indices}
         self._open: set[int] = set()
-        self._are_proven = False
+        self._none_before = False
         self.order_held = True
         for bucket in buckets.values():
             bucket.detect_late_gradients(advice)
@@ -75,7 +75,7 @@ class WholeBuckets:
                 number: [index for index in indices if index not in left_out] for number, indices in self.awaited.items()
             }
         self._open = {number for number, indices in self._expected.items() if indices}
-        self._are_proven = none_before
+        self._none_before = none_before
 
     def arrive(self, index: int) -> Sequence[int]:
         """The gradient of an awaited parameter has come: which are ready now.
@@ -89,7 +89,7 @@ class WholeBuckets:
             return (index,)
         if index != self.awaited[number][-1]:
             return ()
-        if not (self._are_proven and self._are_there(number)):
+        if not (self._none_before and self._are_there(number)):
             self.order_held = False
             return ()
         self._open.discard(number)
@@ -128,10 +128,11 @@ class WholeBuckets:
 
     def _may_have_come(self, index: int, parameter: torch.nn.Parameter) -> bool:
         """Whether it has a gradient, or autograd left that undefined, or a user's hook took it away; as far as one sees."""
-        if parameter.grad is not None or accumulates(parameter):
+        has_gradient = parameter.grad is not None
+        if (has_gradient and self._none_before) or accumulates(parameter):
             return True
         has_users_hooks = len(parameter._post_accumulate_grad_hooks or ()) > (index in self.hooked)
-        return self._inner_backwards and has_users_hooks
+        return self._inner_backwards and (has_gradient or has_users_hooks)
 
     def _are_there(self, number: int) -> bool:
         bucket, awaited = self._buckets[number], self._expected[number]
