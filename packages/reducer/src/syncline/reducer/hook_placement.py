@@ -52,6 +52,8 @@ class HookPlacement:
     kind was seen before. Its gradients are not averaged. Parameters that had no gradient in the backward from which the order
     was learnt are hooked, too, which costs nothing until they get one.
 
+    A gradient of a gradient (`create_graph=True`), as in a penalty, leads to parameters past the outputs, too: each is noted.
+
     What autograd says of a parameter it does not say of those inside of re-entrant checkpoints, so with these each is noted,
     unless the graph is static.
 
@@ -60,8 +62,6 @@ class HookPlacement:
     A parameter that ever had a hook of its own (`register_post_accumulate_grad_hook`) has the cost of it for good, even when it
     is removed, and so has a node of the graph, which lives as long as anybody holds a loss (measured with torch 2.13). So while
     the order is learnt, gradients are noted by hooks on what is accumulated (`register_hook`), which can go without a trace.
-
-    A gradient of a gradient (`create_graph=True`), as in a penalty, leads to parameters past the outputs, too: each is noted.
 
     Args:
         parameters: the reducer's.
