@@ -92,6 +92,27 @@ def test_attributes_of_derived_containers() -> None:
     assert {id(found) for found in tensors_in(outputs)} == {id(a), id(b)}
 
 
+def test_attributes_of_tensors() -> None:
+    a, b = torch.ones(1), torch.ones(1)
+    a.other = b  # type: ignore[attr-defined]
+    assert {id(found) for found in tensors_in((a,))} == {id(a), id(b)}
+
+
+@dataclasses.dataclass
+class Unfinished:
+    """The training loop adds the loss."""
+
+    first: torch.Tensor
+    loss: torch.Tensor = dataclasses.field(init=False)
+
+
+def test_a_dataclass_with_a_field_that_is_not_set_yet() -> None:
+    tensor = torch.ones(1)
+    tensors, are_all = look_into(Unfinished(tensor))
+    assert [id(found) for found in tensors] == [id(tensor)]
+    assert are_all
+
+
 def test_what_is_found_was_not_used_up() -> None:
     """A generator stays as it is for its user."""
     outputs = iter([torch.ones(1)])
@@ -246,6 +267,60 @@ def test_a_checkpoint_around_the_model(first: int, options: dict[str, bool]) -> 
         return torch.stack(list(losses(outputs))).sum()
 
     check(lambda: TwoHeads(lambda a, b: (a, b)), loss, steps=6, is_noted=None, **options)
+
+
+class SometimesOpaque(TwoHeads):
+    """Most of its forwards return tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda a, b: (a, b))
+
+    def forward(self, inputs: torch.Tensor, hides: bool = False) -> object:
+        if not hides:
+            return super().forward(inputs)
+        return Opaque(self.heads[1](self.trunk(inputs).tanh().detach()), None)
+
+
+def test_a_forward_that_hides_its_outputs_later() -> None:
+    """Its own backward is noted already."""
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(SometimesOpaque(), process_group=group, find_unused_parameters=True)
+        for step in range(3):
+            model.zero_grad()
+            torch.stack(list(losses(model(batch(group.rank, step))))).sum().backward()
+        model.zero_grad()
+        (model(batch(group.rank, 3), hides=True).first.sum() * (group.rank + 1)).backward()
+        assert model.module.heads[1].bias.grad.tolist() == [4.5, 4.5]
+
+    run_ranks(2, body)
+
+
+class FailsToBeRead(dict[str, object]):
+    """A container that raises an error when it is looked into."""
+
+    def values(self) -> Any:
+        raise LookupError("no values")
+
+
+def test_outputs_that_cannot_be_looked_into() -> None:
+    """Their forward does not count: the next backward, in no_sync, stays this rank's own."""
+
+    def body(group: ProcessGroup) -> None:
+        inner = TwoHeads(lambda a, b: FailsToBeRead(a=a, b=b))
+        model = DistributedDataParallel(inner, process_group=group)
+        with pytest.raises(LookupError, match="no values"):
+            model(batch(group.rank, 0))
+        inner.shape = lambda a, b: (a, b)
+        with model.no_sync():
+            outputs = model(batch(group.rank, 0))
+        (torch.stack(list(losses(outputs))).sum() * (group.rank + 1)).backward()
+        mine = inner.heads[0].weight.grad.clone()
+        everyones = [torch.empty_like(mine) for _ in range(2)]
+        group.all_gather(everyones, mine)
+        assert not torch.equal(*everyones)
+
+    run_ranks(2, body)
 
 
 class ReturnsAParameter(TwoHeads):

@@ -25,6 +25,12 @@ ALL = range(COUNT)
 VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
 
 
+@pytest.fixture(params=[{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=["dynamic", "find-unused", "static"])
+def graph_options(request: pytest.FixtureRequest) -> dict[str, bool]:
+    """What is known of the graph."""
+    return dict(request.param)
+
+
 class Heads:
     """A reducer over six parameters in one bucket, of which the first and the last are hooked: 5 and 0."""
 
@@ -173,6 +179,72 @@ def test_parameters_that_were_not_used_when_the_order_was_learnt_are_hooked() ->
 # ---- not to be seen ----
 
 
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_reentrant_checkpoint_that_comes_later(as_view: bool) -> None:
+    """With unused parameters it is an error, as from the first step on: autograd says that what is inside will not come."""
+
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, find_unused_parameters=True, gradient_as_bucket_view=as_view)
+        heads.learn()
+        heads.reducer.prepare_for_backward()
+        inputs = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        inner = checkpoint(lambda x: x * heads.parameters[2], inputs, use_reentrant=True)
+        total = inner.sum() + heads.compute([5, 4, 3, 1, 0])
+        heads.reducer.watch([total])
+        with pytest.raises(MisuseError, match=r"gradient of parameter 'p2' became ready twice.*use_reentrant=False"):
+            total.backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_all_of_it_in_a_reentrant_checkpoint_later(as_view: bool) -> None:
+    """So is that, also if no hooked parameter is reached."""
+
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, find_unused_parameters=True, gradient_as_bucket_view=as_view)
+        heads.learn()
+
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            if not torch.is_grad_enabled():
+                return inputs * heads.parameters[2]
+            heads.reducer.prepare_for_backward()
+            output = inputs * heads.parameters[2]
+            heads.reducer.watch([output])
+            return output
+
+        inputs = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        output = checkpoint(forward, inputs, use_reentrant=True)
+        with pytest.raises(MisuseError, match="cannot see into a re-entrant checkpoint"):
+            output.sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_after_one_backward_that_went_another_way_the_next_is_noted() -> None:
+    """Without a forward between them."""
+
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, find_unused_parameters=True)
+        heads.learn()
+        heads.forward()
+        heads.compute([0]).backward()  # type: ignore[no-untyped-call]
+        heads.compute([2]).backward()  # type: ignore[no-untyped-call]
+        heads.check([0, 2])
+
+    run_ranks(2, body)
+
+
+def test_an_unsynchronized_backward_before_all_others_says_nothing(graph_options: dict[str, bool]) -> None:
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, **graph_options)
+        heads.forward(synchronizes=False).backward()  # type: ignore[no-untyped-call]
+        heads.learn()
+        assert heads.hooked() == [0, 5]
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["dynamic", "find-unused"])
 @pytest.mark.parametrize("when", ["learning", "later"])
 def test_backwards_that_go_another_way_have_each_gradient_noted(when: str, options: dict[str, bool]) -> None:
@@ -296,12 +368,11 @@ class Fails(torch.autograd.Function):
         raise ArithmeticError("not a number")
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_a_backward_that_fails_before_its_first_gradient(options: dict[str, bool]) -> None:
+def test_a_backward_that_fails_before_its_first_gradient(graph_options: dict[str, bool]) -> None:
     """Nothing has begun, and the next step goes on."""
 
     def body(group: ProcessGroup) -> None:
-        heads = Heads(group, **options)
+        heads = Heads(group, **graph_options)
         heads.learn()
         heads.reducer.prepare_for_backward()
         inner = Fails.apply(heads.compute(range(COUNT)))  # type: ignore[no-untyped-call]
@@ -330,10 +401,9 @@ def test_a_missing_gradient_is_named_though_users_have_hooks() -> None:
 # ---- what stays behind ----
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_a_loss_that_is_kept_keeps_neither_reducer_nor_buckets(options: dict[str, bool]) -> None:
+def test_a_loss_that_is_kept_keeps_neither_reducer_nor_buckets(graph_options: dict[str, bool]) -> None:
     def body(group: ProcessGroup) -> None:
-        heads = Heads(group, **options)
+        heads = Heads(group, **graph_options)
         heads.learn()
         kept = heads.forward()
         reducer, bucket = weakref.ref(heads.reducer), weakref.ref(heads.reducer.buckets[0])

@@ -168,11 +168,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         inputs, kwargs, pending = self._before_forward(inputs, kwargs, has_backward, will_reduce)
         try:
             outputs = self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
+            origins = self._origins_of_backwards(outputs) if has_backward else None
         except BaseException:
             if has_backward:
                 self._withdraw()
             raise
-        self._after_forward(outputs, pending, has_backward, will_reduce)
+        self._after_forward(origins, pending, will_reduce)
         return outputs
 
     @untraced
@@ -196,13 +197,17 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._reducer.withdraw()
 
     @untraced
+    def _origins_of_backwards(self, outputs: object) -> list[torch.Tensor]:
+        """All tensors in the outputs; none, if there may be some that are not found."""
+        tensors, are_all = look_into(outputs)
+        return tensors if are_all else []
+
+    @untraced
     def _after_forward(
-        self, outputs: object, pending: list[torch.futures.Future[Any]], has_backward: bool, will_reduce: bool
+        self, origins: list[torch.Tensor] | None, pending: list[torch.futures.Future[Any]], will_reduce: bool
     ) -> None:
-        if has_backward:
-            tensors, are_all = look_into(outputs)
-            if are_all:
-                self._reducer.watch(tensors)
+        if origins is not None:
+            self._reducer.watch(origins)
         pending += self._buffer_sync.after_forward()
         self._buffer_sync.are_stale = will_reduce
         if will_reduce:

@@ -30,6 +30,7 @@ def look_into(outputs: object) -> tuple[list[torch.Tensor], bool]:
         seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             tensors.append(value)
+            waiting += _attributes(value)
         elif (members := _members(value)) is not None:
             waiting += members
         else:
@@ -43,10 +44,10 @@ def _members(value: object) -> Iterable[object] | None:
     if isinstance(value, list | tuple | set | frozenset):
         return [*value, *_attributes(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [*(getattr(value, field.name) for field in dataclasses.fields(value)), *_attributes(value)]
+        return [*(getattr(value, field.name, None) for field in dataclasses.fields(value)), *_attributes(value)]
     return None
 
 
 def _attributes(value: object) -> Iterable[object]:
-    """What a class that somebody derived from a container has besides."""
+    """What somebody's own container, or somebody, has put there besides."""
     return getattr(value, "__dict__", {}).values()

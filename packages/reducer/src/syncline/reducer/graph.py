@@ -25,9 +25,9 @@ class Graph(ABC):
         needed      for each bucket, then: how many gradients make it worth looking at it
         arrived     when so many have arrived, or all of a bucket that has one hook, or at the end (accumulated, instead, while
                     nothing is synchronised; used, of those whose end is known otherwise)
+        ended       when the outermost backward has ended, before the buckets are waited for
         agree       when all buckets have started, on every rank: here collectives may be issued
         untouched   once for each bucket, when its reduction is over
-        ended       when the outermost backward has ended, before the buckets are waited for
         forget      when all is over
     """
 

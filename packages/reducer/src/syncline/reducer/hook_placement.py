@@ -14,6 +14,7 @@ from .flight import AnyBucket
 from .graph import Graph
 from .graph_task import node_of, reaches_any
 from .listening import Listening
+from .outermost_backward import enclosing_node
 from .output_watch import OutputWatch
 from .weakly import weakly
 from .whole_buckets import WholeBuckets, have_none
@@ -50,7 +51,7 @@ class HookPlacement:
     no outputs to `watch`, and where a backward is seen that did not go through any: what it reached is looked at as ever, but
     the next one may reach less. So not seen is one that goes neither through outputs nor to a hooked parameter, if none of its
     kind was seen before. Its gradients are not averaged. Parameters that had no gradient in the backward from which the order
-    was learnt are hooked, too, which costs nothing until they get one.
+    was learnt are hooked, too, which costs nothing as long as they get none.
 
     A gradient of a gradient (`create_graph=True`), as in a penalty, leads to parameters past the outputs, too: each is noted.
 
@@ -145,7 +146,7 @@ class HookPlacement:
         return (
             graph.one_hook_may_do
             and self._had_no_gradients
-            and (graph.never_changes or not self._watch.is_blind)
+            and self._sees_all(graph)
             and self.whole.order_held
             and not self._claim.is_shared
         )
@@ -155,8 +156,7 @@ class HookPlacement:
         if self._stage is _Stage.BY_PARAMETER:
             return
         self._watch.watch(outputs)
-        if self._stage is _Stage.BY_BUCKET and self._watch.is_blind and not graph.never_changes:
-            self._hook_parameters(buckets)
+        self._hook_parameters_if_blind(buckets, graph)
 
     def withdraw(self) -> None:
         """The latest forward failed: that it gives no outputs says nothing."""
@@ -165,13 +165,19 @@ class HookPlacement:
     # ---- during a backward ----
 
     def pass_outputs(self, buckets: Sequence[AnyBucket], graph: Graph) -> bool:
-        """A backward goes through outputs, and has given no gradient. Is to be seen to in its end that it was reduced?"""
+        """A backward goes through outputs, and no gradient of it was seen.
+
+        Returns:
+            Whether it has to be reduced when it ends, if none is seen until then.
+        """
         if self._stage is not _Stage.BY_BUCKET:
             return False
-        if self._watch.is_blind and not graph.never_changes:
-            self._hook_parameters(buckets)
-            return False
-        return reaches_any(self._nodes)
+        if enclosing_node() is not None:
+            self._watch.lose_sight()
+        if self._sees_all(graph):
+            return reaches_any(self._nodes)
+        self._hook_parameters(buckets)
+        return False
 
     def begin(self, absent: Sequence[int]) -> None:
         """A backward has begun; these gradients will not come."""
@@ -195,9 +201,10 @@ class HookPlacement:
             if arrivals.indices:
                 yield arrivals.take()
 
-    def end(self) -> None:
+    def end(self, buckets: Sequence[AnyBucket], graph: Graph) -> None:
         """A backward has ended and was reduced: what forward saw holds no more."""
         self._had_no_gradients = False
+        self._hook_parameters_if_blind(buckets, graph)
 
     def close(self) -> None:
         """Take the hooks off, for good."""
@@ -209,6 +216,13 @@ class HookPlacement:
         self._claim.give_up()
 
     # ---- placing ----
+
+    def _sees_all(self, graph: Graph) -> bool:
+        return graph.never_changes or not self._watch.is_blind
+
+    def _hook_parameters_if_blind(self, buckets: Sequence[AnyBucket], graph: Graph) -> None:
+        if self._stage is _Stage.BY_BUCKET and not self._sees_all(graph):
+            self._hook_parameters(buckets)
 
     def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
         self._stage = _Stage.BY_PARAMETER

@@ -140,7 +140,7 @@ class Reducer:
         )
         self._backlog = Backlog()
         self._held: list[torch.Tensor | None] = []
-        self._graph_task = -1
+        self._graph_task = self._passed_task = -1
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
         weakref.finalize(self, self._hooks.close)
 
@@ -307,7 +307,11 @@ class Reducer:
         If no hooked parameter is reached, it begins when it ends: no sooner, for it may fail first, or run a checkpoint's
         forward. Callbacks run in order: this one before that of a reduction that begins after it was registered.
         """
-        if self._phase is _Phase.IDLE and self._hooks.pass_outputs(self._buckets, self._graph):
+        task = torch._C._current_graph_task_id()
+        if self._phase is not _Phase.IDLE or task == self._passed_task:
+            return
+        self._passed_task = task
+        if self._hooks.pass_outputs(self._buckets, self._graph):
             ended = self._ended
             call_at_the_end(lambda: self._end_unless(ended))
 
@@ -320,7 +324,8 @@ class Reducer:
     def _look_at_backlog(self, current: Arrivals | None = None) -> None:
         if self._hooks.precede_gradients and torch._C._current_graph_task_id() != self._graph_task:
             # It is within the backward, maybe within a user's hook on a gradient that is noted and not there yet.
-            self._hooks.meet_inner_backward()
+            if self._phase is _Phase.REDUCING:
+                self._hooks.meet_inner_backward()
             return
         for indices in self._backlog.take(current):
             self._look_at(indices)
@@ -442,13 +447,15 @@ class Reducer:
         if not self._readiness.is_complete:
             raise self._never_ready()
         self._hooks.whole.check()
+        for index in self._hooks.whole.unforeseen():
+            raise complaints.marked_twice(self._names[index], self._group.place(), self._graph.advice_twice)
         finalize(self._flights, self.statistics, self._graph.untouched, delivered=self._delivered, others=self._others)
         if self._arrival_order is None or self._will_rebuild:
             self._arrival_order = self._readiness.arrival_order()
         self._others = []
         self._expectation.fulfil()
         self._ended += 1
-        self._hooks.end()
+        self._hooks.end(self._buckets, self._graph)
         self._reset()
 
     def _reset(self) -> None:

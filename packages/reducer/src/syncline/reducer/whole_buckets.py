@@ -43,6 +43,7 @@ class WholeBuckets:
         self._expected = awaited
         self._number_of = {index: number for number, indices in awaited.items() for index in indices}
         self._open: set[int] = set()
+        self._absent: Sequence[int] = ()
         self._none_before = False
         self.order_held = True
         for bucket in buckets.values():
@@ -69,6 +70,7 @@ class WholeBuckets:
             none_before: no parameter had a gradient then.
         """
         self._expected = self.awaited
+        self._absent = absent if none_before else ()
         if absent:
             left_out = frozenset(absent)
             self._expected = {
@@ -121,6 +123,13 @@ class WholeBuckets:
         """
         for bucket in self._buckets.values():
             bucket.check_remembered()
+
+    def unforeseen(self) -> Iterator[int]:
+        """Backward has ended: those that have a gradient, although there was to be none, and none was there before."""
+        for index in self._absent:
+            bucket = self._buckets.get(self._number_of.get(index, -1))
+            if bucket is not None and bucket.parameters[bucket.indices.index(index)].grad is not None:
+                yield index
 
     def forget(self) -> None:
         """Forget this backward."""
