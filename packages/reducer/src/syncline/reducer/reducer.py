@@ -523,10 +523,18 @@ class Reducer:
             raise complaints.never_ended(what, self._group.place())
 
     def _check_undisturbed(self) -> None:
-        if self._hooks.are_disturbed:
-            gc.collect()  # the other may be long forgotten
-            if self._hooks.are_disturbed:
-                raise complaints.averaged_twice(self._group.place())
+        if not self._hooks.are_disturbed:
+            return
+        for pause_s in (
+            0.01,
+            0.1,
+            1,
+        ):  # the other may be long forgotten; a collection that runs on another thread takes a while
+            gc.collect()
+            if not self._hooks.are_disturbed:
+                return
+            time.sleep(pause_s)
+        raise complaints.averaged_twice(self._group.place())
 
     def _never_ready(self) -> MisuseError:
         names = [self._names[index] for index in self._readiness.missing()]
