@@ -525,11 +525,8 @@ class Reducer:
     def _check_undisturbed(self) -> None:
         if not self._hooks.are_disturbed:
             return
-        for pause_s in (
-            0.01,
-            0.1,
-            1,
-        ):  # the other may be long forgotten; a collection that runs on another thread takes a while
+        # The other may be long forgotten; if another thread collects, this returns at once.
+        for pause_s in (0.01, 0.05, 0.25):
             gc.collect()
             if not self._hooks.are_disturbed:
                 return
