@@ -241,7 +241,7 @@ def test_a_loss_of_what_nobody_sees_besides_a_tensor() -> None:
 
     def body(group: ProcessGroup) -> None:
         model = DistributedDataParallel(
-            TwoHeads(lambda a, b: (a, Opaque(b, None))), process_group=group, find_unused_parameters=True
+            TwoHeads(lambda a, b: (b, Opaque(a, None))), process_group=group, find_unused_parameters=True
         )
         for step in range(5):
             model.zero_grad()
@@ -250,7 +250,7 @@ def test_a_loss_of_what_nobody_sees_besides_a_tensor() -> None:
                 (first.sum() + other.first.sum()).backward()
                 continue
             (other.first.sum() * (group.rank + 1)).backward()
-            bias = model.module.heads[1].bias
+            bias = model.module.heads[0].bias
             assert bias.grad.tolist() == [4.5, 4.5]
 
     run_ranks(2, body)
@@ -278,7 +278,7 @@ class SometimesOpaque(TwoHeads):
     def forward(self, inputs: torch.Tensor, hides: bool = False) -> object:
         if not hides:
             return super().forward(inputs)
-        return Opaque(self.heads[1](self.trunk(inputs).tanh().detach()), None)
+        return Opaque(self.heads[0](self.trunk(inputs).tanh().detach()), None)
 
 
 def test_a_forward_that_hides_its_outputs_later() -> None:
@@ -291,7 +291,7 @@ def test_a_forward_that_hides_its_outputs_later() -> None:
             torch.stack(list(losses(model(batch(group.rank, step))))).sum().backward()
         model.zero_grad()
         (model(batch(group.rank, 3), hides=True).first.sum() * (group.rank + 1)).backward()
-        assert model.module.heads[1].bias.grad.tolist() == [4.5, 4.5]
+        assert model.module.heads[0].bias.grad.tolist() == [4.5, 4.5]
 
     run_ranks(2, body)
 

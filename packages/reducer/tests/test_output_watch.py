@@ -221,6 +221,18 @@ def test_all_of_it_in_a_reentrant_checkpoint_later(as_view: bool) -> None:
     run_ranks(2, body)
 
 
+def test_after_a_forward_whose_outputs_nobody_gave_each_gradient_is_noted() -> None:
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group)
+        heads.learn()
+        heads.reducer.prepare_for_backward()
+        heads.compute([2])
+        heads.forward()
+        assert heads.hooked() == list(ALL)
+
+    run_ranks(2, body)
+
+
 def test_after_one_backward_that_went_another_way_the_next_is_noted() -> None:
     """Without a forward between them."""
 

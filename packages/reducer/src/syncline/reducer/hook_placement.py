@@ -210,8 +210,6 @@ class HookPlacement:
         """Take the hooks off, for good."""
         self._stage = _Stage.BY_PARAMETER
         self._nodes = []
-        self.whole.close()
-        self.whole = WholeBuckets.none()
         self._listening.close()
         self._claim.give_up()
 
