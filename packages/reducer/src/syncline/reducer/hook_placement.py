@@ -101,7 +101,6 @@ class HookPlacement:
         """Whether a gradient is noted before it is accumulated. It has been when the next one of the same backward is noted."""
         return self._precede
 
-    @property
     def are_disturbed(self) -> bool:
         """Whether another reducer has some of the parameters, and one reads what the other averages in place."""
         return self._claim.is_disturbed

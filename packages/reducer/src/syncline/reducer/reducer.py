@@ -523,12 +523,12 @@ class Reducer:
             raise complaints.never_ended(what, self._group.place())
 
     def _check_undisturbed(self) -> None:
-        if not self._hooks.are_disturbed:
+        if not self._hooks.are_disturbed():
             return
         # The other may be long forgotten; if another thread collects, this returns at once.
         for pause_s in (0.01, 0.05, 0.25):
             gc.collect()
-            if not self._hooks.are_disturbed:
+            if not self._hooks.are_disturbed():
                 return
             time.sleep(pause_s)
         raise complaints.averaged_twice(self._group.place())
