@@ -92,7 +92,7 @@ class HookPlacement:
         self._stage = _Stage.LEARNING
         self._nodes: list[torch.autograd.graph.Node] = []
         self._had_no_gradients = False
-        self._unused: frozenset[int] = frozenset()
+        self._unused: frozenset[int] | None = None
         self._precede = False
         self.whole = WholeBuckets.none()
 
@@ -182,7 +182,7 @@ class HookPlacement:
         """A backward has begun; these gradients will not come."""
         if not self._watch.has_seen:
             self._watch.lose_sight()
-        if self._stage is _Stage.LEARNING:
+        if self._unused is None:
             self._unused = frozenset(absent)
         self.whole.begin(absent, none_before=self._had_no_gradients)
 
@@ -234,7 +234,8 @@ class HookPlacement:
             self._hook_parameters(buckets)
             return
         members = {index for indices in awaited.values() for index in indices}
-        used = members - self._unused or members
+        unused = self._unused or frozenset()
+        used = members - unused or members
         first = next(index for index in order if index in used)
         self._stage = _Stage.BY_BUCKET
         self._place(
@@ -242,7 +243,7 @@ class HookPlacement:
             WholeBuckets(
                 {number: bucket for number in awaited if isinstance(bucket := buckets[number], Bucket)},
                 awaited,
-                {first, *self._unused, *(indices[-1] for indices in awaited.values())},
+                {first, *unused, *(indices[-1] for indices in awaited.values())},
                 advice=graph.advice_twice,
                 inner_backwards=graph.never_changes,
             ),
