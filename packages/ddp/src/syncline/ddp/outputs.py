@@ -8,15 +8,19 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from syncline.collectives.untraced import untraced
+
 # Nothing with a graph is in these.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
 
+@untraced
 def tensors_in(outputs: object) -> list[torch.Tensor]:
     """The tensors in lists, tuples, sets, mappings and dataclasses, however deep."""
     return look_into(outputs)[0]
 
 
+@untraced
 def look_into(outputs: object) -> tuple[list[torch.Tensor], bool]:
     """The same, and whether these are all: nobody knows what is in other objects, numbers and text apart."""
     tensors: list[torch.Tensor] = []
