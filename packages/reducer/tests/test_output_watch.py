@@ -433,7 +433,17 @@ def test_a_loss_that_is_kept_keeps_neither_reducer_nor_buckets(graph_options: di
 
 def test_a_tensor_that_every_forward_returns_is_hooked_once() -> None:
     passed: list[int] = []
-    watch, other = OutputWatch(lambda: passed.append(1)), OutputWatch(lambda: passed.append(2))
+
+    class Counted(OutputWatch):
+        def __init__(self, number: int) -> None:
+            super().__init__(lambda: None)
+            self._number = number
+
+        def _pass(self, *_: object) -> None:
+            passed.append(self._number)
+            super()._pass()
+
+    watch, other = Counted(1), Counted(2)
     output = torch.ones(2, requires_grad=True) * 2
     for _ in range(5):
         for each in (watch, other):

@@ -168,7 +168,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         inputs, kwargs, pending = self._before_forward(inputs, kwargs, has_backward, will_reduce)
         try:
             outputs = self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
-            origins = self._origins_of_backwards(outputs) if has_backward else None
+            origins = self._origins_of_backwards(outputs) if has_backward and self._reducer.wants_outputs else None
         except BaseException:
             if has_backward:
                 self._withdraw()

@@ -8,6 +8,11 @@ from contextlib import contextmanager
 import torch
 
 
+def current_task() -> int:
+    """Which backward runs on this thread; -1 if none does. One within another has a number of its own."""
+    return torch._C._current_graph_task_id()
+
+
 def node_of(parameter: torch.nn.Parameter) -> torch.autograd.graph.Node:
     """Where the parameter's gradient is accumulated; another node after a change of dtype or device."""
     with torch.inference_mode(False), not_frozen(parameter):

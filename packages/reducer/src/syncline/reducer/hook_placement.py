@@ -69,8 +69,8 @@ class HookPlacement:
         in_place: whether their gradients are averaged where they are.
         wake: called on the thread of backward when arrivals are worth a look.
         settled: called there after all hooks on a parameter, if `follow` asked for it.
-        passed: called there when a backward goes through outputs of a forward; maybe several times. All three are methods,
-            and are held weakly: hooks do not keep the reducer alive.
+        passed: called there when a backward comes to the first of the outputs of forwards. All three are methods, and are
+            held weakly: hooks do not keep the reducer alive.
 
     Attributes:
         whole: the buckets that have one hook.
@@ -150,9 +150,14 @@ class HookPlacement:
             and not self._claim.is_shared
         )
 
+    @property
+    def want_outputs(self) -> bool:
+        """Whether any hook depends on what forwards return."""
+        return self._stage is not _Stage.BY_PARAMETER
+
     def after_forward(self, buckets: Sequence[AnyBucket], graph: Graph, outputs: Iterable[torch.Tensor]) -> None:
         """Watch these outputs; see Note [One hook for a bucket]."""
-        if self._stage is _Stage.BY_PARAMETER:
+        if not self.want_outputs:
             return
         self._watch.watch(outputs)
         self._hook_parameters_if_blind(buckets, graph)
@@ -241,6 +246,7 @@ class HookPlacement:
         self._place(
             buckets,
             WholeBuckets(
+                self._parameters,
                 {number: bucket for number in awaited if isinstance(bucket := buckets[number], Bucket)},
                 awaited,
                 {first, *unused, *(indices[-1] for indices in awaited.values())},

@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 
+from .graph_task import current_task
 from .weakly import weakly
 
 
@@ -16,7 +17,7 @@ class OutputWatch:
     After a backward with `create_graph=True` it is blind: what was computed there leads to parameters past the outputs.
 
     Args:
-        passed: called on the thread of backward when that comes to such an output; maybe several times in one backward.
+        passed: called on the thread of backward when that comes to the first such output.
 
     Attributes:
         is_blind: whether there may be backwards that it does not see, for good.
@@ -52,14 +53,16 @@ class OutputWatch:
     @property
     def has_seen(self) -> bool:
         """Whether the backward that runs now went through an output."""
-        return self._seen_task == torch._C._current_graph_task_id()
+        return self._seen_task == current_task()
 
     def lose_sight(self) -> None:
         """There are backwards that it does not see."""
         self.is_blind = True
 
     def _pass(self, *_: object) -> None:
-        self._seen_task = torch._C._current_graph_task_id()
+        if self.has_seen:
+            return
+        self._seen_task = current_task()
         self.is_blind |= torch.is_grad_enabled()  # so it is in a backward with create_graph
         self._passed()
 

@@ -24,6 +24,7 @@ from .expectation import Expectation
 from .finalize import AnyFuture, Delivered, finalize
 from .flight import AnyBucket, Flight
 from .graph import CompleteGraph, Graph, UnexpectedGradientError
+from .graph_task import current_task
 from .hook_placement import HookPlacement
 from .outermost_backward import call_at_the_end
 from .readiness import MarkedTwiceError, Readiness
@@ -140,7 +141,7 @@ class Reducer:
         )
         self._backlog = Backlog()
         self._held: list[torch.Tensor | None] = []
-        self._graph_task = self._passed_task = -1
+        self._graph_task = -1
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
         weakref.finalize(self, self._hooks.close)
 
@@ -222,6 +223,11 @@ class Reducer:
             self._rebuild_if_due()
             self.statistics = IterationStatistics(time.perf_counter())
         self._hooks.before_forward(self._buckets, self._graph, self._arrival_order, synchronizes=synchronizes)
+
+    @property
+    def wants_outputs(self) -> bool:
+        """Whether `watch` is of any use; once it is not, it never is again."""
+        return self._hooks.want_outputs
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         """Call after each forward, with all tensors from which a backward may begin: a hook for each bucket will do then.
@@ -307,11 +313,7 @@ class Reducer:
         If no hooked parameter is reached, it begins when it ends: no sooner, for it may fail first, or run a checkpoint's
         forward. Callbacks run in order: this one before that of a reduction that begins after it was registered.
         """
-        task = torch._C._current_graph_task_id()
-        if self._phase is not _Phase.IDLE or task == self._passed_task:
-            return
-        self._passed_task = task
-        if self._hooks.pass_outputs(self._buckets, self._graph):
+        if self._phase is _Phase.IDLE and self._hooks.pass_outputs(self._buckets, self._graph):
             ended = self._ended
             call_at_the_end(lambda: self._end_unless(ended))
 
@@ -322,7 +324,7 @@ class Reducer:
             self._end()
 
     def _look_at_backlog(self, current: Arrivals | None = None) -> None:
-        if self._hooks.precede_gradients and torch._C._current_graph_task_id() != self._graph_task:
+        if self._hooks.precede_gradients and current_task() != self._graph_task:
             # It is within the backward, maybe within a user's hook on a gradient that is noted and not there yet.
             if self._phase is _Phase.REDUCING:
                 self._hooks.meet_inner_backward()
@@ -351,7 +353,7 @@ class Reducer:
         if not self._buckets:
             raise complaints.no_buckets(self._group.place())
         self._phase = _Phase.REDUCING
-        self._graph_task = torch._C._current_graph_task_id()
+        self._graph_task = current_task()
         self.statistics.backward_started = time.perf_counter()
         absent = self._graph.begin()
         # As long as the order of arrival is to be learnt for buckets, each gradient is looked at when it comes.
@@ -447,8 +449,7 @@ class Reducer:
         if not self._readiness.is_complete:
             raise self._never_ready()
         self._hooks.whole.check()
-        for index in self._hooks.whole.unforeseen():
-            raise complaints.marked_twice(self._names[index], self._group.place(), self._graph.advice_twice)
+        self._mark_ready(self._hooks.whole.unforeseen())  # they are ready already, so any is an error
         finalize(self._flights, self.statistics, self._graph.untouched, delivered=self._delivered, others=self._others)
         if self._arrival_order is None or self._will_rebuild:
             self._arrival_order = self._readiness.arrival_order()

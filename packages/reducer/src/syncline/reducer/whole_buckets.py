@@ -16,6 +16,7 @@ class WholeBuckets:
     """Those buckets that are looked at as a whole; see Note [One hook for a bucket].
 
     Args:
+        parameters: all of the reducer's.
         buckets: the buckets, by their numbers.
         awaited: those parameters of each that may get a gradient, the one that should be the last to get it at the end.
         hooked: those that have a hook, these last ones among them.
@@ -29,6 +30,7 @@ class WholeBuckets:
 
     def __init__(
         self,
+        parameters: Sequence[torch.nn.Parameter],
         buckets: Mapping[int, Bucket],
         awaited: Mapping[int, Sequence[int]],
         hooked: Collection[int],
@@ -36,6 +38,7 @@ class WholeBuckets:
         advice: str,
         inner_backwards: bool,
     ) -> None:
+        self._parameters = parameters
         self._buckets = buckets
         self.awaited = awaited
         self.hooked = hooked
@@ -52,7 +55,7 @@ class WholeBuckets:
     @classmethod
     def none(cls) -> WholeBuckets:
         """There are none."""
-        return cls({}, {}, (), advice="", inner_backwards=False)
+        return cls((), {}, {}, (), advice="", inner_backwards=False)
 
     def close(self) -> None:
         """They are looked at as a whole no more."""
@@ -105,9 +108,7 @@ class WholeBuckets:
         """Backward has ended: what there is of the gradients of each bucket that was not ready before."""
         for number in sorted(self._open):
             self.order_held = False
-            bucket = self._buckets[number]
-            parameters = dict(zip(bucket.indices, bucket.parameters, strict=True))
-            yield [index for index in self._expected[number] if self._may_have_come(index, parameters[index])]
+            yield [index for index in self._expected[number] if self._may_have_come(index)]
         self._open.clear()
 
     def remember(self, number: int, *, by_hook: bool) -> None:
@@ -124,19 +125,17 @@ class WholeBuckets:
         for bucket in self._buckets.values():
             bucket.check_remembered()
 
-    def unforeseen(self) -> Iterator[int]:
+    def unforeseen(self) -> Sequence[int]:
         """Backward has ended: those that have a gradient, although there was to be none, and none was there before."""
-        for index in self._absent:
-            bucket = self._buckets.get(self._number_of.get(index, -1))
-            if bucket is not None and bucket.parameters[bucket.indices.index(index)].grad is not None:
-                yield index
+        return [index for index in self._absent if index in self and self._parameters[index].grad is not None]
 
     def forget(self) -> None:
         """Forget this backward."""
         self._open.clear()
 
-    def _may_have_come(self, index: int, parameter: torch.nn.Parameter) -> bool:
+    def _may_have_come(self, index: int) -> bool:
         """Whether it has a gradient, or autograd left that undefined, or a user's hook took it away; as far as one sees."""
+        parameter = self._parameters[index]
         has_gradient = parameter.grad is not None
         if (has_gradient and self._none_before) or accumulates(parameter):
             return True
