@@ -5,7 +5,7 @@ import torch
 
 from syncline.collectives import ReduceOp, premul_sum
 from syncline.collectives.reduce_op import DTYPES_OF, Reduction
-from syncline.collectives.reduction import reduce_in_rank_order
+from syncline.collectives.reduction import always_of, divide, reduce_in_rank_order
 
 # PREMUL_SUM is a kind of reduction; the reduction itself has a factor, here 2, which every dtype multiplies exactly.
 CELLS = [(op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str)]
@@ -61,3 +61,29 @@ def test_halves_round_once() -> None:
     terms = [torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16) for rank in range(5)]
     assert reduce_in_rank_order(ReduceOp.SUM, terms).item() == 260
     assert reduce_in_rank_order(ReduceOp.AVG, [torch.tensor([60000.0]).half()] * 3).item() == 60000
+
+
+def any_bits(dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of every size, also those too small to be normal, infinities and what is no number."""
+    integer = torch.int32 if dtype.itemsize == 4 else torch.int64
+    limits = torch.iinfo(integer)
+    return torch.randint(limits.min, limits.max, (4096,), generator=torch.Generator().manual_seed(0), dtype=integer).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 64, 1000])
+def test_division_has_the_bits_of_a_division(dtype: torch.dtype, count: int) -> None:
+    numbers = torch.cat([any_bits(dtype), torch.tensor([5e-324, 1.4e-45, 3e-45, 0.0, -0.0], dtype=dtype)])
+    expected = numbers / count
+    divide(numbers, count)
+    assert torch.equal(numbers.isnan(), expected.isnan())
+    assert torch.equal(numbers.nan_to_num(0.0).view(torch.uint8), expected.nan_to_num(0.0).view(torch.uint8))
+
+
+@pytest.mark.parametrize(("op", "dtype"), CELLS)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_prepared_is_the_same(op: ReduceOp, dtype: torch.dtype, count: int) -> None:
+    terms = [numbers(rank, dtype) for rank in range(count)]
+    expected = reduce_in_rank_order(reduction(op), terms)
+    always_of(terms, reduction(op), dtype)(out=terms[-1])  # where one of the terms is, as in a window
+    assert torch.equal(terms[-1], expected)

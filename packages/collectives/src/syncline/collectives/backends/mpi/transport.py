@@ -12,7 +12,7 @@ from mpi4py import MPI
 from ...collective import Collective
 from ...deadline import Deadline
 from ...reduce_op import PremulSum, ReduceOp, Reduction
-from ...reduction import reduce_in_rank_order
+from ...reduction import divide, reduce_in_rank_order
 from ...transport import Request, Transport
 from .datatypes import memory, mpi_reduction
 from .inquest import Inquest
@@ -288,7 +288,7 @@ class MPITransport(Transport):
 
     def _scale_after(self, tensor: torch.Tensor, op: Reduction) -> None:
         if op is ReduceOp.AVG:
-            tensor.div_(self._size)
+            divide(tensor, self._size)
 
     # ---- running ----
 

@@ -9,7 +9,7 @@ import torch
 from ....collective import Collective
 from ....deadline import Deadline
 from ....reduce_op import ReduceOp, Reduction
-from ....reduction import combine, core_op
+from ....reduction import combine, core_op, divide
 from .group_meeting import GroupMeeting
 from .hierarchy import Hierarchy
 from .in_window import InWindow
@@ -113,7 +113,7 @@ class Crossing:
             else:
                 between.all_reduce(total, core_op(op), call, deadline)
                 if op is ReduceOp.AVG:
-                    total.div_(self._ranks)
+                    divide(total, self._ranks)
                 if total is not mine:
                     mine.copy_(total)
             window.hand_out(terms)

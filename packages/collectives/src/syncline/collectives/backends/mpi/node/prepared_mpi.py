@@ -9,6 +9,7 @@ from ....collective import Collective
 from ....deadline import Deadline
 from ....layout import mark_written
 from ....reduce_op import ReduceOp
+from ....reduction import divide
 from ..library import mapped
 from ..transport import BLOCKS_WELL
 from .board import Board
@@ -63,5 +64,5 @@ class PreparedMPI(Prepared):
         else:
             self._meeting.run(self._call(tensor), lambda: self._communicator.Iallreduce(*arguments), deadline)
         if self._divisor > 1:
-            tensor.div_(self._divisor)
+            divide(tensor, self._divisor)
         mark_written(tensor)
