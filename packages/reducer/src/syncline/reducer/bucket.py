@@ -58,6 +58,7 @@ class Bucket:
         self._as_view = as_view
         self._kept: dict[int, torch.Tensor] = {}
         self._seen: list[torch.Tensor | None] | None = None
+        self._seen_complete = False
         self._guard: LatenessGuard | None = None
         first = self.parameters[0]
         numel = sum(parameter.numel() for parameter in self.parameters)
@@ -88,9 +89,15 @@ class Bucket:
         self._seen = [parameter.grad for parameter in self.parameters]
         return self._seen
 
+    def has_new_gradients(self) -> bool:
+        """Look whether each parameter has one. To be called if none had one before the backward that runs now."""
+        self._seen_complete = not some_are_none(self.look())
+        return self._seen_complete
+
     def forget_seen(self) -> None:
         """Forget what was seen."""
         self._seen = None
+        self._seen_complete = False
 
     def collect(self, unused: Collection[int] = ()) -> None:
         """Copy the parameters' gradients into the buffer, except those that already lie there.
@@ -99,17 +106,20 @@ class Bucket:
             unused: indices of parameters that this rank does not use in this backward. If nobody does, their gradients
                 shall stay as they are: `deliver` sees to it. Here they are worth what they hold, and zero if they are None.
         """
+        are_new = self._seen_complete
         gradients = self.look() if self._seen is None else self._seen
-        self._seen = None
+        self.forget_seen()
         if self._are_views(gradients):  # with `as_view`, if gradients are kept between backwards
             if unused:
                 self._kept.update((index, view.clone()) for index, _, view in self._members() if index in unused)
         else:
-            if any(map(operator.is_, gradients, self.views)) or some_are_none(gradients):
+            if any(map(operator.is_, gradients, self.views)) or (not are_new and some_are_none(gradients)):
                 self._collect_some(gradients, unused)
             else:
+                # Outside of create_graph=True autograd detaches what it accumulates; what was there before may need a gradient.
+                may_need_gradients = not are_new or torch.is_grad_enabled()
                 with torch.no_grad():
-                    self._copy(self.views, cast("list[torch.Tensor]", gradients))
+                    self._copy(self.views, cast("list[torch.Tensor]", gradients), may_need_gradients=may_need_gradients)
             if self._as_view:
                 self.alias(unused)
         if self._guard is not None:
@@ -247,9 +257,11 @@ class Bucket:
     def _are_views(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         return all(map(operator.is_, gradients, self.views))
 
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], *, may_need_gradients: bool = True) -> None:
         # What would be copied without a word is asked for at once; the rest is looked into if copying fails.
-        if set(map(_dtype_of, sources)) != {self.buffer.dtype} or torch._C._any_requires_grad(*sources):
+        if set(map(_dtype_of, sources)) != {self.buffer.dtype}:
+            self._complain()
+        if may_need_gradients and torch._C._any_requires_grad(*sources):
             self._complain()
         try:
             if self._holds_vectors and len(targets) == len(self.views):

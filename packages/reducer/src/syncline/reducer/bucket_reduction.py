@@ -10,7 +10,7 @@ import torch
 from syncline.collectives import MisuseError, ProcessGroup, ReduceOp, TorchGroup, premul_sum
 from syncline.collectives.reduce_op import Reduction
 
-from .flight import AnyBucket, CollectiveFlight, Flight, HookFlight, LateFlight, naming_parameters
+from .flight import AnyBucket, CollectiveFlight, Flight, HookFlight, LateFlight, NamingParameters
 from .grad_bucket import GradBucket
 from .sparse_bucket import SparseBucket
 from .statistics import BucketTimes
@@ -44,7 +44,7 @@ class BucketReduction:
 
         Whether it is the last is asked for a hook only, because the answer may have to be waited for.
         """
-        with naming_parameters(bucket):
+        with NamingParameters(bucket):
             if self.hook is not None:
                 shown = GradBucket(bucket, number, is_last(), self._group)
                 return HookFlight(bucket, times, self._future(self.hook, shown), shown, self._group)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -26,16 +24,21 @@ AnyBucket: TypeAlias = Bucket | SparseBucket
 _PATIENCE = 2
 
 
-@contextmanager
-def naming_parameters(bucket: AnyBucket) -> Iterator[None]:
-    """Have transport errors say whose gradients did not arrive. They keep their type."""
-    try:
-        yield
-    except Exception as error:
-        failure = complaints.not_arrived(error, bucket.names)
-        if failure is None:
-            raise
-        raise failure from error
+class NamingParameters:
+    """Has transport errors say whose gradients did not arrive. They keep their type. A context."""
+
+    __slots__ = ("_bucket",)
+
+    def __init__(self, bucket: AnyBucket) -> None:
+        self._bucket = bucket
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, Exception):
+            failure = complaints.not_arrived(error, self._bucket.names)
+            if failure is not None:
+                raise failure from error
 
 
 class Flight(ABC):
@@ -56,7 +59,7 @@ class Flight(ABC):
         Raises:
             TransportError: of the type that the group raised; names the parameters, too.
         """
-        with naming_parameters(self.bucket):
+        with NamingParameters(self.bucket):
             return self._wait()
 
     @abstractmethod
@@ -104,26 +107,32 @@ class HookFlight(Flight):
         self._future = future
         self._shown = shown
         self._group = group
-        self._is_over = threading.Event()
+        self._is_over: threading.Event | None = None
         if future.done():
             self._note_end()
         else:
+            self._is_over = threading.Event()
             future.add_done_callback(self._note_end)
 
     def _note_end(self, _: object = None) -> None:
         super()._note_end()
-        self._is_over.set()
+        if self._is_over is not None:
+            self._is_over.set()
 
     def _wait(self) -> object:
+        if self._is_over is not None:
+            self._wait_for(self._is_over)
+        value = self._future.wait()
+        self._note_end()
+        return self._as_given(value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value)
+
+    def _wait_for(self, is_over: threading.Event) -> None:
         limit_s = min(_PATIENCE * self._group.timeout_s, threading.TIMEOUT_MAX)
-        if not self._is_over.wait(limit_s) and not self._future.done():
+        if not is_over.wait(limit_s) and not self._future.done():
             raise CollectiveTimeout(
                 f"the communication hook's future for bucket {self._shown.index()} did not finish within {limit_s:g} s on "
                 f"{self._group.place()}: look for a hook that never sets its result, or for a rank that waits elsewhere"
             )
-        value = self._future.wait()
-        self._note_end()
-        return self._as_given(value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value)
 
     def _as_given(self, result: object) -> object:
         """A hook that has put a buffer of another dtype in place, and left it there, may return that dtype (torch's do)."""

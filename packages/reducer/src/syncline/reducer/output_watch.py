@@ -25,6 +25,7 @@ class OutputWatch:
 
     def __init__(self, passed: Callable[[], None]) -> None:
         self._passed = passed
+        self._prehook = weakly(self._pass)  # whoever keeps a loss keeps the hook
         self._key = object()
         self._awaits_outputs = False
         self._seen_task = -1
@@ -48,7 +49,7 @@ class OutputWatch:
             # Several forwards may return the same tensor.
             if node is not None and self._key not in (metadata := cast("dict[object, object]", node.metadata)):
                 metadata[self._key] = None
-                node.register_prehook(weakly(self._pass))  # whoever keeps a loss keeps the hook
+                node.register_prehook(self._prehook)
 
     @property
     def has_seen(self) -> bool:

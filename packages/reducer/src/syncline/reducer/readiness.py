@@ -46,21 +46,22 @@ class Readiness:
         Raises:
             MarkedTwiceError: one was marked before, since the last `reset`.
         """
-        indices, before = list(indices), len(self._arrived)
+        indices, before, first = list(indices), len(self._arrived), self._next
+        if not indices:
+            return range(first, first)
         self._arrived.update(indices)
         if len(self._arrived) < before + len(indices):
             raise MarkedTwiceError(_first_repeated(indices, set(self._order)))
         self._order += indices
         for number, count in self._counts(indices).items():
             self._missing[number] -= count
-        first = self._next
         while self._next < len(self._missing) and self._missing[self._next] == 0:
             self._next += 1
         return range(first, self._next)
 
     def _counts(self, indices: Sequence[int]) -> Mapping[int, int]:
         """How many of these are in which bucket; mostly all are in one."""
-        number = self._bucket_of[indices[0]] if indices else 0
+        number = self._bucket_of[indices[0]]
         if self._members[number].issuperset(indices):
             return {number: len(indices)}
         return Counter(map(self._bucket_of.__getitem__, indices))

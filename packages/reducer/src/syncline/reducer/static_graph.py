@@ -79,7 +79,7 @@ class StaticGraph(Graph):
         if self._expected is None:
             self._learn(indices, undefined)
             return ()
-        if self._repeated.isdisjoint(indices):
+        if not self._repeated or self._repeated.isdisjoint(indices):
             return indices
         final, arrivals, expected = [], self._arrivals, self._expected
         for index in indices:
@@ -131,7 +131,7 @@ class StaticGraph(Graph):
     def agree(self) -> None:
         """Once, one all_reduce of a byte for each parameter."""
         if not self._agreed:
-            self._map.agree([(index in self._used) + (index in self._regular) for index in range(self._count)])
+            self._map.agree(bytes((index in self._used) + (index in self._regular) for index in range(self._count)))
             self._agreed = True
 
     def unused_here(self, indices: Collection[int]) -> frozenset[int]:
@@ -148,5 +148,6 @@ class StaticGraph(Graph):
 
     def forget(self) -> None:
         """Expect the same again."""
-        self._arrivals = Counter()
+        if self._arrivals:
+            self._arrivals = Counter()
         self._is_first = self._expected is None
