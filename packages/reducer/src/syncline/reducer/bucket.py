@@ -13,6 +13,7 @@ from syncline.collectives import ProcessGroup
 
 from . import complaints
 from .lateness import LatenessGuard
+from .lending import Lending
 
 _dtype_of = operator.attrgetter("dtype")
 
@@ -64,6 +65,8 @@ class Bucket:
         numel = sum(parameter.numel() for parameter in self.parameters)
         self.buffer = group.allocate(numel, first.dtype, first.device)
         self.views = self.views_into(self.buffer)
+        self._own_memory = self.buffer, self.views
+        self._lending = None if as_view else Lending.of(self.views)
         # Biases and norms: to concatenate many small vectors costs a third of copying each (and nothing else can be so joined).
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
@@ -106,6 +109,7 @@ class Bucket:
             unused: indices of parameters that this rank does not use in this backward. If nobody does, their gradients
                 shall stay as they are: `deliver` sees to it. Here they are worth what they hold, and zero if they are None.
         """
+        self._find_free_memory()
         are_new = self._seen_complete
         gradients = self.look() if self._seen is None else self._seen
         self.forget_seen()
@@ -151,6 +155,7 @@ class Bucket:
 
     def collect_nothing(self) -> None:
         """Fill the buffer with zeros, on a rank that has no gradients; `deliver` must leave all of them as they are."""
+        self._find_free_memory()
         for index, parameter, view in self._members():
             if parameter.grad is view:
                 self._kept[index] = view.clone()
@@ -187,19 +192,38 @@ class Bucket:
             self.alias(untouched)
         self._restore(untouched)
 
-    def _write_back(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> None:
+    def _find_free_memory(self) -> None:
+        """Do not overwrite what was lent."""
+        if self._lending is None:
+            return
+        if self._lending.take_back():
+            self.buffer, self.views = self._own_memory
+        elif self.buffer is self._own_memory[0]:
+            self.buffer = torch.zeros_like(self.buffer)
+            self.views = self.views_into(self.buffer)
+
+    def _write_back(self, gradients: list[torch.Tensor | None], untouched: Collection[int]) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        lent = self._lend(gradients, untouched)
         if not untouched and not some_are_none(gradients):
             targets, sources = cast("list[torch.Tensor]", gradients), self.views
         else:
             for (index, parameter, view), gradient in zip(self._members(), gradients, strict=True):
-                if index not in untouched:
+                if index not in untouched and index not in lent:
                     targets.append(_new_gradient(parameter) if gradient is None else gradient)
                     sources.append(view)
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
+
+    def _lend(self, gradients: list[torch.Tensor | None], untouched: Collection[int]) -> frozenset[int]:
+        """Which, by index, have the bucket's memory for their gradients now, so that nothing is to be written back."""
+        if self._lending is None:
+            return frozenset()
+        excluded = [position for position, index in enumerate(self.indices) if index in untouched] if untouched else ()
+        lent = self._lending.lend(self.parameters, gradients, excluded)
+        return frozenset(self.indices[position] for position in lent)
 
     def detect_late_gradients(self, advice: str) -> None:
         """From now on those that come when the reduction was issued already, which is when `remember` is called, are errors.
