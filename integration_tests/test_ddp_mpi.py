@@ -6,7 +6,7 @@ import copy
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -133,6 +133,25 @@ def test_accumulation_without_synchronisation(mpi_group: ProcessGroup, as_view: 
             torch.nn.functional.mse_loss(local(inputs[step]), targets[step]).backward()
         torch.testing.assert_close(gradients(model), gradients(local), rtol=1e-10, atol=1e-13)
         assert_bitwise_equal_on_all_ranks(mpi_group, gradients(model))
+
+
+@pytest.mark.parametrize("holds", [lambda gradient: gradient, lambda gradient: gradient[:1]], ids=["gradients", "views"])
+def test_what_one_rank_keeps_of_large_gradients_stays(mpi_group: ProcessGroup, holds: Callable[[torch.Tensor], Any]) -> None:
+    """They lie in shared memory, which the others do not write to as long as they are there."""
+    weight = torch.nn.Linear(512, 512, bias=False)
+    model = DistributedDataParallel(weight, process_group=mpi_group)
+    kept = []
+    for step in range(6):
+        model.zero_grad()
+        model(torch.full((1, 512), float(mpi_group.rank + step))).sum().backward()
+        average = step + (mpi_group.size - 1) / 2
+        (gradient,) = gradients(weight)
+        assert gradient.eq(average).all()
+        if mpi_group.rank == 0 and 2 <= step < 4:
+            assert weight.weight.grad is not None
+            kept.append((holds(weight.weight.grad), average))
+        assert all(held.eq(average).all() for held, average in kept)
+    assert_bitwise_equal_on_all_ranks(mpi_group, gradients(weight))
 
 
 def test_modules_that_differ_are_refused_on_every_rank(mpi_group: ProcessGroup) -> None:
