@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from syncline.collectives import ProcessGroup
+from syncline.collectives import ProcessGroup, ReduceOp
 from syncline.collectives.testing import run_ranks
-from syncline.reducer import Reducer, lending
+from syncline.reducer import GradBucket, Reducer, lending
 from syncline.reducer.bucket import Bucket
+from syncline.reducer.holders import is_nobody_elses
 
 LARGE = lending.LEAST_LENT_BYTES // 4
 SIZES = [3, LARGE, 5, LARGE + 1]
@@ -45,6 +47,11 @@ class Loop:
         loss = torch.stack(terms).sum()
         self.reducer.watch([loss])
         loss.backward()
+
+    def warm_up(self) -> None:
+        """Until the buckets are those that stay, and it was seen that gradients go."""
+        for _ in range(3):
+            self.step(0)
 
     def step(self, step: int) -> None:
         """As in training: what was there is gone before."""
@@ -81,10 +88,11 @@ class Loop:
 def test_large_gradients_are_not_copied_back(options: dict[str, bool]) -> None:
     def run(group: ProcessGroup) -> None:
         loop = Loop(group, **options)
-        for step in range(5):
+        for step in range(6):
             loop.step(step)
             loop.assert_averaged(step)
-            assert loop.lent() == [1, 3]
+            if step > 1 or "find_unused_parameters" not in options:  # which does not rebuild
+                assert loop.lent() == ([1, 3] if step > 1 else [])
 
     run_ranks(2, run)
 
@@ -93,7 +101,7 @@ def test_large_gradients_are_not_copied_back(options: dict[str, bool]) -> None:
 def test_a_lent_gradient_looks_like_any_other() -> None:
     def run(group: ProcessGroup) -> None:
         loop = Loop(group)
-        loop.step(0)
+        loop.warm_up()
         gradient = loop.parameters[1].grad
         assert gradient is not None
         assert type(gradient) is torch.Tensor
@@ -115,8 +123,10 @@ def test_a_lent_gradient_has_the_parameters_strides(layout: torch.memory_format)
     def run(group: ProcessGroup) -> None:
         parameter = torch.nn.Parameter(torch.ones(64, 8, 16, 32).to(memory_format=layout))
         reducer = Reducer([("p", parameter)], group)
-        reducer.prepare_for_backward()
-        (parameter * 2).sum().backward()
+        for _ in range(3):
+            parameter.grad = None
+            reducer.prepare_for_backward()
+            (parameter * 2).sum().backward()
         assert parameter.grad is not None
         assert parameter.grad.stride() == parameter.stride()
         assert parameter.grad.data_ptr() == reducer.buckets[0].buffer.data_ptr()
@@ -154,11 +164,11 @@ def test_who_holds_a_gradient_in_backward_sees_the_average(holder: str) -> None:
         held: list[Any] = []
         parameter = loop.parameters[1]
         parameter.register_post_accumulate_grad_hook(lambda parameter: held.append(HOLDERS[holder](parameter.grad)))
-        for step in range(4):
+        for step in range(6):
             held.clear()
             loop.step(step)
             loop.assert_averaged(step)
-            assert loop.lent() == [3]
+            assert loop.lent() == ([3] if step > 1 else [])
             assert first(held[0]) == loop.expected(1, step)
             if holder == "the gradient":
                 assert held[0] is parameter.grad
@@ -172,7 +182,7 @@ def test_gradients_that_are_kept_get_memory_of_their_own() -> None:
 
     def run(group: ProcessGroup) -> None:
         loop = Loop(group)
-        loop.step(0)
+        loop.warm_up()
         kept = [parameter.grad for parameter in loop.parameters]
         assert loop.lent() == [1, 3]
         for step in range(1, 2 * lending.FIRST_PAUSE):
@@ -183,8 +193,12 @@ def test_gradients_that_are_kept_get_memory_of_their_own() -> None:
             loop.assert_averaged(step)
             assert all(parameter.grad is gradient for parameter, gradient in zip(loop.parameters, kept, strict=True))
             assert loop.lent() == []
-        loop.step(0)
-        assert loop.lent() == [1, 3]
+        kept.clear()
+        steps = 0
+        while not loop.lent():
+            loop.step(0)
+            steps += 1
+        assert lending.FIRST_PAUSE < steps < 2 * lending.FIRST_PAUSE
 
     run_ranks(2, run)
 
@@ -193,6 +207,7 @@ def test_gradients_that_are_kept_get_memory_of_their_own() -> None:
 def test_gradients_add_up() -> None:
     def run(group: ProcessGroup) -> None:
         loop = Loop(group)
+        loop.warm_up()
         loop.step(1)
         loop.backward(1)
         for index, parameter in enumerate(loop.parameters):
@@ -204,15 +219,21 @@ def test_gradients_add_up() -> None:
 
 
 @ranks
-def test_a_list_of_gradients_keeps_what_it_holds() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_list_of_gradients_keeps_what_it_holds(is_late: bool) -> None:
+    """It costs the bucket's own memory only if it begins when gradients were lent."""
+
     def run(group: ProcessGroup) -> None:
         loop = Loop(group)
+        if is_late:
+            loop.warm_up()
         history = []
         for step in range(2 * lending.FIRST_PAUSE + 4):
             loop.step(step)
             loop.assert_averaged(step)
             history.append([parameter.grad for parameter in loop.parameters])
-            assert loop.bucket.buffer.data_ptr() == loop.bucket._own_memory[0].data_ptr()
+            is_at_home = loop.bucket.buffer.data_ptr() == loop.bucket._own_memory[0].data_ptr()
+            assert is_at_home == (step == 0 or not is_late)
         for step, gradients in enumerate(history):
             for index, gradient in enumerate(gradients):
                 assert gradient is not None
@@ -223,23 +244,22 @@ def test_a_list_of_gradients_keeps_what_it_holds() -> None:
 
 @ranks
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_what_cannot_be_moved_stays(holder: str) -> None:
+def test_what_the_parameter_has_no_more_stays(holder: str) -> None:
     """On one rank: the other does what it does always."""
-    can_be_moved = holder in ("the gradient", "a graph")
 
     def run(group: ProcessGroup) -> None:
         loop = Loop(group)
-        loop.step(0)
-        loop.step(1)  # with the buckets that will stay
+        loop.warm_up()
+        loop.step(1)
         own = loop.bucket.buffer.data_ptr()
         held = HOLDERS[holder](loop.parameters[1].grad) if group.rank == 1 else None
         for step in range(2, 6):
             loop.step(step)
             loop.assert_averaged(step)
-            assert (loop.bucket.buffer.data_ptr() == own) == (held is None or can_be_moved)
+            assert (loop.bucket.buffer.data_ptr() == own) == (held is None)
             assert held is None or first(held) == loop.expected(1, 1)
         del held
-        for step in range(6, 8 + lending.FIRST_PAUSE):
+        for step in range(6, 10 + lending.FIRST_PAUSE):
             loop.step(step)
             loop.assert_averaged(step)
             assert loop.bucket.buffer.data_ptr() == own
@@ -249,18 +269,71 @@ def test_what_cannot_be_moved_stays(holder: str) -> None:
 
 
 @ranks
-def test_who_sits_out_keeps_gradients() -> None:
+@pytest.mark.parametrize("holder", ["a view", "an array", "its memory"])
+def test_aliases_of_a_kept_gradient_stay_aliases(holder: str) -> None:
+    """They see what is accumulated, what is averaged, and what is cleared through either of them."""
+
     def run(group: ProcessGroup) -> None:
         loop = Loop(group)
-        loop.step(1)
+        loop.warm_up()
+        kept = loop.parameters[1].grad
+        assert kept is not None
+        held = HOLDERS[holder](kept)
+        for step in range(1, 5):
+            if holder == "a view":
+                held.zero_()  # seven elements, of which `first` sees one
+            for parameter in loop.parameters:
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+            loop.backward(step)
+            loop.assert_averaged(step)
+            assert loop.parameters[1].grad is kept
+            assert first(held) == loop.expected(1, step)
+
+    run_ranks(2, run)
+
+
+@ranks
+def test_a_kept_gradient_that_was_given_other_memory_keeps_that() -> None:
+    def run(group: ProcessGroup) -> None:
+        loop = Loop(group)
+        loop.warm_up()
+        gradient = loop.parameters[1].grad
+        assert gradient is not None
+        view = gradient[:3]
+        flat = torch.zeros(LARGE + 1)
+        gradient.data = flat[:LARGE]
+        del gradient
+        for index in (0, 2, 3):
+            loop.parameters[index].grad = None
+        loop.backward(1)
+        loop.assert_averaged(1)
+        assert flat[:LARGE].eq(loop.expected(1, 1)).all()
+        assert view.eq(loop.expected(1, 0)).all()
+
+    run_ranks(2, run)
+
+
+@ranks
+@pytest.mark.parametrize("holder", ["the gradient", "a view"])
+def test_who_sits_out_keeps_gradients(holder: str) -> None:
+    def run(group: ProcessGroup) -> None:
+        loop = Loop(group)
+        loop.warm_up()
         loop.step(2)
         kept = [parameter.grad for parameter in loop.parameters]
+        view = HOLDERS[holder](loop.parameters[1].grad)
         if group.rank == 1:
-            loop.reducer.sit_out()
+            with torch.inference_mode():
+                loop.reducer.sit_out()
             loop.assert_averaged(2)
             assert all(parameter.grad is gradient for parameter, gradient in zip(loop.parameters, kept, strict=True))
+            assert not any(parameter.grad.is_inference() for parameter in loop.parameters if parameter.grad is not None)
         else:
             loop.step(3)
+        loop.step(4)
+        loop.assert_averaged(4)
+        del view
 
     run_ranks(2, run)
 
@@ -269,13 +342,13 @@ def test_who_sits_out_keeps_gradients() -> None:
 def test_gradients_of_unused_parameters_stay() -> None:
     def run(group: ProcessGroup) -> None:
         loop = Loop(group, find_unused_parameters=True)
-        loop.step(1)
+        loop.warm_up()
         loop.step(2)
         for index in (0, 2, 3):
             loop.parameters[index].grad = None
         loop.backward(3, lambda index: index != 1)
         assert loop.lent() == []  # after one was moved
-        lending_again = lending.FIRST_PAUSE + 1
+        lending_again = lending.FIRST_PAUSE + 2
         for _ in range(lending_again):
             for index in (0, 2, 3):
                 loop.parameters[index].grad = None
@@ -304,6 +377,7 @@ def test_gradients_of_another_type_are_copied() -> None:
             parameter.grad = parameter.grad.as_subclass(Marked)
 
         parameter.register_post_accumulate_grad_hook(mark)
+        loop.warm_up()
         loop.step(1)
         loop.assert_averaged(1)
         assert isinstance(parameter.grad, Marked)
@@ -316,6 +390,7 @@ def test_gradients_of_another_type_are_copied() -> None:
 def test_they_outlive_the_reducer_and_its_group() -> None:
     def run(group: ProcessGroup) -> list[torch.Tensor | None]:
         loop = Loop(group)
+        loop.warm_up()
         loop.step(1)
         loop.reducer.close()
         return [parameter.grad for parameter in loop.parameters]
@@ -327,46 +402,94 @@ def test_they_outlive_the_reducer_and_its_group() -> None:
 
 
 @ranks
+def test_gradients_are_not_held_weakly() -> None:
+    """`torch.utils.swap_tensors`, as in `Module.to`, refuses tensors with weak references."""
+
+    def run(group: ProcessGroup) -> None:
+        loop = Loop(group)
+        for _ in range(4):
+            loop.step(1)
+            for parameter in loop.parameters:
+                assert parameter.grad is not None
+                assert not weakref.getweakrefcount(parameter.grad)
+
+    run_ranks(1, run)
+
+
+def keep_buffer(state: list[torch.Tensor], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that looks again later."""
+    state[:] = [bucket.buffer()]
+    work = bucket.process_group().all_reduce(bucket.buffer(), ReduceOp.AVG, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+@ranks
+def test_nothing_is_lent_that_a_communication_hook_was_shown() -> None:
+    def run(group: ProcessGroup) -> None:
+        loop = Loop(group)
+        kept: list[torch.Tensor] = []
+        loop.reducer.set_hook(keep_buffer, kept)
+        for step in range(4):
+            loop.step(step)
+            assert loop.lent() == []
+            for parameter in loop.parameters:
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+            assert kept[0].eq(loop.expected(1, step)).any()  # not cleared with them
+
+    run_ranks(2, run)
+
+
+@ranks
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 def test_random_loops(seed: int, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each rank does with its gradients after a step is its own matter, and late."""
+    """What each rank does with its gradients between steps is its own matter, and does not show."""
     monkeypatch.setattr(lending, "LEAST_LENT_BYTES", 20)  # of 5 elements and more
     monkeypatch.setattr(lending, "FIRST_PAUSE", 2)
 
     def run(group: ProcessGroup) -> None:
         draw = random.Random(f"{seed} {group.rank}")
         loop = Loop(group, [3, 5, 64, 9], bucket_cap_bytes=100, first_bucket_cap_bytes=50, **options)
-        held: list[tuple[Any, list[float]]] = []
-        for step in range(40):
-            loop.step(step)
-            loop.assert_averaged(step)
-            for index, parameter in enumerate(loop.parameters):
-                gradient = parameter.grad
-                assert gradient is not None
-                what = draw.choice(["nothing", "nothing", "nothing", "the gradient", "a view", "an array", "let go", "scale"])
-                if what in HOLDERS:
-                    thing = HOLDERS[what](gradient)
-                    held.append((thing, [loop.expected(index, step)] * len(thing)))
-                elif what == "scale":
-                    gradient.mul_(0)
-                    held = [(thing, [float(value) for value in thing]) for thing, _ in held]
-                elif what == "let go":
+        aliases: list[list[tuple[Any, torch.Tensor]]] = [[] for _ in loop.parameters]  # of gradients, and which gradient it is
+        gone: list[tuple[Any, list[float]]] = []  # of gradients that no parameter has, and what they were
+        for step in range(60):
+            for parameter, held in zip(loop.parameters, aliases, strict=True):
+                if draw.random() < 0.7:
+                    gone += [(alias, values(alias)) for alias, _ in held]
                     held.clear()
-            del gradient
-            for thing, values in held:
-                assert [float(value) for value in thing] == values
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+            loop.backward(step)
+            loop.assert_averaged(step)
+            for index, (parameter, held) in enumerate(zip(loop.parameters, aliases, strict=True)):
+                assert parameter.grad is not None
+                assert all(gradient is parameter.grad for _, gradient in held)
+                assert all(set(values(alias)) == {loop.expected(index, step)} for alias, _ in held)
+                if draw.random() < 0.2:
+                    held.append((draw.choice(list(ALIASES.values()))(parameter.grad), parameter.grad))
+            assert all(values(alias) == were for alias, were in gone)
+            if draw.random() < 0.2:
+                gone.clear()
             if draw.random() < 0.1:
                 time.sleep(0.002)
 
     run_ranks(2, run)
 
 
+ALIASES = {name: hold for name, hold in HOLDERS.items() if name in ("the gradient", "a view", "an array")}
+
+
+def values(alias: Any) -> list[float]:
+    return [float(value) for value in alias]
+
+
 def test_who_refers_to_a_gradient() -> None:
     parameter = torch.nn.Parameter(torch.ones(4))
 
     def is_alone() -> bool:
-        return lending.is_nobody_elses([parameter.grad], 0)
+        return is_nobody_elses([parameter.grad], 0)
 
     for name, hold in HOLDERS.items():
         parameter.grad = torch.zeros(4)
@@ -375,7 +498,26 @@ def test_who_refers_to_a_gradient() -> None:
         assert not is_alone()
         del held
         assert is_alone() or name == "an array"  # of which nobody sees the end
-    assert not lending.is_nobody_elses([None], 0)
+    assert not is_nobody_elses([None], 0)
     array = torch.zeros(4).numpy()
     parameter.grad = torch.from_numpy(array)
     assert not is_alone()  # nobody can see the array
+
+
+LEFT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an attribute": lambda gradient: setattr(gradient, "mark", 1),
+    "a weak reference": weakref.ref,
+    "a hook": lambda gradient: gradient.requires_grad_().register_hook(lambda _: None),
+    "that it needs a gradient": lambda gradient: gradient.requires_grad_(),
+    "that other processes have it": lambda gradient: gradient.share_memory_(),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_was_left_on_a_gradient_is_seen(what: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.zeros(4)
+    assert is_nobody_elses([parameter.grad], 0)
+    left = LEFT[what](parameter.grad)
+    assert not is_nobody_elses([parameter.grad], 0)
+    del left

@@ -66,7 +66,7 @@ class Bucket:
         self.buffer = group.allocate(numel, first.dtype, first.device)
         self.views = self.views_into(self.buffer)
         self._own_memory = self.buffer, self.views
-        self._lending = None if as_view else Lending.of(self.views)
+        self._lending = None if as_view else Lending.of(self.parameters, self.views)
         # Biases and norms: to concatenate many small vectors costs a third of copying each (and nothing else can be so joined).
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
@@ -120,10 +120,8 @@ class Bucket:
             if any(map(operator.is_, gradients, self.views)) or (not are_new and some_are_none(gradients)):
                 self._collect_some(gradients, unused)
             else:
-                # Outside of create_graph=True autograd detaches what it accumulates; what was there before may need a gradient.
-                may_need_gradients = not are_new or torch.is_grad_enabled()
                 with torch.no_grad():
-                    self._copy(self.views, cast("list[torch.Tensor]", gradients), may_need_gradients=may_need_gradients)
+                    self._copy(self.views, cast("list[torch.Tensor]", gradients))
             if self._as_view:
                 self.alias(unused)
         if self._guard is not None:
@@ -176,8 +174,12 @@ class Bucket:
         with torch.no_grad():
             self.buffer.copy_(result.reshape(-1))
 
-    def deliver(self, untouched: Collection[int] = ()) -> None:
-        """Give the parameters their reduced gradients, except those (by index) whose gradients shall stay as they are.
+    def deliver(self, untouched: Collection[int] = (), *, may_lend: bool = True) -> None:
+        """Give the parameters their reduced gradients.
+
+        Args:
+            untouched: those, by index, whose gradients shall stay as they are.
+            may_lend: whether large ones may lie in the bucket's memory, because nobody else knows of it.
 
         Raises:
             MisuseError: a gradient came late; see `detect_late_gradients`.
@@ -186,7 +188,7 @@ class Bucket:
         if self._guard is not None:
             self._guard.check_places(gradients)
         if not self._as_view:
-            self._write_back(gradients, untouched)
+            self._write_back(gradients, untouched, may_lend=may_lend)
             return
         if not self._are_views(gradients):
             self.alias(untouched)
@@ -199,14 +201,15 @@ class Bucket:
         if self._lending.take_back():
             self.buffer, self.views = self._own_memory
         elif self.buffer is self._own_memory[0]:
-            self.buffer = torch.zeros_like(self.buffer)
-            self.views = self.views_into(self.buffer)
+            with torch.inference_mode(False):
+                self.buffer = torch.zeros_like(self.buffer)
+                self.views = self.views_into(self.buffer)
 
-    def _write_back(self, gradients: list[torch.Tensor | None], untouched: Collection[int]) -> None:
+    def _write_back(self, gradients: list[torch.Tensor | None], untouched: Collection[int], *, may_lend: bool) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        lent = self._lend(gradients, untouched)
-        if not untouched and not some_are_none(gradients):
+        lent = self._lend(gradients, untouched) if may_lend else frozenset()
+        if not untouched and not lent and not some_are_none(gradients):
             targets, sources = cast("list[torch.Tensor]", gradients), self.views
         else:
             for (index, parameter, view), gradient in zip(self._members(), gradients, strict=True):
@@ -222,7 +225,7 @@ class Bucket:
         if self._lending is None:
             return frozenset()
         excluded = [position for position, index in enumerate(self.indices) if index in untouched] if untouched else ()
-        lent = self._lending.lend(self.parameters, gradients, excluded)
+        lent = self._lending.lend(gradients, excluded)
         return frozenset(self.indices[position] for position in lent)
 
     def detect_late_gradients(self, advice: str) -> None:
@@ -281,11 +284,9 @@ class Bucket:
     def _are_views(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         return all(map(operator.is_, gradients, self.views))
 
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], *, may_need_gradients: bool = True) -> None:
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         # What would be copied without a word is asked for at once; the rest is looked into if copying fails.
-        if set(map(_dtype_of, sources)) != {self.buffer.dtype}:
-            self._complain()
-        if may_need_gradients and torch._C._any_requires_grad(*sources):
+        if set(map(_dtype_of, sources)) != {self.buffer.dtype} or torch._C._any_requires_grad(*sources):
             self._complain()
         try:
             if self._holds_vectors and len(targets) == len(self.views):

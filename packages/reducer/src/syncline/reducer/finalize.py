@@ -42,7 +42,7 @@ def finalize(
     for flight in flights:
         flight.bucket.accept(flight.wait())
         kept = untouched(flight.bucket.indices)
-        flight.bucket.deliver(kept)
+        flight.bucket.deliver(kept, may_lend=not flight.shows_bucket)
         if delivered is not None:
             delivered(_others(flight.bucket, kept) if kept else flight.bucket.parameters)
     for future in others:

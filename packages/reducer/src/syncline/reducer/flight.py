@@ -44,10 +44,15 @@ class NamingParameters:
 class Flight(ABC):
     """A bucket and the reduction that it waits for.
 
+    Attributes:
+        shows_bucket: whether somebody was shown the bucket's memory, and may keep it.
+
     Args:
         bucket: the bucket.
         times: gets the end of the reduction.
     """
+
+    shows_bucket = False
 
     def __init__(self, bucket: AnyBucket, times: BucketTimes) -> None:
         self.bucket = bucket
@@ -94,6 +99,8 @@ class HookFlight(Flight):
         shown: what the hook was given.
         group: whose time limit holds for each collective of the hook.
     """
+
+    shows_bucket = True
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class SparseBucket:
         assert isinstance(result, torch.Tensor)
         self.buffer = result
 
-    def deliver(self, untouched: Collection[int] = ()) -> None:
+    def deliver(self, untouched: Collection[int] = (), *, may_lend: bool = True) -> None:  # noqa: ARG002 - a bucket's
         """Give the parameter its reduced gradient, unless it is among those (by index) that stay as they are."""
         if self.indices[0] not in untouched:
             self.parameters[0].grad = self.buffer
