@@ -504,13 +504,21 @@ def test_who_refers_to_a_gradient() -> None:
     assert not is_alone()  # nobody can see the array
 
 
-LEFT: dict[str, Callable[[torch.Tensor], Any]] = {
-    "an attribute": lambda gradient: setattr(gradient, "mark", 1),
-    "a weak reference": weakref.ref,
-    "a hook": lambda gradient: gradient.requires_grad_().register_hook(lambda _: None),
-    "that it needs a gradient": lambda gradient: gradient.requires_grad_(),
-    "that other processes have it": lambda gradient: gradient.share_memory_(),
-}
+def left(what: str, gradient: torch.Tensor) -> Any:
+    """Leave something on it; nothing that is returned refers to it, unless weakly."""
+    if what == "an attribute":
+        gradient.mark = 1  # type: ignore[attr-defined]
+    elif what == "that it needs a gradient":
+        gradient.requires_grad_()
+    elif what == "a hook":
+        gradient.requires_grad_().register_hook(lambda _: None)
+        gradient.requires_grad_(False)
+    elif what == "that other processes have it":
+        gradient.share_memory_()  # type: ignore[no-untyped-call]
+    return weakref.ref(gradient) if what == "a weak reference" else None
+
+
+LEFT = ["an attribute", "that it needs a gradient", "a hook", "that other processes have it", "a weak reference"]
 
 
 @pytest.mark.parametrize("what", LEFT)
@@ -518,6 +526,27 @@ def test_what_was_left_on_a_gradient_is_seen(what: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(4))
     parameter.grad = torch.zeros(4)
     assert is_nobody_elses([parameter.grad], 0)
-    left = LEFT[what](parameter.grad)
+    reference = left(what, parameter.grad)
     assert not is_nobody_elses([parameter.grad], 0)
-    del left
+    del reference
+
+
+@ranks
+def test_pauses_get_shorter_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "FIRST_PAUSE", 2)
+
+    def run(group: ProcessGroup) -> None:
+        loop = Loop(group)
+        loop.warm_up()
+        seen = loop.bucket._lending
+        assert seen is not None
+        for _ in range(3):
+            while not loop.lent():
+                loop.step(1)
+            loop.backward(1)  # it is still there
+        assert seen._next_pause == 16
+        for _ in range(8 + lending.CLEAN_PAUSES * (16 + 8 + 4 + 2)):
+            loop.step(1)
+        assert seen._next_pause == 2
+
+    run_ranks(1, run)

@@ -49,7 +49,7 @@ def _is_plain(gradient: torch.Tensor | None) -> bool:
         and not gradient._backward_hooks
         and not weakref.getweakrefcount(gradient)
         and gradient.untyped_storage().resizable()
-        and not gradient.is_shared()
+        and not gradient.is_shared()  # type: ignore[no-untyped-call]  # torch's
     )
 
 
@@ -61,7 +61,7 @@ def _holders(gradients: Sequence[torch.Tensor | None], position: int) -> _Holder
         sys.getrefcount(gradient),
         gradient._use_count(),  # type: ignore[attr-defined]
         sys.getrefcount(storage),
-        torch._C._storage_Use_Count(storage._cdata),  # type: ignore[attr-defined]
+        torch._C._storage_Use_Count(storage._cdata),
     )
 
 

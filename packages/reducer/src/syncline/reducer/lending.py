@@ -86,11 +86,11 @@ class Lending:
         Returns:
             Whether the memory is free.
         """
-        kept = {position: memory for position, memory in self._loans.items() if not memory.expired()}
+        kept = {position: memory for position, memory in self._loans.items() if not _is_gone(memory)}
         for position, memory in kept.items():
             self._move([self._parameters[position].grad], memory)
-        self._loans = {position: memory for position, memory in kept.items() if not memory.expired()}
-        if kept or not all(memory.expired() for memory in self._copied):
+        self._loans = {position: memory for position, memory in kept.items() if not _is_gone(memory)}
+        if kept or not all(map(_is_gone, self._copied)):
             self._rest()
         elif self._pause:
             self._pause -= 1
@@ -118,6 +118,12 @@ class Lending:
         self._clean += 1
         if self._clean >= CLEAN_PAUSES * self._next_pause:
             self._clean, self._next_pause = 0, max(FIRST_PAUSE, self._next_pause // 2)
+
+
+def _is_gone(memory: StorageWeakRef) -> bool:
+    """Whether nobody can read or write there any more."""
+    gone: bool = memory.expired()  # type: ignore[no-untyped-call]
+    return gone
 
 
 def _memory_of(gradient: torch.Tensor) -> StorageWeakRef:
