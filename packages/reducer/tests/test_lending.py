@@ -294,6 +294,31 @@ def test_aliases_of_a_kept_gradient_stay_aliases(holder: str) -> None:
 
 
 @ranks
+def test_a_kept_gradient_that_was_shared_stays_shared() -> None:
+    """Its storage is the one that was lent, and lies elsewhere now; other processes may read it."""
+
+    def run(group: ProcessGroup) -> None:
+        loop = Loop(group)
+        loop.warm_up()
+        own = loop.bucket.buffer.data_ptr()
+        gradient = loop.parameters[1].grad
+        assert gradient is not None
+        gradient.share_memory_()  # type: ignore[no-untyped-call]
+        shared = gradient.data_ptr()
+        for step in range(1, 4):
+            for parameter in loop.parameters:
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+            loop.backward(step)
+            loop.assert_averaged(step)
+            assert loop.parameters[1].grad is gradient
+            assert gradient.data_ptr() == shared
+            assert loop.bucket.buffer.data_ptr() == own
+
+    run_ranks(2, run)
+
+
+@ranks
 def test_a_kept_gradient_that_was_given_other_memory_keeps_that() -> None:
     def run(group: ProcessGroup) -> None:
         loop = Loop(group)

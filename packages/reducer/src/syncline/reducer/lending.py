@@ -34,6 +34,8 @@ class Lending:
       it stays, and the bucket uses other memory as long as it does, in which it takes longer to reduce: it is not shared with
       the other ranks. In both cases the bucket lends nothing for a while, each time for twice as long.
 
+    As long as one lent gradient lives, so does the memory of its whole bucket.
+
     Each rank decides for itself. Only on CPUs, and only gradients that are worth it.
 
     Args:
@@ -73,12 +75,12 @@ class Lending:
         if not self._is_trusted:
             self._copied = [_memory_of(gradient) for position in candidates if (gradient := gradients[position]) is not None]
             return frozenset()
-        lent = [position for position in candidates if is_nobody_elses(gradients, position)]
-        for position in lent:
+        for position in candidates:
             gradient = torch.from_dlpack(self._views[position])  # type: ignore[attr-defined]  # it is there
-            self._loans[position] = _memory_of(gradient)
-            self._parameters[position].grad = gradients[position] = gradient
-        return frozenset(lent)
+            if is_nobody_elses(gradients, position):  # asked last, for another thread may take it
+                self._parameters[position].grad = gradients[position] = gradient
+                self._loans[position] = _memory_of(gradient)
+        return frozenset(self._loans)
 
     def take_back(self) -> bool:
         """The bucket needs its memory: move what still lies there, if it can be moved.
@@ -87,9 +89,7 @@ class Lending:
             Whether the memory is free.
         """
         kept = {position: memory for position, memory in self._loans.items() if not _is_gone(memory)}
-        for position, memory in kept.items():
-            self._move([self._parameters[position].grad], memory)
-        self._loans = {position: memory for position, memory in kept.items() if not _is_gone(memory)}
+        self._loans = {position: memory for position, memory in kept.items() if not self._move(position, memory)}
         if kept or not all(map(_is_gone, self._copied)):
             self._rest()
         elif self._pause:
@@ -100,14 +100,21 @@ class Lending:
         self._copied = []
         return not self._loans
 
-    def _move(self, gradients: list[torch.Tensor | None], memory: StorageWeakRef) -> None:
-        """Give a parameter's gradient memory of its own, if it has lent one, and nobody else uses it."""
-        gradient = gradients[0]
+    def _move(self, position: int, memory: StorageWeakRef) -> bool:
+        """Give a parameter's gradient memory of its own, if it has lent one, and nobody else uses it.
+
+        Returns:
+            Whether nobody uses the lent memory any more.
+        """
+        gradient = self._parameters[position].grad
         if gradient is None or gradient.untyped_storage()._cdata != memory.cdata:
-            return
-        if is_only_user_of_its_memory(gradients, 0):
+            return False
+        if gradient.untyped_storage().data_ptr() != self._views[position].data_ptr():
+            return True  # its storage was moved: into memory that is shared with other processes, say
+        if is_only_user_of_its_memory([gradient], 0):
             with torch.inference_mode(False):
                 gradient.data = gradient.detach().clone()
+        return _is_gone(memory)
 
     def _rest(self) -> None:
         self._is_trusted, self._clean = False, 0
