@@ -55,9 +55,19 @@ class Loop:
 
     def step(self, step: int) -> None:
         """As in training: what was there is gone before."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.drop(*range(len(self.parameters)))
         self.backward(step)
+
+    def drop(self, *indices: int) -> None:
+        """As `zero_grad` does, of some."""
+        for index in indices:
+            self.parameters[index].grad = None
+
+    def clear(self) -> None:
+        """As `zero_grad(set_to_none=False)` does."""
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            parameter.grad.zero_()
 
     def expected(self, index: int, step: int) -> float:
         return WEIGHTS[index] * (step + (self.group.size - 1) / 2)
@@ -186,9 +196,7 @@ def test_gradients_that_are_kept_get_memory_of_their_own() -> None:
         kept = [parameter.grad for parameter in loop.parameters]
         assert loop.lent() == [1, 3]
         for step in range(1, 2 * lending.FIRST_PAUSE):
-            for parameter in loop.parameters:
-                assert parameter.grad is not None
-                parameter.grad.zero_()
+            loop.clear()
             loop.backward(step)
             loop.assert_averaged(step)
             assert all(parameter.grad is gradient for parameter, gradient in zip(loop.parameters, kept, strict=True))
@@ -282,9 +290,7 @@ def test_aliases_of_a_kept_gradient_stay_aliases(holder: str) -> None:
         for step in range(1, 5):
             if holder == "a view":
                 held.zero_()  # seven elements, of which `first` sees one
-            for parameter in loop.parameters:
-                assert parameter.grad is not None
-                parameter.grad.zero_()
+            loop.clear()
             loop.backward(step)
             loop.assert_averaged(step)
             assert loop.parameters[1].grad is kept
@@ -306,9 +312,7 @@ def test_a_kept_gradient_that_was_shared_stays_shared() -> None:
         gradient.share_memory_()  # type: ignore[no-untyped-call]
         shared = gradient.data_ptr()
         for step in range(1, 4):
-            for parameter in loop.parameters:
-                assert parameter.grad is not None
-                parameter.grad.zero_()
+            loop.clear()
             loop.backward(step)
             loop.assert_averaged(step)
             assert loop.parameters[1].grad is gradient
@@ -329,8 +333,7 @@ def test_a_kept_gradient_that_was_given_other_memory_keeps_that() -> None:
         flat = torch.zeros(LARGE + 1)
         gradient.data = flat[:LARGE]
         del gradient
-        for index in (0, 2, 3):
-            loop.parameters[index].grad = None
+        loop.drop(0, 2, 3)
         loop.backward(1)
         loop.assert_averaged(1)
         assert flat[:LARGE].eq(loop.expected(1, 1)).all()
@@ -369,14 +372,12 @@ def test_gradients_of_unused_parameters_stay() -> None:
         loop = Loop(group, find_unused_parameters=True)
         loop.warm_up()
         loop.step(2)
-        for index in (0, 2, 3):
-            loop.parameters[index].grad = None
+        loop.drop(0, 2, 3)
         loop.backward(3, lambda index: index != 1)
         assert loop.lent() == []  # after one was moved
         lending_again = lending.FIRST_PAUSE + 2
         for _ in range(lending_again):
-            for index in (0, 2, 3):
-                loop.parameters[index].grad = None
+            loop.drop(0, 2, 3)
             loop.backward(3, lambda index: index != 1)
         assert loop.lent() == [3]
         for index, step in enumerate([3, 2, 3, 3]):
@@ -457,9 +458,7 @@ def test_nothing_is_lent_that_a_communication_hook_was_shown() -> None:
         for step in range(4):
             loop.step(step)
             assert loop.lent() == []
-            for parameter in loop.parameters:
-                assert parameter.grad is not None
-                parameter.grad.zero_()
+            loop.clear()
             assert kept[0].eq(loop.expected(1, step)).any()  # not cleared with them
 
     run_ranks(2, run)

@@ -59,14 +59,13 @@ class Bucket:
         self._as_view = as_view
         self._kept: dict[int, torch.Tensor] = {}
         self._seen: list[torch.Tensor | None] | None = None
-        self._seen_complete = False
         self._guard: LatenessGuard | None = None
         first = self.parameters[0]
         numel = sum(parameter.numel() for parameter in self.parameters)
         self.buffer = group.allocate(numel, first.dtype, first.device)
         self.views = self.views_into(self.buffer)
         self._own_memory = self.buffer, self.views
-        self._lending = None if as_view else Lending.of(self.parameters, self.views)
+        self._lending = None if as_view else Lending.of(self.indices, self.parameters, self.views)
         # Biases and norms: to concatenate many small vectors costs a third of copying each (and nothing else can be so joined).
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
@@ -92,15 +91,9 @@ class Bucket:
         self._seen = [parameter.grad for parameter in self.parameters]
         return self._seen
 
-    def has_new_gradients(self) -> bool:
-        """Look whether each parameter has one. To be called if none had one before the backward that runs now."""
-        self._seen_complete = not some_are_none(self.look())
-        return self._seen_complete
-
     def forget_seen(self) -> None:
         """Forget what was seen."""
         self._seen = None
-        self._seen_complete = False
 
     def collect(self, unused: Collection[int] = ()) -> None:
         """Copy the parameters' gradients into the buffer, except those that already lie there.
@@ -110,14 +103,13 @@ class Bucket:
                 shall stay as they are: `deliver` sees to it. Here they are worth what they hold, and zero if they are None.
         """
         self._find_free_memory()
-        are_new = self._seen_complete
         gradients = self.look() if self._seen is None else self._seen
         self.forget_seen()
         if self._are_views(gradients):  # with `as_view`, if gradients are kept between backwards
             if unused:
                 self._kept.update((index, view.clone()) for index, _, view in self._members() if index in unused)
         else:
-            if any(map(operator.is_, gradients, self.views)) or (not are_new and some_are_none(gradients)):
+            if any(map(operator.is_, gradients, self.views)) or some_are_none(gradients):
                 self._collect_some(gradients, unused)
             else:
                 with torch.no_grad():
@@ -208,7 +200,7 @@ class Bucket:
     def _write_back(self, gradients: list[torch.Tensor | None], untouched: Collection[int], *, may_lend: bool) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        lent = self._lend(gradients, untouched) if may_lend else frozenset()
+        lent = self._lending.lend(gradients, untouched) if may_lend and self._lending is not None else frozenset()
         if not untouched and not lent and not some_are_none(gradients):
             targets, sources = cast("list[torch.Tensor]", gradients), self.views
         else:
@@ -219,14 +211,6 @@ class Bucket:
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
-
-    def _lend(self, gradients: list[torch.Tensor | None], untouched: Collection[int]) -> frozenset[int]:
-        """Which, by index, have the bucket's memory for their gradients now, so that nothing is to be written back."""
-        if self._lending is None:
-            return frozenset()
-        excluded = [position for position, index in enumerate(self.indices) if index in untouched] if untouched else ()
-        lent = self._lending.lend(gradients, excluded)
-        return frozenset(self.indices[position] for position in lent)
 
     def detect_late_gradients(self, advice: str) -> None:
         """From now on those that come when the reduction was issued already, which is when `remember` is called, are errors.

@@ -35,10 +35,10 @@ def is_nobody_elses(gradients: Sequence[torch.Tensor | None], position: int) -> 
     )
 
 
-def is_only_user_of_its_memory(gradients: Sequence[torch.Tensor | None], position: int) -> bool:
+def is_only_user_of_its_memory(gradient: torch.Tensor) -> bool:
     """Whether no view of the gradient, no array, no storage is about; the gradient itself may have any number of holders."""
-    holders = _holders(gradients, position)
-    return holders.of_storage_object <= _ALONE.of_storage_object and holders.of_storage <= _ALONE.of_storage
+    of_storage_object, of_storage = _users_of_its_memory(gradient)
+    return of_storage_object <= _ALONE.of_storage_object and of_storage <= _ALONE.of_storage
 
 
 def _is_plain(gradient: torch.Tensor | None) -> bool:
@@ -56,13 +56,16 @@ def _is_plain(gradient: torch.Tensor | None) -> bool:
 def _holders(gradients: Sequence[torch.Tensor | None], position: int) -> _Holders:
     gradient = gradients[position]
     assert gradient is not None
-    storage = gradient.untyped_storage()
     return _Holders(
         sys.getrefcount(gradient),
         gradient._use_count(),  # type: ignore[attr-defined]
-        sys.getrefcount(storage),
-        torch._C._storage_Use_Count(storage._cdata),
+        *_users_of_its_memory(gradient),
     )
+
+
+def _users_of_its_memory(gradient: torch.Tensor) -> tuple[int, int]:
+    storage = gradient.untyped_storage()
+    return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 
 
 def _holders_if_alone() -> _Holders:

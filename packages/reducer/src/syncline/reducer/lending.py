@@ -39,11 +39,13 @@ class Lending:
     Each rank decides for itself. Only on CPUs, and only gradients that are worth it.
 
     Args:
+        indices: the parameters' in the reducer.
         parameters: the bucket's.
         views: of the bucket's memory, one for each.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor]) -> None:
+    def __init__(self, indices: Sequence[int], parameters: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor]) -> None:
+        self._indices = indices
         self._parameters = parameters
         self._views = views
         self._large = [position for position, view in enumerate(views) if view.nbytes >= LEAST_LENT_BYTES]
@@ -53,25 +55,27 @@ class Lending:
         self._pause, self._next_pause, self._clean = 0, FIRST_PAUSE, 0
 
     @classmethod
-    def of(cls, parameters: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor]) -> Lending | None:
+    def of(
+        cls, indices: Sequence[int], parameters: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor]
+    ) -> Lending | None:
         """None if there is nothing to lend."""
-        lending = cls(parameters, views)
+        lending = cls(indices, parameters, views)
         return lending if lending._large and views[0].is_cpu and CAN_COUNT else None
 
-    def lend(self, gradients: list[torch.Tensor | None], excluded: Collection[int] = ()) -> frozenset[int]:
+    def lend(self, gradients: list[torch.Tensor | None], untouched: Collection[int]) -> frozenset[int]:
         """Give parameters the bucket's memory for their gradients, where nobody sees a difference.
 
         Args:
             gradients: the parameters'; nobody else may refer to these but the parameters. Those that are replaced are
                 forgotten.
-            excluded: positions of those that shall stay as they are.
+            untouched: those, by index, whose gradients shall stay as they are.
 
         Returns:
-            The positions of those that were lent.
+            Those, by index, whose gradients lie in the bucket now, so that nothing is to be written back.
         """
         if self._pause or self._loans:
             return frozenset()
-        candidates = [position for position in self._large if position not in excluded]
+        candidates = [position for position in self._large if self._indices[position] not in untouched]
         if not self._is_trusted:
             self._copied = [_memory_of(gradient) for position in candidates if (gradient := gradients[position]) is not None]
             return frozenset()
@@ -80,7 +84,7 @@ class Lending:
             if is_nobody_elses(gradients, position):  # asked last, for another thread may take it
                 self._parameters[position].grad = gradients[position] = gradient
                 self._loans[position] = _memory_of(gradient)
-        return frozenset(self._loans)
+        return frozenset(self._indices[position] for position in self._loans)
 
     def take_back(self) -> bool:
         """The bucket needs its memory: move what still lies there, if it can be moved.
@@ -111,7 +115,7 @@ class Lending:
             return False
         if gradient.untyped_storage().data_ptr() != self._views[position].data_ptr():
             return True  # its storage was moved: into memory that is shared with other processes, say
-        if is_only_user_of_its_memory([gradient], 0):
+        if is_only_user_of_its_memory(gradient):
             with torch.inference_mode(False):
                 gradient.data = gradient.detach().clone()
         return _is_gone(memory)

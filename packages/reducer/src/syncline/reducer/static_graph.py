@@ -10,7 +10,7 @@ import torch
 from syncline.collectives import ProcessGroup
 
 from .graph import Graph, UnexpectedGradientError
-from .used_parameters import UsedMap
+from .used_parameters import UsedMap, without
 
 
 class StaticGraph(Graph):
@@ -136,10 +136,7 @@ class StaticGraph(Graph):
 
     def unused_here(self, indices: Collection[int]) -> frozenset[int]:
         """Those that were given no gradient in the first backward, or, in that, up to then."""
-        used = self._used if self._is_first else self._regular
-        if len(used) == self._count:
-            return frozenset()
-        return frozenset() if used.issuperset(indices) else frozenset(indices) - used
+        return without(indices, self._used if self._is_first else self._regular, self._count)
 
     def untouched(self, indices: Collection[int]) -> frozenset[int]:
         """As agreed in the first backward."""

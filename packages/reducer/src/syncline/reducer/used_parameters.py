@@ -38,9 +38,16 @@ class UsedMap:
         if self._anywhere is None:
             assert self._work is not None, "agree() comes first"
             self._work.wait()
-            self._anywhere = bytes(self._bytes.tolist())
+            self._anywhere = self._bytes.tolist()
         anywhere = self._anywhere
         return frozenset(index for index in indices if anywhere[index] < level)
+
+
+def without(indices: Collection[int], used: set[int], count: int) -> frozenset[int]:
+    """Those of the parameters that are not used; mostly none, which takes no look at each if all `count` that there are are."""
+    if len(used) == count or used.issuperset(indices):
+        return frozenset()
+    return frozenset(indices) - used
 
 
 class ChangingGraph(Graph):
@@ -144,9 +151,7 @@ class ChangingGraph(Graph):
 
     def unused_here(self, indices: Collection[int]) -> frozenset[int]:
         """Those that were given no gradient since the last reduction."""
-        if len(self._used) == len(self._nodes) or self._used.issuperset(indices):
-            return frozenset()
-        return frozenset(indices) - self._used
+        return without(indices, self._used, len(self._nodes))
 
     def untouched(self, indices: Collection[int]) -> frozenset[int]:
         """What is used here is used; for the rest, the map says."""

@@ -144,11 +144,11 @@ class WholeBuckets:
 
     def _are_there(self, number: int) -> bool:
         bucket, awaited = self._buckets[number], self._expected[number]
-        if len(awaited) == len(bucket.indices):
-            return bucket.has_new_gradients()
-        members = frozenset(awaited)
-        pairs = zip(bucket.indices, bucket.look(), strict=True)
-        return not some_are_none([gradient for index, gradient in pairs if index in members])
+        gradients = bucket.look()
+        if len(awaited) < len(gradients):
+            members = frozenset(awaited)
+            gradients = [gradient for index, gradient in zip(bucket.indices, gradients, strict=True) if index in members]
+        return not some_are_none(gradients)
 
 
 def have_none(parameters: Sequence[torch.nn.Parameter]) -> bool:
