@@ -36,12 +36,12 @@ class Claim:
     @property
     def is_shared(self) -> bool:
         """Whether somebody else averages any of the parameters, too."""
-        return any(True for _ in self._rivals())
+        return bool(self._others) and any(True for _ in self._rivals())
 
     @property
     def is_disturbed(self) -> bool:
         """Whether one of both reads what the other averages in place."""
-        return any(self._in_place or other._in_place for other in self._rivals())
+        return bool(self._others) and any(self._in_place or other._in_place for other in self._rivals())
 
     def give_up(self) -> None:
         """It is averaged no more. May be called at any time, by the garbage collector, too: it takes no lock."""

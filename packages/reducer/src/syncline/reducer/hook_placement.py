@@ -94,7 +94,7 @@ class HookPlacement:
         self._had_no_gradients = False
         self._unused: frozenset[int] | None = None
         self._precede = False
-        self.whole = WholeBuckets.none()
+        self.whole = WholeBuckets.none(parameters)
 
     @property
     def precede_gradients(self) -> bool:
@@ -114,7 +114,7 @@ class HookPlacement:
 
     def note_each(self, buckets: Sequence[AnyBucket], graph: Graph) -> None:
         """Note each gradient of these buckets, to learn the order."""
-        self._place(buckets, WholeBuckets.none(), for_now=graph.one_hook_may_do)
+        self._place(buckets, WholeBuckets.none(self._parameters), for_now=graph.one_hook_may_do)
 
     def before_forward(
         self, buckets: Sequence[AnyBucket], graph: Graph, order: Sequence[int] | None, *, synchronizes: bool
@@ -130,7 +130,9 @@ class HookPlacement:
         if self._stage is _Stage.BY_PARAMETER:
             return
         self._watch.expect()
-        self._had_no_gradients = synchronizes and have_none(self._parameters)
+        if not synchronizes:
+            self.whole.doubt_all()
+        self._had_no_gradients = synchronizes and have_none(self.whole.doubted)
         if self._stage is _Stage.LEARNING:
             if order is None:
                 pass
@@ -229,7 +231,7 @@ class HookPlacement:
     def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
         self._stage = _Stage.BY_PARAMETER
         self._nodes = []
-        self._place(buckets, WholeBuckets.none())
+        self._place(buckets, WholeBuckets.none(self._parameters))
 
     def _hook_buckets(self, buckets: Sequence[AnyBucket], graph: Graph, order: Sequence[int]) -> None:
         place = {index: position for position, index in enumerate(order)}
@@ -252,6 +254,7 @@ class HookPlacement:
                 {first, *unused, *(indices[-1] for indices in awaited.values())},
                 advice=graph.advice_twice,
                 inner_backwards=graph.never_changes,
+                tell_new=graph.order_recurs,
             ),
         )
         self._nodes = [node_of(self._parameters[index]) for index in order if index in members]

@@ -27,17 +27,26 @@ class LatenessGuard:
         self._advice = advice
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._witness: torch.Tensor | None = None
-        self._versions: list[int] = []
+        self._versions: Sequence[int] = ()
         self._may_be_replaced = False
 
-    def collected(self, gradients: Sequence[torch.Tensor | None], witness: torch.Tensor | None = None) -> None:
-        """These are the parameters' gradients from now on; what changes any of them changes the witness's version, if given."""
+    def collected(
+        self, gradients: Sequence[torch.Tensor | None], witness: torch.Tensor | None = None, *, versions: Sequence[int] = ()
+    ) -> None:
+        """These are the parameters' gradients from now on.
+
+        Args:
+            gradients: these.
+            witness: what changes any of them changes its version.
+            versions: theirs, if these are known.
+        """
         self._gradients = gradients
         self._witness = witness
+        self._versions = versions
 
     def remember(self, *, may_be_replaced: bool) -> None:
-        """As they are now they shall stay, or be replaced if that is allowed."""
-        self._versions = self._versions_now()
+        """As they are now they shall stay, or be replaced if that is allowed; if versions are known, as those say."""
+        self._versions = self._versions or self._versions_now()
         self._may_be_replaced = may_be_replaced
 
     def check_versions(self) -> None:
@@ -75,7 +84,7 @@ class LatenessGuard:
 
     def forget(self) -> None:
         """Hold no gradient any more."""
-        self._gradients, self._witness, self._versions = (), None, []
+        self._gradients, self._witness, self._versions = (), None, ()
 
     def _versions_now(self) -> list[int]:
         if self._witness is not None:

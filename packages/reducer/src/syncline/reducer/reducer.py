@@ -399,6 +399,8 @@ class Reducer:
         return [index for index, gradient in zip(indices, self._held, strict=True) if gradient is None]
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
+        if not indices:
+            return
         try:
             startable = self._readiness.mark_ready(indices)
         except MarkedTwiceError as error:

@@ -15,6 +15,17 @@ from .graph_task import accumulates
 class WholeBuckets:
     """Those buckets that are looked at as a whole; see Note [One hook for a bucket].
 
+    Note [Gradients that are new]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    That a gradient is there proves that it came in this backward if it was None in forward. To see that of many small ones
+    takes as long as to copy them. But most show it themselves: what autograd hands over is a new tensor, with the version that
+    new ones had before, mostly 0; and what was there already was written to by the latest delivery, or is a view. So a bucket
+    whose gradients were once proven to be new is not looked at in forward any more; until any does not look so (it was kept,
+    added up, or changed by a user's hook), or a backward is not synchronised, which leaves new ones behind. A new tensor that
+    a user has put there by hand counts as come, too.
+
+    Not so where other parameters are unused each time: there, one that should get no gradient must not have got any.
+
     Args:
         parameters: all of the reducer's.
         buckets: the buckets, by their numbers.
@@ -22,6 +33,7 @@ class WholeBuckets:
         hooked: those that have a hook, these last ones among them.
         advice: for errors, if one gets a second gradient.
         inner_backwards: whether gradients may come from re-entrant checkpoints, of which autograd tells nothing.
+        tell_new: whether buckets may show by themselves that their gradients are new.
 
     Attributes:
         awaited, hooked: as above.
@@ -37,6 +49,7 @@ class WholeBuckets:
         *,
         advice: str,
         inner_backwards: bool,
+        tell_new: bool,
     ) -> None:
         self._parameters = parameters
         self._buckets = buckets
@@ -47,15 +60,19 @@ class WholeBuckets:
         self._number_of = {index: number for number, indices in awaited.items() for index in indices}
         self._open: set[int] = set()
         self._absent: Sequence[int] = ()
-        self._none_before = False
+        self._had_none: frozenset[int] = frozenset()
+        self._may_tell = set(buckets) if tell_new else set()
+        self._telling: set[int] = set()
+        self._told: frozenset[int] = frozenset()
+        self._doubted: Sequence[torch.nn.Parameter] | None = None
         self.order_held = True
         for bucket in buckets.values():
             bucket.detect_late_gradients(advice)
 
     @classmethod
-    def none(cls) -> WholeBuckets:
+    def none(cls, parameters: Sequence[torch.nn.Parameter]) -> WholeBuckets:
         """There are none."""
-        return cls((), {}, {}, (), advice="", inner_backwards=False)
+        return cls(parameters, {}, {}, (), advice="", inner_backwards=False, tell_new=False)
 
     def close(self) -> None:
         """They are looked at as a whole no more."""
@@ -65,12 +82,25 @@ class WholeBuckets:
     def __contains__(self, index: object) -> bool:
         return index in self._number_of
 
+    @property
+    def doubted(self) -> Sequence[torch.nn.Parameter]:
+        """Those of which it is to be seen in forward that they have no gradient."""
+        if self._doubted is None:
+            told = {index for number in self._telling for index in self._buckets[number].indices}
+            self._doubted = [parameter for index, parameter in enumerate(self._parameters) if index not in told]
+        return self._doubted
+
+    def doubt_all(self) -> None:
+        """There will be gradients that nothing was written to."""
+        self._telling.clear()
+        self._doubted = None
+
     def begin(self, absent: Sequence[int], *, none_before: bool) -> None:
         """A backward has begun.
 
         Args:
             absent: these will get no gradient in it.
-            none_before: no parameter had a gradient then.
+            none_before: none of those that are doubted had a gradient in forward.
         """
         self._expected = self.awaited
         self._absent = absent if none_before else ()
@@ -80,7 +110,8 @@ class WholeBuckets:
                 number: [index for index in indices if index not in left_out] for number, indices in self.awaited.items()
             }
         self._open = {number for number, indices in self._expected.items() if indices}
-        self._none_before = none_before
+        self._told = frozenset(self._telling)
+        self._had_none = frozenset(self.awaited) - self._told if none_before else frozenset()
 
     def arrive(self, index: int) -> Sequence[int]:
         """The gradient of an awaited parameter has come: which are ready now.
@@ -94,8 +125,7 @@ class WholeBuckets:
             return (index,)
         if index != self.awaited[number][-1]:
             return ()
-        if not (self._none_before and self._are_there(number)):
-            self.order_held = False
+        if not self._have_come(number):
             return ()
         self._open.discard(number)
         return self._expected[number]
@@ -135,20 +165,50 @@ class WholeBuckets:
 
     def _may_have_come(self, index: int) -> bool:
         """Whether it has a gradient, or autograd left that undefined, or a user's hook took it away; as far as one sees."""
-        parameter = self._parameters[index]
+        parameter, number = self._parameters[index], self._number_of[index]
         has_gradient = parameter.grad is not None
-        if (has_gradient and self._none_before) or accumulates(parameter):
+        if has_gradient and (number in self._had_none or (number in self._told and self._buckets[number].has_new(index))):
+            return True
+        if accumulates(parameter):
             return True
         has_users_hooks = len(parameter._post_accumulate_grad_hooks or ()) > (index in self.hooked)
         return self._inner_backwards and (has_gradient or has_users_hooks)
 
-    def _are_there(self, number: int) -> bool:
+    def _have_come(self, number: int) -> bool:
+        """Whether all that are awaited have come, for certain."""
         bucket, awaited = self._buckets[number], self._expected[number]
         gradients = bucket.look()
-        if len(awaited) < len(gradients):
-            members = frozenset(awaited)
-            gradients = [gradient for index, gradient in zip(bucket.indices, gradients, strict=True) if index in members]
-        return not some_are_none(gradients)
+        if number in self._telling:
+            if bucket.sees_new():
+                return True
+            self._doubt(number)
+            self.order_held &= not some_are_none(gradients)
+            return False
+        if number in self._had_none:
+            if number in self._may_tell and self._learn_whether_it_tells(number):
+                return True
+            if len(awaited) < len(gradients):
+                members = frozenset(awaited)
+                gradients = [gradient for index, gradient in zip(bucket.indices, gradients, strict=True) if index in members]
+            if not some_are_none(gradients):
+                return True
+        self.order_held = False
+        return False
+
+    def _learn_whether_it_tells(self, number: int) -> bool:
+        """Its gradients came after forward, if they are there: do they show it?"""
+        if self._buckets[number].learn_new():
+            self._telling.add(number)
+            self._doubted = None
+            return True
+        self._may_tell.discard(number)
+        return False
+
+    def _doubt(self, number: int) -> None:
+        """Gradients are kept, or changed before the bucket sees them."""
+        self._may_tell.discard(number)
+        self._telling.discard(number)
+        self._doubted = None
 
 
 def have_none(parameters: Sequence[torch.nn.Parameter]) -> bool:
