@@ -196,7 +196,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """A forward has failed, so it has no backward."""
         self._reducer.withdraw()
 
-    @untraced
+    @untraced_itself
     def _origins_of_backwards(self, outputs: object) -> list[torch.Tensor]:
         """All tensors in the outputs; none, if there may be some that are not found."""
         tensors, are_all = look_into(outputs)

@@ -14,9 +14,9 @@ from syncline.collectives import ProcessGroup
 from . import complaints
 from .lateness import LatenessGuard
 from .lending import Lending
+from .newness import Newness
 
 _dtype_of = operator.attrgetter("dtype")
-_version_of = operator.attrgetter("_version")
 
 
 class Bucket:
@@ -61,7 +61,7 @@ class Bucket:
         self._kept: dict[int, torch.Tensor] = {}
         self._seen: list[torch.Tensor | None] | None = None
         self._seen_are_new = False
-        self._new_versions: list[int] = []
+        self._newness = Newness(self.parameters[0].dtype)
         self._guard: LatenessGuard | None = None
         first = self.parameters[0]
         numel = sum(parameter.numel() for parameter in self.parameters)
@@ -95,40 +95,27 @@ class Bucket:
         return self._seen
 
     def learn_new(self) -> bool:
-        """What was seen are new gradients: from now on `sees_new` may tell some like these.
+        """What was seen has come after forward, as far as it is there; returns whether `sees_new` will tell others like it.
 
-        Returns:
-            Whether it will; not if there are not all, or if they are lent.
+        Not where gradients are lent: those have not been written to.
         """
         assert self._seen is not None, "look() comes first"
-        if self._lending is not None or some_are_none(self._seen):
-            return False
-        self._new_versions = [] if self._as_view else list(map(_version_of, self._seen))
-        return self.sees_new()
+        return self._lending is None and self._newness.learn(self._seen, self._delivered_views) and self.sees_new()
 
     def sees_new(self) -> bool:
-        """Whether it has seen a gradient of every parameter, all made after the latest `deliver`.
-
-        They show it: what `deliver` has written to is its view, or has a later version than it had when it was new; and so has
-        what was added to. It must be asked of all gradients, since it has learnt, before they are delivered.
-        """
+        """Whether it has seen a gradient of every parameter, all new; see Note [Gradients that are new]."""
         assert self._seen is not None, "look() comes first"
-        if self._as_view:
-            self._seen_are_new = not (some_are_none(self._seen) or any(map(operator.is_, self._seen, self.views)))
-        else:
-            try:
-                self._seen_are_new = list(map(_version_of, self._seen)) == self._new_versions
-            except AttributeError:  # some are None
-                self._seen_are_new = False
+        self._seen_are_new = self._newness.shows(self._seen, self._delivered_views)
         return self._seen_are_new
 
     def has_new(self, index: int) -> bool:
         """The same of one parameter, as it is now."""
         position = self.indices.index(index)
-        gradient = self.parameters[position].grad
-        if gradient is None or self._as_view:
-            return gradient is not None and gradient is not self.views[position]
-        return gradient._version == self._new_versions[position]
+        return self._newness.shows_one(position, self.parameters[position].grad, self._delivered_views)
+
+    @property
+    def _delivered_views(self) -> list[torch.Tensor] | None:
+        return self.views if self._as_view else None
 
     def forget_seen(self) -> None:
         """Forget what was seen."""
@@ -149,21 +136,24 @@ class Bucket:
             if unused:
                 self._kept.update((index, view.clone()) for index, _, view in self._members() if index in unused)
         else:
-            if not are_new and (any(map(operator.is_, gradients, self.views)) or some_are_none(gradients)):
-                self._collect_some(gradients, unused)
-            else:
+            if are_new:
                 self._copy(self.views, cast("list[torch.Tensor]", gradients))
+            else:
+                self._collect_some(gradients, unused)
             if self._as_view:
                 self.alias(unused)
         if self._guard is not None:
             if self._as_view:
-                collected = [parameter.grad for parameter in self.parameters] if unused else list(self.views)
+                collected = [parameter.grad for parameter in self.parameters] if unused else self.views
                 self._guard.collected(collected, self.views[0])
             else:
-                self._guard.collected(gradients, versions=self._new_versions if are_new else ())
+                self._guard.collected(gradients, versions=self._newness.versions if are_new else ())
 
     def _collect_some(self, gradients: Sequence[torch.Tensor | None], unused: Collection[int]) -> None:
-        """Where some are None, or lie in the buffer already."""
+        """Whatever they are: some may be None, or lie in the buffer already."""
+        if not (any(map(operator.is_, gradients, self.views)) or some_are_none(gradients)):
+            self._check_and_copy(self.views, cast("list[torch.Tensor]", gradients))
+            return
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
@@ -177,7 +167,7 @@ class Bucket:
                 sources.append(gradient)
                 targets.append(view)
         if targets:
-            self._copy(targets, sources)
+            self._check_and_copy(targets, sources)
         if absent:
             with torch.no_grad():
                 torch._foreach_zero_(absent)
@@ -237,12 +227,10 @@ class Bucket:
                 self.views = self.views_into(self.buffer)
 
     def _write_back(self, gradients: list[torch.Tensor | None], untouched: Collection[int], *, may_lend: bool) -> None:
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+        targets, sources = cast("list[torch.Tensor]", gradients), self.views
         lent = self._lending.lend(gradients, untouched) if may_lend and self._lending is not None else frozenset()
-        if not untouched and not lent and not some_are_none(gradients):
-            targets, sources = cast("list[torch.Tensor]", gradients), self.views
-        else:
+        if untouched or lent or some_are_none(gradients):
+            targets, sources = [], []
             for (index, parameter, view), gradient in zip(self._members(), gradients, strict=True):
                 if index not in untouched and index not in lent:
                     targets.append(_new_gradient(parameter) if gradient is None else gradient)
@@ -307,10 +295,13 @@ class Bucket:
     def _are_views(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         return all(map(operator.is_, gradients, self.views))
 
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def _check_and_copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         # What would be copied without a word is asked for at once; the rest is looked into if copying fails.
         if set(map(_dtype_of, sources)) != {self.buffer.dtype} or torch._C._any_requires_grad(*sources):
             self._complain()
+        self._copy(targets, sources)
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         with torch.inference_mode():  # passes autograd by, which takes a sixth less time for small ones than `no_grad`
             try:
                 if self._holds_vectors and len(targets) == len(self.views):

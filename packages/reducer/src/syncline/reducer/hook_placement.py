@@ -203,9 +203,8 @@ class HookPlacement:
 
     def left_over(self) -> Iterator[list[int]]:
         """At the end of a backward: what was noted and not looked at."""
-        for arrivals in self._listening.arrivals():
-            if arrivals.indices:
-                yield arrivals.take()
+        for arrivals in self._listening.left_over():
+            yield arrivals.take()
 
     def end(self, buckets: Sequence[AnyBucket], graph: Graph) -> None:
         """A backward has ended and was reduced: what forward saw holds no more."""

@@ -53,17 +53,16 @@ class Listening:
             if number not in whole:
                 self.noted[number] = self._note(indices, for_now=for_now)
                 continue
-            self.others += [self._note([index]) for index in indices if index in hooked]
+            self.others += [self._note([index], follow=index == whole[number][-1]) for index in indices if index in hooked]
             self.others.append(self._note(set(indices).difference(whole[number])))  # none should come
 
     def follow(self, index: int) -> None:
         """From the next backward on, see to what waits as soon as all hooks on this parameter have run."""
         self._listeners[index].follow(self._settled)
 
-    def arrivals(self) -> Iterator[Arrivals]:
-        """All there are."""
-        yield from self.noted.values()
-        yield from self.others
+    def left_over(self) -> Iterator[Arrivals]:
+        """Those that hold gradients which nobody has looked at."""
+        return (arrivals for arrivals in [*self.noted.values(), *self.others] if arrivals.indices)
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -76,11 +75,11 @@ class Listening:
         self._is_closed = True
         self.remove()
 
-    def _note(self, indices: Collection[int], *, for_now: bool = False) -> Arrivals:
+    def _note(self, indices: Collection[int], *, for_now: bool = False, follow: bool = True) -> Arrivals:
         arrivals, last = Arrivals(), None
         for last in indices:
             self._listeners[last].note_in(arrivals, self._wake, for_now=for_now)
-        if last is not None:
+        if last is not None and follow:
             self.follow(last)  # the last to arrive, as far as is known
         return arrivals
 

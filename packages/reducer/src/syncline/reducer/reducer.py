@@ -299,7 +299,7 @@ class Reducer:
             self._look_at_backlog(arrivals)
             if arrivals.suffice:
                 self._backlog.add(arrivals)
-                if not self._will_rebuild:
+                if not self._will_rebuild and arrivals.indices[-1] not in self._hooks.whole:
                     self._hooks.follow(arrivals.indices[-1])
 
     def _on_settled(self) -> None:
@@ -371,23 +371,24 @@ class Reducer:
             for index in indices:
                 self._look_at_whole(index)
             return
-        self._arrived(indices, self._undefined(indices))
+        self._mark_ready(self._final(indices, self._undefined(indices)))
         self._held = []
 
-    def _arrived(self, indices: Sequence[int], undefined: Collection[int]) -> None:
+    def _final(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         try:
-            final = self._graph.arrived(indices, undefined)
+            return self._graph.arrived(indices, undefined)
         except UnexpectedGradientError as error:
             raise complaints.not_expected(self._names[error.index], self._group.place()) from None
-        self._mark_ready(final)
 
     def _look_at_whole(self, index: int) -> None:
+        whole = self._hooks.whole
         try:
-            ready = self._hooks.whole.arrive(index)
+            ready = whole.arrive(index)
             if ready:
-                self._arrived(ready, ())
+                final, number = self._final(ready, ()), whole.number_of(index)
+                self._mark_ready(final, all_of=number if len(final) == len(self._buckets[number].indices) else None)
         finally:
-            self._hooks.whole.forget_seen(index)
+            whole.forget_seen(index)
 
     def _undefined(self, indices: Sequence[int]) -> Collection[int]:
         if not self._graph.minds_undefined:
@@ -398,11 +399,11 @@ class Reducer:
             return ()
         return [index for index, gradient in zip(indices, self._held, strict=True) if gradient is None]
 
-    def _mark_ready(self, indices: Sequence[int]) -> None:
+    def _mark_ready(self, indices: Sequence[int], *, all_of: int | None = None) -> None:
         if not indices:
             return
         try:
-            startable = self._readiness.mark_ready(indices)
+            startable = self._readiness.mark_ready(indices, all_of=all_of)
         except MarkedTwiceError as error:
             name = self._names[error.index]
             raise complaints.marked_twice(name, self._group.place(), self._graph.advice_twice) from None
@@ -446,7 +447,7 @@ class Reducer:
             for indices in self._hooks.left_over():
                 self._look_at(indices)
             for rest in self._hooks.whole.rest():
-                self._arrived(rest, self._undefined(rest))
+                self._mark_ready(self._final(rest, self._undefined(rest)))
             self._mark_ready(self._graph.ended())
         if not self._readiness.is_complete:
             raise self._never_ready()

@@ -9,11 +9,11 @@ from typing import Any
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Calls the method as long as its object lives. A hook that held a reducer would keep a model from being wrapped anew."""
-    reference = weakref.WeakMethod(method)
+    reference, function = weakref.ref(method.__self__), method.__func__
 
     def call(*arguments: Any) -> None:
         living = reference()
         if living is not None:
-            living(*arguments)
+            function(living, *arguments)
 
     return call

@@ -15,16 +15,10 @@ from .graph_task import accumulates
 class WholeBuckets:
     """Those buckets that are looked at as a whole; see Note [One hook for a bucket].
 
-    Note [Gradients that are new]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    That a gradient is there proves that it came in this backward if it was None in forward. To see that of many small ones
-    takes as long as to copy them. But most show it themselves: what autograd hands over is a new tensor, with the version that
-    new ones had before, mostly 0; and what was there already was written to by the latest delivery, or is a view. So a bucket
-    whose gradients were once proven to be new is not looked at in forward any more; until any does not look so (it was kept,
-    added up, or changed by a user's hook), or a backward is not synchronised, which leaves new ones behind. A new tensor that
-    a user has put there by hand counts as come, too.
-
-    Not so where other parameters are unused each time: there, one that should get no gradient must not have got any.
+    What lies in a bucket came in this backward if its parameters had no gradients in forward, or if it looks new, as far as
+    the bucket can tell after it has seen new gradients once; see Note [Gradients that are new]. Then forward need not look.
+    Not so after a backward that is not synchronised, which leaves new gradients behind; and never where other parameters are
+    unused each time: there, one that should get no gradient must not have got any.
 
     Args:
         parameters: all of the reducer's.
@@ -81,6 +75,10 @@ class WholeBuckets:
 
     def __contains__(self, index: object) -> bool:
         return index in self._number_of
+
+    def number_of(self, index: int) -> int:
+        """The bucket of one of the awaited parameters."""
+        return self._number_of[index]
 
     @property
     def doubted(self) -> Sequence[torch.nn.Parameter]:
