@@ -22,9 +22,11 @@ class Arrivals:
     Attributes:
         indices: the gradients, in the order of their arrival.
         steps: the counts at which the reducer is woken.
+        are_settled: whether they are noted only when all hooks on their parameter have run; see Note [After all hooks].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_settled: bool = False) -> None:
+        self.are_settled = are_settled
         self.indices: list[int] = []
         self.steps: list[int] = []
         self.expect(1)
@@ -55,7 +57,8 @@ class Backlog:
     Users' hooks (`register_post_accumulate_grad_hook`) may change a gradient, and those that were registered after ours run
     after it. So no bucket is collected within our hook on a parameter. It waits here for what comes next on this thread: the
     end of the parameter's node in the graph, which is hooked where a bucket is known to become complete (a hook on every node
-    would cost as much again as noting); else the next gradient that wakes the reducer, or the end of backward.
+    would cost as much again as noting); else the next gradient that wakes the reducer, or the end of backward. Where a bucket
+    has one hook, that is at the node itself, and nothing waits.
     """
 
     def __init__(self) -> None:

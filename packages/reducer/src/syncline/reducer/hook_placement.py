@@ -35,8 +35,9 @@ class HookPlacement:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A hook on a parameter costs about a microsecond, most of it outside of the function that is called. Mostly the order of
     gradients is the same in each backward, too: the first one showed it to each rank. So from then on only that parameter of a
-    bucket is hooked that is the last to get its gradient, and the one that is the first of all. The others are proven to have
-    come by being there: their gradients were None in forward, and no other backward ran since. ::
+    bucket is hooked that is the last to get its gradient, at its node of the graph; and the one that is the first of all. The
+    others are proven to have come by being there: their gradients were None in forward, and no other backward ran since; or
+    they look new (Note [Gradients that are new]). ::
 
         LEARNING       until the first backward that is reduced: each gradient is noted
             │

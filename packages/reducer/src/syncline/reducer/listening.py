@@ -53,7 +53,9 @@ class Listening:
             if number not in whole:
                 self.noted[number] = self._note(indices, for_now=for_now)
                 continue
-            self.others += [self._note([index], follow=index == whole[number][-1]) for index in indices if index in hooked]
+            last = whole[number][-1]
+            self.others += [self._note([index], follow=False) for index in indices if index in hooked and index != last]
+            self.others.append(self._note_settled(last))
             self.others.append(self._note(set(indices).difference(whole[number])))  # none should come
 
     def follow(self, index: int) -> None:
@@ -81,6 +83,11 @@ class Listening:
             self._listeners[last].note_in(arrivals, self._wake, for_now=for_now)
         if last is not None and follow:
             self.follow(last)  # the last to arrive, as far as is known
+        return arrivals
+
+    def _note_settled(self, index: int) -> Arrivals:
+        arrivals = Arrivals(are_settled=True)
+        self._listeners[index].note_settled_in(arrivals, self._wake)
         return arrivals
 
 
@@ -113,6 +120,12 @@ class Listener:
                 handle = self._parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
 
+    def note_settled_in(self, arrivals: Arrivals, wake: Callable[[Arrivals], None]) -> None:
+        """The same, after all hooks on the parameter. It ends if the parameter gets another node, by a change of its dtype."""
+        self.remove()
+        note = _hook(self._index, arrivals, wake)
+        self._hook_node(lambda *_: note(None))
+
     def follow(self, callback: Callable[[], None]) -> None:
         """From the next backward on, call back as soon as all hooks on this parameter have run; once, if said twice."""
         if not self._follows:
@@ -134,10 +147,10 @@ class Listener:
         self._handles.append(self._node.register_hook(hook))
 
 
-def _hook(index: int, arrivals: Arrivals, wake: Callable[[Arrivals], None]) -> Callable[[torch.Tensor], None]:
+def _hook(index: int, arrivals: Arrivals, wake: Callable[[Arrivals], None]) -> Callable[[object], None]:
     indices, steps, add = arrivals.indices, arrivals.steps, arrivals.indices.append
 
-    def note(_: torch.Tensor) -> None:
+    def note(_: object) -> None:
         add(index)
         if len(indices) in steps:
             wake(arrivals)

@@ -297,7 +297,9 @@ class Reducer:
             if self._phase is _Phase.IDLE:
                 self._begin()
             self._look_at_backlog(arrivals)
-            if arrivals.suffice:
+            if arrivals.are_settled:
+                self._look_at(arrivals.take())
+            elif arrivals.suffice:
                 self._backlog.add(arrivals)
                 if not self._will_rebuild and arrivals.indices[-1] not in self._hooks.whole:
                     self._hooks.follow(arrivals.indices[-1])
