@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -112,7 +115,7 @@ class TorchWork(Work):
         """A future that completes when `wait` would return."""
         with self._lock:
             if self._future is None:
-                self._future = self._torch_work.get_future().then(self._deliver)
+                self._future = self._torch_work.get_future().then(_Delivery(self._deliver))
             return self._future
 
     def _deliver(self, done: Any) -> list[torch.Tensor]:
@@ -132,3 +135,35 @@ class TorchWork(Work):
             return self.wait()
         except (CollectiveTimeout, TransportError):
             return True
+
+
+class _Delivery:
+    """What a future of torch calls on torch's own thread.
+
+    Note [Leaving while torch's thread drops what it called]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    A future is over before the thread that completes it has dropped the functions that it called. If the program ends in
+    between, that thread finds no interpreter to drop them with, and aborts the process ("terminate called without an active
+    exception"; so do torch's own communication hooks). So whoever leaves waits until torch has dropped those that were called.
+    It drops one of these when it has dropped all that depended on it.
+    """
+
+    def __init__(self, deliver: Callable[[Any], Any]) -> None:
+        self._deliver = deliver
+        self.was_called = False
+        _deliveries.add(self)
+
+    def __call__(self, done: Any) -> Any:
+        self.was_called = True
+        return self._deliver(done)
+
+
+_EXIT_S = 5.0
+_deliveries: weakref.WeakSet[_Delivery] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_until_dropped() -> None:
+    end_s = time.monotonic() + _EXIT_S
+    while any(delivery.was_called for delivery in _deliveries) and time.monotonic() < end_s:
+        time.sleep(0.001)
