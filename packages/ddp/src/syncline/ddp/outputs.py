@@ -23,6 +23,8 @@ def tensors_in(outputs: object) -> list[torch.Tensor]:
 @untraced
 def look_into(outputs: object) -> tuple[list[torch.Tensor], bool]:
     """The same, and whether these are all: nobody knows what is in other objects, numbers and text apart."""
+    if type(outputs) is torch.Tensor and not outputs.__dict__:
+        return [outputs], True
     tensors: list[torch.Tensor] = []
     are_all = True
     seen: dict[int, object] = {}  # held, or another object may have its place

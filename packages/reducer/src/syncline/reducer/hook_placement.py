@@ -244,6 +244,7 @@ class HookPlacement:
         unused = self._unused or frozenset()
         used = members - unused or members
         first = next(index for index in order if index in used)
+        lasts = {indices[-1] for indices in awaited.values()}
         self._stage = _Stage.BY_BUCKET
         self._place(
             buckets,
@@ -251,10 +252,13 @@ class HookPlacement:
                 self._parameters,
                 {number: bucket for number in awaited if isinstance(bucket := buckets[number], Bucket)},
                 awaited,
-                {first, *unused, *(indices[-1] for indices in awaited.values())},
+                {first, *unused, *lasts},
+                # One call, not two; but a change of dtype and back takes these hooks away. So the first one is elsewhere, and
+                # each last one where a backward may leave out the first.
+                lasts - {first} if graph.order_recurs else (),
                 advice=graph.advice_twice,
                 inner_backwards=graph.never_changes,
-                tell_new=graph.order_recurs,
+                is_regular=graph.order_recurs,
             ),
         )
         self._nodes = [node_of(self._parameters[index]) for index in order if index in members]
@@ -263,4 +267,4 @@ class HookPlacement:
         self._precede = for_now
         self.whole.close()
         self.whole = whole
-        self._listening.listen([bucket.indices for bucket in buckets], whole.awaited, whole.hooked, for_now=for_now)
+        self._listening.listen([bucket.indices for bucket in buckets], whole, for_now=for_now)

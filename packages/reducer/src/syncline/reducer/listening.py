@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from .arrivals import Arrivals
 from .graph_task import accumulates, node_of, not_frozen
+from .whole_buckets import WholeBuckets
 
 
 class Listening:
@@ -34,29 +35,24 @@ class Listening:
         self.noted: dict[int, Arrivals] = {}
         self.others: list[Arrivals] = []
 
-    def listen(
-        self, buckets: Sequence[Collection[int]], whole: Mapping[int, Sequence[int]], hooked: Collection[int], *, for_now: bool
-    ) -> None:
+    def listen(self, buckets: Sequence[Collection[int]], whole: WholeBuckets, *, for_now: bool) -> None:
         """Hook parameters, after taking off all hooks from before.
 
         Args:
             buckets: the parameters in each, by index.
-            whole: of each bucket that is looked at as a whole, by number, those parameters that get a gradient. In other
-                buckets each gradient is noted.
-            hooked: the parameters that are hooked in those buckets.
+            whole: which buckets are looked at as a whole, and which parameters are hooked there. In other buckets each gradient
+                is noted.
             for_now: note gradients by hooks that leave no trace when they are taken off, and cost more while they are there.
         """
         self.remove()
         if self._is_closed:
             return
         for number, indices in enumerate(buckets):
-            if number not in whole:
+            if number not in whole.awaited:
                 self.noted[number] = self._note(indices, for_now=for_now)
                 continue
-            last = whole[number][-1]
-            self.others += [self._note([index], follow=False) for index in indices if index in hooked and index != last]
-            self.others.append(self._note_settled(last))
-            self.others.append(self._note(set(indices).difference(whole[number])))  # none should come
+            self.others += [self._note_whole(index, whole) for index in indices if index in whole.hooked]
+            self.others.append(self._note(set(indices).difference(whole.awaited[number])))  # none should come
 
     def follow(self, index: int) -> None:
         """From the next backward on, see to what waits as soon as all hooks on this parameter have run."""
@@ -77,17 +73,22 @@ class Listening:
         self._is_closed = True
         self.remove()
 
-    def _note(self, indices: Collection[int], *, for_now: bool = False, follow: bool = True) -> Arrivals:
+    def _note(self, indices: Collection[int], *, for_now: bool = False) -> Arrivals:
         arrivals, last = Arrivals(), None
         for last in indices:
             self._listeners[last].note_in(arrivals, self._wake, for_now=for_now)
-        if last is not None and follow:
+        if last is not None:
             self.follow(last)  # the last to arrive, as far as is known
         return arrivals
 
-    def _note_settled(self, index: int) -> Arrivals:
-        arrivals = Arrivals(are_settled=True)
-        self._listeners[index].note_settled_in(arrivals, self._wake)
+    def _note_whole(self, index: int, whole: WholeBuckets) -> Arrivals:
+        arrivals = Arrivals(are_settled=index in whole.hooked_at_nodes)
+        if arrivals.are_settled:
+            self._listeners[index].note_settled_in(arrivals, self._wake)
+        else:
+            self._listeners[index].note_in(arrivals, self._wake, for_now=False)
+            if index == whole.awaited[whole.number_of(index)][-1]:
+                self.follow(index)
         return arrivals
 
 

@@ -27,10 +27,11 @@ class WholeBuckets:
         hooked: those that have a hook, these last ones among them.
         advice: for errors, if one gets a second gradient.
         inner_backwards: whether gradients may come from re-entrant checkpoints, of which autograd tells nothing.
-        tell_new: whether buckets may show by themselves that their gradients are new.
+        hooked_at_nodes: those of the hooked whose hook is at their node of the graph.
+        is_regular: whether every backward gives gradients to the same parameters.
 
     Attributes:
-        awaited, hooked: as above.
+        awaited, hooked, hooked_at_nodes: as above.
         order_held: whether up to now each bucket could be told to be ready when that last gradient came.
     """
 
@@ -40,22 +41,24 @@ class WholeBuckets:
         buckets: Mapping[int, Bucket],
         awaited: Mapping[int, Sequence[int]],
         hooked: Collection[int],
+        hooked_at_nodes: Collection[int],
         *,
         advice: str,
         inner_backwards: bool,
-        tell_new: bool,
+        is_regular: bool,
     ) -> None:
         self._parameters = parameters
         self._buckets = buckets
         self.awaited = awaited
         self.hooked = hooked
+        self.hooked_at_nodes = hooked_at_nodes
         self._inner_backwards = inner_backwards
         self._expected = awaited
         self._number_of = {index: number for number, indices in awaited.items() for index in indices}
         self._open: set[int] = set()
         self._absent: Sequence[int] = ()
         self._had_none: frozenset[int] = frozenset()
-        self._may_tell = set(buckets) if tell_new else set()
+        self._may_tell = set(buckets) if is_regular else set()
         self._telling: set[int] = set()
         self._told: frozenset[int] = frozenset()
         self._doubted: Sequence[torch.nn.Parameter] | None = None
@@ -66,7 +69,7 @@ class WholeBuckets:
     @classmethod
     def none(cls, parameters: Sequence[torch.nn.Parameter]) -> WholeBuckets:
         """There are none."""
-        return cls(parameters, {}, {}, (), advice="", inner_backwards=False, tell_new=False)
+        return cls(parameters, {}, {}, (), (), advice="", inner_backwards=False, is_regular=False)
 
     def close(self) -> None:
         """They are looked at as a whole no more."""
