@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from syncline.collectives import MisuseError, ProcessGroup, Work
 from syncline.collectives.testing import run_ranks
@@ -974,5 +975,56 @@ def test_parameters_that_are_converted_there_and_back(as_view: bool, cap: int, s
                     parameter.data = parameter.data.double()
 
         train(reducer, parameters, group, [REVERSED] * 7, before=convert)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("static", [False, True])
+def test_a_missing_gradient_is_named_also_where_parameters_were_converted(as_view: bool, static: bool) -> None:
+    """The backward does not come to the one parameter that has still a hook."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=static)
+        train(reducer, parameters, group, [REVERSED] * 3)
+        set_to_none(parameters)
+        for _, parameter in parameters:
+            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.double()
+        with pytest.raises(MisuseError, match="no gradient in it: 'p3'"):
+            forward(reducer, parameters, group, 3, [2, 1, 0]).backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("cap", [ONE_EACH, PAIRS])
+@pytest.mark.parametrize("index", FORWARD)
+def test_a_users_hook_takes_a_gradient_away_in_a_checkpoint(cap: int, index: int) -> None:
+    """Of a static graph; it counts as zeros."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=cap, static_graph=True)
+        steps = []
+
+        def take_away(parameter: torch.Tensor) -> None:
+            if len(steps) > 2:
+                parameter.grad = None
+
+        parameters[index][1].register_post_accumulate_grad_hook(take_away)  # type: ignore[no-untyped-call]
+        inputs = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        for step in range(5):
+            steps.append(step)
+            set_to_none(parameters)
+            reducer.prepare_for_backward()
+            total = checkpoint(
+                lambda inputs, step=step: loss(parameters, group.rank, step, REVERSED) + inputs, inputs, use_reentrant=True
+            )
+            reducer.watch([total])
+            total.backward()
+            for number, (_, parameter) in enumerate(parameters):
+                assert parameter.grad is not None
+                assert parameter.grad.tolist() == ([0, 0] if number == index and step > 1 else average(2, number, step))
 
     run_ranks(2, body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +19,7 @@ def node_of(parameter: torch.nn.Parameter) -> torch.autograd.graph.Node:
         return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
-def reaches_any(nodes: Sequence[torch.autograd.graph.Node]) -> bool:
+def reaches_any(nodes: Iterable[torch.autograd.graph.Node]) -> bool:
     """Whether the backward that runs now accumulates the gradient of any of these nodes; to be asked while it runs.
 
     Those inside of re-entrant checkpoints it does not see.

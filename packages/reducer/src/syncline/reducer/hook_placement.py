@@ -17,7 +17,7 @@ from .listening import Listening
 from .outermost_backward import enclosing_node
 from .output_watch import OutputWatch
 from .weakly import weakly
-from .whole_buckets import WholeBuckets, have_none
+from .whole_buckets import WholeBuckets
 
 
 class _Stage(enum.Enum):
@@ -91,7 +91,7 @@ class HookPlacement:
         self._listening = Listening(parameters, wake=weakly(wake), settled=weakly(settled))
         self._watch = OutputWatch(weakly(passed))
         self._stage = _Stage.LEARNING
-        self._nodes: list[torch.autograd.graph.Node] = []
+        self._nodes: dict[int, torch.autograd.graph.Node] = {}
         self._had_no_gradients = False
         self._unused: frozenset[int] | None = None
         self._precede = False
@@ -133,7 +133,7 @@ class HookPlacement:
         self._watch.expect()
         if not synchronizes:
             self.whole.doubt_all()
-        self._had_no_gradients = synchronizes and have_none(self.whole.doubted)
+        self._had_no_gradients = synchronizes and self.whole.had_none()
         if self._stage is _Stage.LEARNING:
             if order is None:
                 pass
@@ -182,9 +182,17 @@ class HookPlacement:
         if enclosing_node() is not None:
             self._watch.lose_sight()
         if self._sees_all(graph):
-            return reaches_any(self._nodes)
+            return reaches_any(self._nodes.values()) or (self._find_other_nodes() and reaches_any(self._nodes.values()))
         self._hook_parameters(buckets)
         return False
+
+    def _find_other_nodes(self) -> bool:
+        """Parameters that were converted have other nodes, and no hooks there. Returns whether hooked ones were."""
+        hooked = [index for index in self.whole.hooked if index in self._nodes]
+        if all(node_of(self._parameters[index]) is self._nodes[index] for index in hooked):
+            return False
+        self._nodes = {index: node_of(self._parameters[index]) for index in self.whole}
+        return True
 
     def begin(self, absent: Sequence[int]) -> None:
         """A backward has begun; these gradients will not come."""
@@ -215,7 +223,7 @@ class HookPlacement:
     def close(self) -> None:
         """Take the hooks off, for good."""
         self._stage = _Stage.BY_PARAMETER
-        self._nodes = []
+        self._nodes = {}
         self._listening.close()
         self._claim.give_up()
 
@@ -230,7 +238,7 @@ class HookPlacement:
 
     def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
         self._stage = _Stage.BY_PARAMETER
-        self._nodes = []
+        self._nodes = {}
         self._place(buckets, WholeBuckets.none(self._parameters))
 
     def _hook_buckets(self, buckets: Sequence[AnyBucket], graph: Graph, order: Sequence[int]) -> None:
@@ -261,7 +269,7 @@ class HookPlacement:
                 is_regular=graph.order_recurs,
             ),
         )
-        self._nodes = [node_of(self._parameters[index]) for index in order if index in members]
+        self._nodes = {index: node_of(self._parameters[index]) for index in self.whole}
 
     def _place(self, buckets: Sequence[AnyBucket], whole: WholeBuckets, *, for_now: bool = False) -> None:
         self._precede = for_now

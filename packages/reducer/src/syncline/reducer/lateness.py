@@ -45,8 +45,13 @@ class LatenessGuard:
         self._versions = versions
 
     def remember(self, *, may_be_replaced: bool) -> None:
-        """As they are now they shall stay, or be replaced if that is allowed; if versions are known, as those say."""
-        self._versions = self._versions or self._versions_now()
+        """As they are now they shall stay, or be replaced if that is allowed.
+
+        Versions that are known hold still, if the first one does: only a communication hook can have changed any.
+        """
+        first = self._gradients[0] if self._versions else None
+        if first is None or first._version != self._versions[0]:
+            self._versions = self._versions_now()
         self._may_be_replaced = may_be_replaced
 
     def check_versions(self) -> None:

@@ -61,6 +61,8 @@ class WholeBuckets:
         self._may_tell = set(buckets) if is_regular else set()
         self._telling: set[int] = set()
         self._told: frozenset[int] = frozenset()
+        self._unsure: set[int] = set()
+        self._turn = 0
         self._doubted: Sequence[torch.nn.Parameter] | None = None
         self.order_held = True
         for bucket in buckets.values():
@@ -79,20 +81,37 @@ class WholeBuckets:
     def __contains__(self, index: object) -> bool:
         return index in self._number_of
 
+    def __iter__(self) -> Iterator[int]:
+        """The awaited parameters; those first that come first."""
+        return iter(self._number_of)
+
     def number_of(self, index: int) -> int:
         """The bucket of one of the awaited parameters."""
         return self._number_of[index]
 
+    def had_none(self) -> bool:
+        """Whether parameters have no gradients before this forward: all that are doubted, and one in each other bucket.
+
+        Mostly gradients are kept of all parameters or of none. It is another one each time.
+        """
+        self._turn += 1
+        for number in list(self._telling):
+            members = self._buckets[number].parameters
+            if members[self._turn % len(members)].grad is not None:
+                self._telling.discard(number)
+                self._doubted = None
+        return all(map(operator.is_, map(operator.attrgetter("grad"), self.doubted), repeat(None)))
+
     @property
     def doubted(self) -> Sequence[torch.nn.Parameter]:
-        """Those of which it is to be seen in forward that they have no gradient."""
+        """The parameters of buckets that do not tell whether their gradients are new."""
         if self._doubted is None:
             told = {index for number in self._telling for index in self._buckets[number].indices}
             self._doubted = [parameter for index, parameter in enumerate(self._parameters) if index not in told]
         return self._doubted
 
     def doubt_all(self) -> None:
-        """There will be gradients that nothing was written to."""
+        """Let no bucket tell until its gradients are proven to be new again: there will be some that nothing was written to."""
         self._telling.clear()
         self._doubted = None
 
@@ -112,6 +131,7 @@ class WholeBuckets:
             }
         self._open = {number for number, indices in self._expected.items() if indices}
         self._told = frozenset(self._telling)
+        self._unsure.clear()
         self._had_none = frozenset(self.awaited) - self._told if none_before else frozenset()
 
     def arrive(self, index: int) -> Sequence[int]:
@@ -138,7 +158,7 @@ class WholeBuckets:
     def rest(self) -> Iterator[Sequence[int]]:
         """Backward has ended: what there is of the gradients of each bucket that was not ready before."""
         for number in sorted(self._open):
-            self.order_held = False
+            self.order_held &= number in self._unsure
             yield [index for index in self._expected[number] if self._may_have_come(index)]
         self._open.clear()
 
@@ -172,7 +192,8 @@ class WholeBuckets:
             return True
         if accumulates(parameter):
             return True
-        has_users_hooks = len(parameter._post_accumulate_grad_hooks or ()) > (index in self.hooked)
+        hooks_of_ours = index in self.hooked and index not in self.hooked_at_nodes
+        has_users_hooks = len(parameter._post_accumulate_grad_hooks or ()) > hooks_of_ours
         return self._inner_backwards and (has_gradient or has_users_hooks)
 
     def _have_come(self, number: int) -> bool:
@@ -183,7 +204,8 @@ class WholeBuckets:
             if bucket.sees_new():
                 return True
             self._doubt(number)
-            self.order_held &= not some_are_none(gradients)
+            if not some_are_none(gradients):
+                self._unsure.add(number)
             return False
         if number in self._had_none:
             if number in self._may_tell and self._learn_whether_it_tells(number):
@@ -210,8 +232,3 @@ class WholeBuckets:
         self._may_tell.discard(number)
         self._telling.discard(number)
         self._doubted = None
-
-
-def have_none(parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Whether no parameter has a gradient."""
-    return all(map(operator.is_, map(operator.attrgetter("grad"), parameters), repeat(None)))
