@@ -37,7 +37,7 @@ class HookPlacement:
     gradients is the same in each backward, too: the first one showed it to each rank. So from then on only that parameter of a
     bucket is hooked that is the last to get its gradient, at its node of the graph; and the one that is the first of all. The
     others are proven to have come by being there: their gradients were None in forward, and no other backward ran since; or
-    they look new (Note [Gradients that are new]). ::
+    they look new (see `Evidence`). ::
 
         LEARNING       until the first backward that is reduced: each gradient is noted
             │
@@ -132,8 +132,8 @@ class HookPlacement:
             return
         self._watch.expect()
         if not synchronizes:
-            self.whole.doubt_all()
-        self._had_no_gradients = synchronizes and self.whole.had_none()
+            self.whole.evidence.forget()
+        self._had_no_gradients = synchronizes and self.whole.evidence.none_before()
         if self._stage is _Stage.LEARNING:
             if order is None:
                 pass
