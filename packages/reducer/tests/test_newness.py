@@ -51,8 +51,8 @@ def test_what_looks_new(kind: str, as_view: bool) -> None:
     found = changed(kind, views)
     if kind == "view" and not as_view:
         views[2].add_(1)  # written to, as delivered ones are
-    # Where delivered gradients are views, others may be written to.
-    assert newness.shows(found, views if as_view else None) == (kind == "new" or (kind == "written to" and as_view))
+    # Where delivered gradients are views, others may be written to, and another dtype is seen to where they become views.
+    assert newness.shows(found, views if as_view else None) == (kind == "new" or (kind in ("written to", "dtype") and as_view))
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
@@ -353,5 +353,20 @@ def test_one_backward_in_which_a_users_hook_changes_gradients_costs_only_that(as
             reads.append(loop.step())
             assert loop.found() == expected(1.0)
         assert reads == ([1] * 3 if as_view else [COUNT] * 3), "0 if each gradient is noted"
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_gradient_of_another_dtype_is_named(as_view: bool, index: int) -> None:
+    """Of a parameter that keeps its dtype: it asks for another one of its gradient."""
+
+    def body(group: ProcessGroup) -> None:
+        loop = Loop(group, as_view=as_view)
+        loop.learn()
+        loop.parameters[index][1].grad_dtype = torch.float64
+        with pytest.raises(MisuseError, match=f"expected a gradient of torch.float32 for parameter 'p{index}'"):
+            loop.step()
 
     run_ranks(1, body)

@@ -142,7 +142,11 @@ class Bucket:
             else:
                 self._collect_some(gradients, unused)
             if self._as_view:
-                self.alias(unused)
+                try:
+                    self.alias(unused)
+                except RuntimeError:
+                    self._complain()
+                    raise
         if self._guard is not None:
             if self._as_view:
                 collected = [parameter.grad for parameter in self.parameters] if unused else self.views
@@ -228,16 +232,19 @@ class Bucket:
                 self.views = self.views_into(self.buffer)
 
     def _write_back(self, gradients: list[torch.Tensor | None], untouched: Collection[int], *, may_lend: bool) -> None:
-        targets, sources = cast("list[torch.Tensor]", gradients), self.views
         lent = self._lending.lend(gradients, untouched) if may_lend and self._lending is not None else frozenset()
-        if untouched or lent or some_are_none(gradients):
-            targets, sources = [], []
-            for (index, parameter, view), gradient in zip(self._members(), gradients, strict=True):
-                if index not in untouched and index not in lent:
-                    targets.append(_new_gradient(parameter) if gradient is None else gradient)
-                    sources.append(view)
+        with torch.inference_mode():  # as in `_copy`
+            if not (untouched or lent):
+                with suppress(TypeError):  # it refuses None, before it copies anything
+                    torch._foreach_copy_(cast("list[torch.Tensor]", gradients), self.views)
+                    return
+        targets, sources = [], []
+        for (index, parameter, view), gradient in zip(self._members(), gradients, strict=True):
+            if index not in untouched and index not in lent:
+                targets.append(_new_gradient(parameter) if gradient is None else gradient)
+                sources.append(view)
         if targets:
-            with torch.inference_mode():  # as in `_copy`
+            with torch.inference_mode():
                 torch._foreach_copy_(targets, sources)
 
     def detect_late_gradients(self, advice: str) -> None:

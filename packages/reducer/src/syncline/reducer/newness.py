@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 
@@ -47,15 +48,17 @@ class Newness:
 
         Args:
             gradients: of all parameters.
-            views: what delivered ones are; None if delivered ones are written to instead.
+            views: what delivered ones are; None if delivered ones are written to instead. (Of another dtype than its gradient
+                a parameter refuses the view.)
         """
-        try:
-            may_be_copied = set(map(_dtype_of, gradients)) == self._dtypes and not torch._C._any_requires_grad(*gradients)
-        except AttributeError:  # some are None
+        if torch._C._any_requires_grad(*gradients):
             return False
         if views is not None:
-            return may_be_copied and not any(map(operator.is_, gradients, views))
-        return may_be_copied and list(map(_version_of, gradients)) == self.versions
+            return not any(map(operator.is_, gradients, views)) and not any(map(operator.is_, gradients, repeat(None)))
+        try:
+            return set(map(_dtype_of, gradients)) == self._dtypes and list(map(_version_of, gradients)) == self.versions
+        except AttributeError:  # some are None
+            return False
 
     def shows_one(self, position: int, gradient: torch.Tensor | None, views: Sequence[torch.Tensor] | None) -> bool:
         """Whether the gradient at this position of the bucket is there and new."""
