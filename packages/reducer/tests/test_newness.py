@@ -266,13 +266,25 @@ KEEP = {
 @pytest.mark.parametrize("as_view", VIEWS)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("how", sorted(KEEP))
-def test_one_that_is_missing_is_named_also_where_gradients_are_kept_from_now_on(as_view: bool, static: bool, how: str) -> None:
+@pytest.mark.parametrize("only_from", [None, 0, 1, 2, 3], ids=lambda step: "all" if step is None else f"one-from-{step}")
+def test_one_that_is_missing_is_named_also_where_gradients_are_kept_from_now_on(
+    as_view: bool, static: bool, how: str, only_from: int | None
+) -> None:
+    """Of all parameters; or of that one only, wherever forward looks just then, unless it was replaced by hand."""
+    if only_from is not None and how not in ("kept", "zeroed"):
+        pytest.skip("counts as come; see README")
+
     def body(group: ProcessGroup) -> None:
         loop = Loop(group, as_view=as_view, static_graph=static)
         loop.learn()
-        loop.step()
-        for _, parameter in loop.parameters:
-            parameter.grad = KEEP[how](parameter.grad)  # type: ignore[no-untyped-call]
+        for _ in range(1 + (only_from or 0)):
+            loop.clear()
+            loop.step()
+        for index, (_, parameter) in enumerate(loop.parameters):
+            if only_from is None or index == 1:
+                parameter.grad = KEEP[how](parameter.grad)  # type: ignore[no-untyped-call]
+            else:
+                parameter.grad = None
         loop.reducer.prepare_for_backward()
         total = torch.stack([parameter.sum() for index, (_, parameter) in enumerate(loop.parameters) if index != 1]).sum()
         loop.reducer.watch([total])
@@ -359,13 +371,25 @@ def test_one_backward_in_which_a_users_hook_changes_gradients_costs_only_that(as
 
 @pytest.mark.parametrize("as_view", VIEWS)
 @pytest.mark.parametrize("index", [0, 2])
-def test_a_gradient_of_another_dtype_is_named(as_view: bool, index: int) -> None:
-    """Of a parameter that keeps its dtype: it asks for another one of its gradient."""
+@pytest.mark.parametrize("takes_any", [False, True])
+def test_a_gradient_of_another_dtype_is_named(as_view: bool, index: int, takes_any: bool) -> None:
+    """Of a parameter that keeps its dtype: it asks for another one of its gradient, or takes any, which a hook makes use of."""
 
     def body(group: ProcessGroup) -> None:
         loop = Loop(group, as_view=as_view)
+        parameter = loop.parameters[index][1]
+        if takes_any:
+            parameter.grad_dtype = None
         loop.learn()
-        loop.parameters[index][1].grad_dtype = torch.float64
+
+        def widen(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.double()
+
+        if takes_any:
+            parameter.register_post_accumulate_grad_hook(widen)  # type: ignore[no-untyped-call]
+        else:
+            parameter.grad_dtype = torch.float64
         with pytest.raises(MisuseError, match=f"expected a gradient of torch.float32 for parameter 'p{index}'"):
             loop.step()
 

@@ -98,9 +98,12 @@ class Bucket:
     def learn_new(self) -> bool:
         """What was seen has come after forward, as far as it is there; returns whether `sees_new` will tell others like it.
 
-        Not where gradients are lent: those have not been written to.
+        Not where gradients are lent: those have not been written to. And not where a parameter takes a gradient of any dtype
+        (`grad_dtype` is None), so that it would not refuse a view of another one.
         """
         assert self._seen is not None, "look() comes first"
+        if any(getattr(parameter, "grad_dtype", parameter.dtype) is None for parameter in self.parameters):
+            return False
         return self._lending is None and self._newness.learn(self._seen, self._delivered_views) and self.sees_new()
 
     def sees_new(self) -> bool:

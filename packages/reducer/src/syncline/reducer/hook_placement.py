@@ -265,7 +265,7 @@ class HookPlacement:
                 # each last one where a backward may leave out the first.
                 lasts - {first} if graph.order_recurs else (),
                 advice=graph.advice_twice,
-                inner_backwards=graph.never_changes,
+                inner_backwards=graph.never_changes and self._watch.is_blind,
                 is_regular=graph.order_recurs,
             ),
         )

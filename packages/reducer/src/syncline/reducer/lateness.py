@@ -47,7 +47,8 @@ class LatenessGuard:
     def remember(self, *, may_be_replaced: bool) -> None:
         """As they are now they shall stay, or be replaced if that is allowed.
 
-        Versions that are known hold still, if the first one does: only a communication hook can have changed any.
+        Versions that are known hold still, if the first one does: only a communication hook can have changed any, and one that
+        changes gradients in place (it is of no use) is served if it changes all.
         """
         first = self._gradients[0] if self._versions else None
         if first is None or first._version != self._versions[0]:

@@ -125,7 +125,6 @@ class Reducer:
         self._lock = threading.Lock()
         self._phase = _Phase.IDLE
         self._ended = 0
-        self._ends_with = -1  # the latest backward at whose end outputs call
         self._flights: list[Flight] = []
         self._delivered: Delivered | None = None
         self._others: list[AnyFuture] = []
@@ -317,14 +316,14 @@ class Reducer:
         forward. Callbacks run in order: this one before that of a reduction that begins after it was registered.
         """
         if self._phase is _Phase.IDLE and self._hooks.pass_outputs(self._buckets, self._graph):
-            ended, self._ends_with = self._ended, current_task()
+            ended = self._ended
             call_at_the_end(lambda: self._end_unless(ended))
 
     def _end_unless(self, ended: int) -> None:
         if self._phase is _Phase.IDLE and self._expectation.is_due and self._ended == ended:
             with self._lock:
                 self._prepare_to_reduce()
-        self._end()
+            self._end()
 
     def _look_at_backlog(self, current: Arrivals | None = None) -> None:
         if self._hooks.precede_gradients and current_task() != self._graph_task:
@@ -349,8 +348,7 @@ class Reducer:
 
     def _begin(self) -> None:
         """At the first gradient that is seen of a backward, before any is marked."""
-        if current_task() != self._ends_with:  # or outputs have seen to it
-            call_at_the_end(self._end)
+        call_at_the_end(self._end)
         self._prepare_to_reduce()
 
     def _prepare_to_reduce(self) -> None:
@@ -446,12 +444,7 @@ class Reducer:
         return all(self._graph.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _end(self) -> None:
-        """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward].
-
-        It may be called twice, if one backward runs within another, and may find that there is nothing to reduce.
-        """
-        if self._phase is _Phase.IDLE:
-            return
+        """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward]."""
         with self._lock:
             for indices in self._hooks.left_over():
                 self._look_at(indices)
