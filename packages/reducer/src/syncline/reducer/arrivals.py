@@ -57,8 +57,8 @@ class Backlog:
     Users' hooks (`register_post_accumulate_grad_hook`) may change a gradient, and those that were registered after ours run
     after it. So no bucket is collected within our hook on a parameter. It waits here for what comes next on this thread: the
     end of the parameter's node in the graph, which is hooked where a bucket is known to become complete (a hook on every node
-    would cost as much again as noting); else the next gradient that wakes the reducer, or the end of backward. Where a bucket
-    has one hook, that is at the node itself, and nothing waits.
+    would cost as much again as noting); else the next gradient that wakes the reducer, or the end of backward. Where a
+    bucket's one hook is at the node itself, its bucket need not wait.
     """
 
     def __init__(self) -> None:

@@ -104,7 +104,8 @@ class Bucket:
         assert self._seen is not None, "look() comes first"
         if any(getattr(parameter, "grad_dtype", parameter.dtype) is None for parameter in self.parameters):
             return False
-        return self._lending is None and self._newness.learn(self._seen, self._delivered_views) and self.sees_new()
+        self._seen_are_new = self._lending is None and self._newness.learn(self._seen, self._delivered_views)
+        return self._seen_are_new
 
     def sees_new(self) -> bool:
         """Whether it has seen a gradient of every parameter, all new; see Note [Gradients that are new]."""

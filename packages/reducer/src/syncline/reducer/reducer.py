@@ -373,8 +373,11 @@ class Reducer:
             for index in indices:
                 self._look_at_whole(index)
             return
-        self._mark_ready(self._final(indices, self._undefined(indices)))
+        self._arrived(indices)
         self._held = []
+
+    def _arrived(self, indices: Sequence[int]) -> None:
+        self._mark_ready(self._final(indices, self._undefined(indices)))
 
     def _final(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         try:
@@ -449,7 +452,7 @@ class Reducer:
             for indices in self._hooks.left_over():
                 self._look_at(indices)
             for rest in self._hooks.whole.rest():
-                self._mark_ready(self._final(rest, self._undefined(rest)))
+                self._arrived(rest)
             self._mark_ready(self._graph.ended())
         if not self._readiness.is_complete:
             raise self._never_ready()
