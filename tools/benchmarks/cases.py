@@ -123,6 +123,67 @@ def residual_cnn(batch_size: int, scale: Scale = FULL) -> Case:
     return Case(name, model, lambda: torch.randn(batch_size, 3, side, side))
 
 
+class Bottleneck(nn.Module):
+    """The block of ResNet-50 (He et al. 2015): 1 x 1, 3 x 3 and 1 x 1 convolutions beside a shortcut."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        channels_out = 4 * channels
+        self.branch = nn.Sequential(
+            nn.Conv2d(channels_in, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels_out, 1, bias=False),
+            nn.BatchNorm2d(channels_out),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels_out:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels_out, 1, stride, bias=False), nn.BatchNorm2d(channels_out)
+            )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.branch(images) + self.shortcut(images))
+
+
+def resnet50(batch_size: int, scale: Scale = FULL) -> Case:
+    """ResNet-50, 161 parameters, at a quarter of its width (1.6 million elements), on images of 64 x 64."""
+
+    def model() -> nn.Module:
+        width = scale.channels // 2 or 1
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, width, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+        ]
+        channels_in = width
+        for stage, blocks in enumerate((3, 4, 6, 3)):
+            for block in range(blocks):
+                layers.append(Bottleneck(channels_in, width << stage, 2 if stage and not block else 1))
+                channels_in = 4 * (width << stage)
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, 1000))
+
+    side = 2 * scale.image_side
+    return Case(
+        f"ResNet-50 at a quarter, {side} x {side}, batch {batch_size}", model, lambda: torch.randn(batch_size, 3, side, side)
+    )
+
+
+def deep_transformer(layers: int, scale: Scale = FULL) -> Case:
+    """An encoder of 12 parameters a layer, and three more; half as wide as `transformer`, with a quarter of its vocabulary."""
+    case = transformer(4, replace(scale, model_width=scale.model_width // 2, vocabulary=scale.vocabulary // 4, layers=layers))
+    return replace(case, name=f"transformer, {layers} layers, {12 * layers + 3} parameters")
+
+
+def realistic_cases(scale: Scale = FULL) -> list[Case]:
+    """Those of the overhead benchmark: 51 to 495 parameters."""
+    return [resnet50(4, scale), *(deep_transformer(layers, scale) for layers in (4, 12, 24, 41))]
+
+
 class ManyTiny(nn.Module):
     """Square layers beside a shortcut each, scaled so that what comes out neither vanishes nor grows with their number."""
 

@@ -1,11 +1,14 @@
-"""What a reducer costs for each parameter, without any communication: ours and torch's side by side.
+"""What DDP costs for each parameter on one rank: ours and torch's side by side.
 
-    python3 tools/dev.py bench overhead [--parts static] [--steps 60] [--json PATH] [--plot FOLDER]
+    python3 tools/dev.py bench overhead [--parts realistic static] [--steps 60] [--json PATH] [--plot FOLDER]
 
-One process, one rank, one thread; a hook that does nothing. All contenders train copies of one model of many tiny parameters,
-taking turns. A contender's cost is its step (forward, backward, zero_grad) minus that of the bare module in the same round, for
-each parameter: by the wall's clock, and in processor time of all threads. The parts are the kinds of graph: dynamic, static,
-and with find_unused_parameters; each with and without gradient_as_bucket_view.
+One process, one rank, one thread. All contenders train copies of one model, taking turns. A contender's cost is its step
+(forward, backward, zero_grad) minus that of the bare module in the same round, for each parameter: by the wall's clock, and in
+processor time of all threads. Each with and without gradient_as_bucket_view.
+
+The part `realistic` is what users pay: models of real sizes, everything that DDP does. The others say what the reducer alone
+costs: many tiny parameters, a communication hook that does nothing, for each kind of graph: dynamic, static, and with
+find_unused_parameters.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ from syncline.collectives import ProcessGroup
 from syncline.hooks import noop_hook
 
 from . import picture, session
-from .contenders import ALONE, OURS, counterpart, with_and_without_views, with_hook
+from .cases import realistic_cases
+from .contenders import ALONE, OURS, VIEWS, counterpart, with_and_without_views, with_hook
 from .report import Report
-from .summary import Summary, as_times, ratio_of_costs
-from .targets import OVERHEAD
+from .summary import GeometricMean, Summary, as_times, ratio_of_costs
+from .targets import OVERHEAD, REALISTIC
 from .timing import interleaved
 
 GRAPHS: dict[str, dict[str, bool]] = {
@@ -96,10 +100,14 @@ def _steps(graph: str, count: int, group: ProcessGroup) -> dict[str, Callable[[]
     return {name: _step(wrap(copy.deepcopy(model)), data) for name, wrap in {**hooked, ALONE: wraps[ALONE]}.items()}
 
 
-def _step(module: torch.nn.Module, data: torch.Tensor) -> Callable[[], Cost]:
+def _step(
+    module: torch.nn.Module,
+    data: torch.Tensor,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda output, _: output,
+) -> Callable[[], Cost]:
     def step() -> Cost:
         wall_s, processor_s = time.perf_counter(), time.process_time()
-        module(data).backward()
+        loss(module(data), data).backward()  # type: ignore[no-untyped-call]
         module.zero_grad()
         return Cost(time.perf_counter() - wall_s, time.process_time() - processor_s)
 
@@ -121,7 +129,31 @@ def ratio_to_torchs(found: Mapping[str, Summary], name: str) -> float | None:
     return ratio_of_costs(found[name], found[counterpart(name)])
 
 
-PARTS: dict[str, session.Part] = {graph: partial(_measure, graph) for graph in GRAPHS}
+def _measure_realistic(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    ratios: dict[str, dict[str, float | None]] = {OURS: {}, OURS + VIEWS: {}}
+    rows, kept = [], {}
+    for case in realistic_cases(session.scale(options)):
+        model, batch = case.model(), case.batch()
+        count = sum(1 for _ in model.parameters())
+        wraps = with_and_without_views(group)
+        steps = {name: _step(wrap(copy.deepcopy(model)), batch, case.loss) for name, wrap in wraps.items()}
+        taken = interleaved(steps, group, options.steps)
+        found = costs({name: [cost.wall_s for cost in taken[name]] for name in taken}, count)
+        for name in ratios:
+            ratios[name][case.name] = ratio_to_torchs(found, name)
+        rows += [[case.name, name, found[name].in_us(), as_times(ratio_to_torchs(found, name))] for name in found]
+        kept[case.name] = {name: asdict(cost) for name, cost in found.items()}
+    report.table("realistic", "us for each parameter: median [quartiles]", ["model", "contender", "wall", "over torch"], rows)
+    for name, known in ratios.items():
+        mean = GeometricMean.of(known)
+        report.judge(REALISTIC, mean.value, f"{name}; {mean.basis()}")
+    report.keep("realistic", kept)
+
+
+PARTS: dict[str, session.Part] = {
+    "realistic": _measure_realistic,
+    **{graph: partial(_measure, graph) for graph in GRAPHS},
+}
 
 if __name__ == "__main__":
     sys.exit(main())

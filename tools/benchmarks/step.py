@@ -28,7 +28,7 @@ from .contenders import NATIVE, OURS, VIEWS, Wrap, native, ours, trainers, with_
 from .exposure import Compared
 from .report import Report
 from .summary import GeometricMean, as_times
-from .targets import EXPOSED, MEMORY, STEP
+from .targets import EXPOSED, MEMORY, STEP, STEP_MEAN
 from .timing import interleaved
 
 
@@ -57,6 +57,8 @@ def _compare(
     means = {}
     for name in (OURS, OURS + VIEWS):
         report.judge_worst(STEP, [(compared.step_ratio(name), f"{name}; {case}") for case, compared in found.items()])
+        steps = GeometricMean.of({case: compared.step_ratio(name) for case, compared in found.items()})
+        report.judge(STEP_MEAN, steps.value, f"{name}; {steps.basis()}")
         means[name] = GeometricMean.of({case: compared.exposed_ratio(name) for case, compared in found.items()})
         report.judge(EXPOSED, means[name].value, f"{name}; {means[name].basis()}")
     figures = {case: compared.figures() for case, compared in found.items()}

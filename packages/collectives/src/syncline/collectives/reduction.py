@@ -61,6 +61,10 @@ def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.
 
 def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor]) -> None:
     """As `reduce_in_rank_order`, into a tensor, which may be one of the terms."""
+    if len(terms) == 1 and not isinstance(op, PremulSum):
+        if terms[0] is not out:
+            out.copy_(terms[0])
+        return
     if _is_one_addition(op, terms, out.dtype):  # at once: small ones come often
         torch.add(terms[0], terms[1], out=out)
         return
@@ -107,6 +111,8 @@ def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> 
 
 def divide(total: torch.Tensor, count: int) -> None:
     """Divide in place. By a power of two it is multiplied, which gives the same bits in half the time."""
+    if count == 1:
+        return
     if total.dtype in _EXACTLY_HALVED and count & (count - 1) == 0:
         total.mul_(1 / count)
     else:

@@ -21,7 +21,6 @@ from .fused_optimizer import FusedOptimizer
 from .join import Join, Joinable
 from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
 from .module_state import ModuleState
-from .outputs import look_into
 from .process_groups import default_group, resolve_group
 from .uneven_inputs import UnevenInputs
 
@@ -168,12 +167,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         inputs, kwargs, pending = self._before_forward(inputs, kwargs, has_backward, will_reduce)
         try:
             outputs = self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
-            origins = self._origins_of_backwards(outputs) if has_backward and self._reducer.wants_outputs else None
         except BaseException:
             if has_backward:
-                self._withdraw()
+                self._cancel_forward()
             raise
-        self._after_forward(origins, pending, will_reduce)
+        self._after_forward(pending, will_reduce)
         return outputs
 
     @untraced
@@ -192,22 +190,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return inputs, kwargs, pending
 
     @untraced
-    def _withdraw(self) -> None:
+    def _cancel_forward(self) -> None:
         """A forward has failed, so it has no backward."""
-        self._reducer.withdraw()
-
-    @untraced_itself
-    def _origins_of_backwards(self, outputs: object) -> list[torch.Tensor]:
-        """All tensors in the outputs; none, if there may be some that are not found."""
-        tensors, are_all = look_into(outputs)
-        return tensors if are_all else []
+        self._reducer.cancel_forward()
 
     @untraced
-    def _after_forward(
-        self, origins: list[torch.Tensor] | None, pending: list[torch.futures.Future[Any]], will_reduce: bool
-    ) -> None:
-        if origins is not None:
-            self._reducer.watch(origins)
+    def _after_forward(self, pending: list[torch.futures.Future[Any]], will_reduce: bool) -> None:
         pending += self._buffer_sync.after_forward()
         self._buffer_sync.are_stale = will_reduce
         if will_reduce:

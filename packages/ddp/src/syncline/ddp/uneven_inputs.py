@@ -22,7 +22,7 @@ class UnevenInputs(JoinHook):
     ::
 
         with inputs       announce ──► buffers ──► rebuild, once ──► backward: buckets, used-map
-        without           announce ──► buffers ──► Reducer.sit_out: the same with zeros
+        without           announce ──► buffers ──► Reducer.shadow_backward: the same with zeros
 
     Buffers come from the last rank that has inputs. A hook that reduces gradients is called on all ranks.
 
@@ -77,7 +77,7 @@ class UnevenInputs(JoinHook):
         buffers.are_stale = will_reduce
         if will_reduce:
             self._adjust(present)
-            self._ddp._reducer.sit_out()
+            self._ddp._reducer.shadow_backward()
 
     def post_hook(self, last_rank: int) -> None:
         """Give all ranks the parameters, and buffers if forwards broadcast them, of a rank that was last."""

@@ -1,27 +1,39 @@
-"""Averages gradients over ranks while backward computes: buckets, readiness, finalize."""
+"""Averages gradients over the ranks while backward still computes others.
+
+The life of one gradient, file by file:
+
+1. `gradient_hooks`: autograd calls the hook on the parameter; it notes the parameter's index, and wakes the reducer.
+2. `reducer`: when a bucket has as many gradients as it needs, and all users' hooks on the latest have run, it looks at them.
+3. `readiness`: decides which buckets may start: strictly in order, on every rank alike.
+4. `bucket`: copies the gradients into one flat buffer.
+5. `bucket_reduction`: starts `all_reduce(AVG)`, or a communication hook, which runs while backward goes on.
+6. `finalize`: at the end of backward, waits for each bucket, and has `bucket` write the averages into `.grad`.
+
+Beside that way: `usage` says which gradients will come, `gradient_aliasing` saves copies, `bucket_building` makes the buckets.
+"""
 
 from .bucket_assignment import BucketAssignment, GradientSpec, assign_buckets
+from .dynamic_usage import DynamicUsage
 from .grad_bucket import GradBucket
-from .graph import CompleteGraph, Graph
 from .readiness import Readiness
 from .reducer import Reducer
-from .static_graph import StaticGraph
+from .static_usage import StaticUsage
 from .statistics import BucketTimes, IterationStatistics
-from .used_parameters import ChangingGraph
+from .usage import CompleteUsage, UsageModel
 from .verification import verify_same_options, verify_same_parameters
 
 __all__ = [
     "BucketAssignment",
     "BucketTimes",
-    "ChangingGraph",
-    "CompleteGraph",
+    "CompleteUsage",
+    "DynamicUsage",
     "GradBucket",
     "GradientSpec",
-    "Graph",
     "IterationStatistics",
     "Readiness",
     "Reducer",
-    "StaticGraph",
+    "StaticUsage",
+    "UsageModel",
     "assign_buckets",
     "verify_same_options",
     "verify_same_parameters",

@@ -12,12 +12,12 @@ import torch
 
 from syncline.collectives import ProcessGroup
 
-from . import complaints
-from .lateness import LatenessGuard
-from .lending import Lending
-from .newness import Newness
+from . import error_messages
+from .gradient_aliasing import GradientAliasing
 
 _dtype_of = operator.attrgetter("dtype")
+_requires_grad_of = operator.attrgetter("requires_grad")
+_grad_of = operator.attrgetter("grad")
 
 
 class Bucket:
@@ -60,16 +60,12 @@ class Bucket:
         self._place = group.place()
         self._as_view = as_view
         self._kept: dict[int, torch.Tensor] = {}
-        self._seen: list[torch.Tensor | None] | None = None
-        self._seen_are_new = False
-        self._newness = Newness(self.parameters[0].dtype)
-        self._guard: LatenessGuard | None = None
         first = self.parameters[0]
         numel = sum(parameter.numel() for parameter in self.parameters)
         self.buffer = group.allocate(numel, first.dtype, first.device)
         self.views = self.views_into(self.buffer)
         self._own_memory = self.buffer, self.views
-        self._lending = None if as_view else Lending.of(self.indices, self.parameters, self.views)
+        self._aliasing = None if as_view else GradientAliasing(self.parameters, self.views)
         # Biases and norms: to concatenate many small vectors costs a third of copying each (and nothing else can be so joined).
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
@@ -87,44 +83,7 @@ class Bucket:
         """Bytes that are reduced."""
         return self.buffer.nbytes
 
-    def look(self) -> list[torch.Tensor | None]:
-        """The parameters' gradients, which `collect` will take, if it comes before `forget_seen`.
-
-        To read them takes as long as to copy them, if they are small: Python has an object made for each.
-        """
-        self._seen, self._seen_are_new = [parameter.grad for parameter in self.parameters], False
-        return self._seen
-
-    def learn_new(self) -> bool:
-        """What was seen has come after forward, as far as it is there; returns whether `sees_new` will tell others like it.
-
-        Not where gradients are lent: those have not been written to. And not where a parameter takes a gradient of any dtype
-        (`grad_dtype` is None), so that it would not refuse a view of another one.
-        """
-        assert self._seen is not None, "look() comes first"
-        if any(getattr(parameter, "grad_dtype", parameter.dtype) is None for parameter in self.parameters):
-            return False
-        self._seen_are_new = self._lending is None and self._newness.learn(self._seen, self._delivered_views)
-        return self._seen_are_new
-
-    def sees_new(self) -> bool:
-        """Whether it has seen a gradient of every parameter, all new; see Note [Gradients that are new]."""
-        assert self._seen is not None, "look() comes first"
-        self._seen_are_new = self._newness.shows(self._seen, self._delivered_views)
-        return self._seen_are_new
-
-    def has_new(self, index: int) -> bool:
-        """The same of one parameter, as it is now."""
-        position = self.indices.index(index)
-        return self._newness.shows_one(position, self.parameters[position].grad, self._delivered_views)
-
-    @property
-    def _delivered_views(self) -> list[torch.Tensor] | None:
-        return self.views if self._as_view else None
-
-    def forget_seen(self) -> None:
-        """Forget what was seen."""
-        self._seen, self._seen_are_new = None, False
+    # ---- before the reduction ----
 
     def collect(self, unused: Collection[int] = ()) -> None:
         """Copy the parameters' gradients into the buffer, except those that already lie there.
@@ -132,62 +91,93 @@ class Bucket:
         Args:
             unused: indices of parameters that this rank does not use in this backward. If nobody does, their gradients
                 shall stay as they are: `deliver` sees to it. Here they are worth what they hold, and zero if they are None.
-        """
-        self._find_free_memory()
-        gradients = self.look() if self._seen is None else self._seen
-        are_new = self._seen_are_new
-        self.forget_seen()
-        if not are_new and self._are_views(gradients):  # with `as_view`, if gradients are kept between backwards
-            if unused:
-                self._kept.update((index, view.clone()) for index, _, view in self._members() if index in unused)
-        else:
-            if are_new:
-                self._copy(self.views, cast("list[torch.Tensor]", gradients))
-            else:
-                self._collect_some(gradients, unused)
-            if self._as_view:
-                try:
-                    self.alias(unused)
-                except RuntimeError:
-                    self._complain()
-                    raise
-        if self._guard is not None:
-            if self._as_view:
-                collected = [parameter.grad for parameter in self.parameters] if unused else self.views
-                self._guard.collected(collected, self.views[0])
-            else:
-                self._guard.collected(gradients, versions=self._newness.versions if are_new else ())
 
-    def _collect_some(self, gradients: Sequence[torch.Tensor | None], unused: Collection[int]) -> None:
-        """Whatever they are: some may be None, or lie in the buffer already."""
-        if not (any(map(operator.is_, gradients, self.views)) or some_are_none(gradients)):
-            self._check_and_copy(self.views, cast("list[torch.Tensor]", gradients))
+        Raises:
+            MisuseError: a gradient has another dtype or layout than its parameter had, or is part of a graph.
+        """
+        self._choose_memory()
+        gradients = list(map(_grad_of, self.parameters))
+        in_place = self._positions_in_place(gradients)
+        for position in in_place:
+            if self.indices[position] in unused:
+                self._keep(position)
+        if in_place or _some_are_none(gradients):
+            self._copy_some(gradients, frozenset(in_place))
+        else:
+            self._copy(self.views, cast("list[torch.Tensor]", gradients))
+        if self._as_view:
+            self._alias(gradients, unused)
+
+    def collect_nothing(self) -> None:
+        """Fill the buffer with zeros, on a rank that has no gradients; `deliver` must leave all of them as they are."""
+        self._choose_memory()
+        for position in self._positions_in_place(list(map(_grad_of, self.parameters))):
+            self._keep(position)
+        self.buffer.zero_()
+
+    def _choose_memory(self) -> None:
+        """The bucket's own, unless somebody else still reads there; see Note [Aliased gradients]."""
+        if self._aliasing is None:
             return
+        if self._aliasing.is_memory_free():
+            self.buffer, self.views = self._own_memory
+        elif self._is_in_own_memory:
+            with torch.inference_mode(False):
+                self.buffer = torch.zeros_like(self.buffer)
+                self.views = self.views_into(self.buffer)
+
+    @property
+    def _is_in_own_memory(self) -> bool:
+        return self.buffer is self._own_memory[0]
+
+    def _positions_in_place(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
+        if self._as_view:
+            return [position for position, is_view in enumerate(map(operator.is_, gradients, self.views)) if is_view]
+        if self._aliasing is None or not self._is_in_own_memory:
+            return []
+        return self._aliasing.in_place(gradients)
+
+    def _keep(self, position: int) -> None:
+        self._kept[self.indices[position]] = self.views[position].clone()
+
+    def _copy_some(self, gradients: Sequence[torch.Tensor | None], in_place: Collection[int]) -> None:
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
-        for index, gradient, view in zip(self.indices, gradients, self.views, strict=True):
-            if gradient is view:
-                if index in unused:
-                    self._kept[index] = view.clone()
-            elif gradient is None:
+        for position, (gradient, view) in enumerate(zip(gradients, self.views, strict=True)):
+            if gradient is None:
                 absent.append(view)
-            else:
+            elif position not in in_place:
                 sources.append(gradient)
                 targets.append(view)
-        if targets:
-            self._check_and_copy(targets, sources)
+        if sources:
+            self._copy(targets, sources)
         if absent:
             with torch.no_grad():
                 torch._foreach_zero_(absent)
 
-    def collect_nothing(self) -> None:
-        """Fill the buffer with zeros, on a rank that has no gradients; `deliver` must leave all of them as they are."""
-        self._find_free_memory()
-        for index, parameter, view in self._members():
-            if parameter.grad is view:
-                self._kept[index] = view.clone()
-        self.buffer.zero_()
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        # What would be copied without a word is asked for at once; the rest is looked into if copying fails.
+        if set(map(_dtype_of, sources)) != {self.buffer.dtype} or any(map(_requires_grad_of, sources)):
+            self._refuse_gradients()
+        with torch.inference_mode():  # passes autograd by, which takes a sixth less time for small ones than `no_grad`
+            if self._holds_vectors and len(targets) == len(self.views):
+                with suppress(RuntimeError):  # it refuses what lies in the buffer already, in other tensors than the views
+                    torch.cat(sources, out=self.buffer)
+                    return
+            try:
+                torch._foreach_copy_(targets, sources)
+            except RuntimeError:
+                self._refuse_gradients()
+                raise
+
+    def _refuse_gradients(self) -> None:
+        for parameter, name in zip(self.parameters, self.names, strict=True):
+            gradient = parameter.grad
+            if gradient is not None:
+                error_messages.check_gradient(name, gradient, self.buffer.dtype, self._place)
+
+    # ---- after the reduction ----
 
     def accept(self, result: object) -> None:
         """Take the reduced gradients, if they are not in the buffer already.
@@ -197,149 +187,69 @@ class Bucket:
         """
         if result is self.buffer:
             return
-        complaint = complaints.not_the_reduced_bucket(result, self.buffer, self.names)
-        if complaint is not None:
-            raise complaint
+        error = error_messages.not_the_reduced_bucket(result, self.buffer, self.names)
+        if error is not None:
+            raise error
         assert isinstance(result, torch.Tensor)
         with torch.no_grad():
             self.buffer.copy_(result.reshape(-1))
 
-    def deliver(self, untouched: Collection[int] = (), *, may_lend: bool = True) -> None:
+    def deliver(self, untouched: Collection[int] = (), *, may_alias: bool = True) -> None:
         """Give the parameters their reduced gradients.
 
         Args:
             untouched: those, by index, whose gradients shall stay as they are.
-            may_lend: whether large ones may lie in the bucket's memory, because nobody else knows of it.
-
-        Raises:
-            MisuseError: a gradient came late; see `detect_late_gradients`.
+            may_alias: whether large ones may lie in the bucket's memory, because nobody else knows of it.
         """
-        gradients = [parameter.grad for parameter in self.parameters]
-        if self._guard is not None:
-            self._guard.check_places(gradients)
-        if not self._as_view:
-            self._write_back(gradients, untouched, may_lend=may_lend)
-            return
-        if not self._are_views(gradients):
-            self.alias(untouched)
+        gradients = list(map(_grad_of, self.parameters))
+        if self._as_view:
+            self._alias(gradients, untouched)
+        else:
+            self._copy_out(gradients, untouched, may_alias=may_alias)
         self._restore(untouched)
 
-    def _find_free_memory(self) -> None:
-        """Do not overwrite what was lent."""
-        if self._lending is None:
+    def _alias(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> None:
+        """Make each parameter's gradient the view itself, except those given by index."""
+        if all(map(operator.is_, gradients, self.views)):
             return
-        if self._lending.take_back():
-            self.buffer, self.views = self._own_memory
-        elif self.buffer is self._own_memory[0]:
-            with torch.inference_mode(False):
-                self.buffer = torch.zeros_like(self.buffer)
-                self.views = self.views_into(self.buffer)
+        try:
+            for index, parameter, gradient, view in zip(self.indices, self.parameters, gradients, self.views, strict=True):
+                if gradient is not view and index not in untouched:
+                    parameter.grad = view
+        except RuntimeError:  # the parameter was converted
+            self._refuse_gradients()
+            raise
 
-    def _write_back(self, gradients: list[torch.Tensor | None], untouched: Collection[int], *, may_lend: bool) -> None:
-        lent = self._lending.lend(gradients, untouched) if may_lend and self._lending is not None else frozenset()
+    def _copy_out(self, gradients: list[torch.Tensor | None], untouched: Collection[int], *, may_alias: bool) -> None:
+        done = {position for position, index in enumerate(self.indices) if index in untouched} if untouched else set()
+        if self._aliasing is not None and self._is_in_own_memory:
+            done.update(self._aliasing.move(gradients, done) if may_alias else self._aliasing.in_place(gradients))
         with torch.inference_mode():  # as in `_copy`
-            if not (untouched or lent):
+            if not done:
                 with suppress(TypeError):  # it refuses None, before it copies anything
                     torch._foreach_copy_(cast("list[torch.Tensor]", gradients), self.views)
                     return
         targets, sources = [], []
-        for (index, parameter, view), gradient in zip(self._members(), gradients, strict=True):
-            if index not in untouched and index not in lent:
+        for position, (parameter, gradient, view) in enumerate(zip(self.parameters, gradients, self.views, strict=True)):
+            if position not in done:
                 targets.append(_new_gradient(parameter) if gradient is None else gradient)
                 sources.append(view)
         if targets:
             with torch.inference_mode():
                 torch._foreach_copy_(targets, sources)
 
-    def detect_late_gradients(self, advice: str) -> None:
-        """From now on those that come when the reduction was issued already, which is when `remember` is called, are errors.
-
-        To be called while no gradient is a view.
-
-        Args:
-            advice: for the error.
-        """
-        self._guard = LatenessGuard(self.names, self._place, advice)
-        if self._as_view:
-            # They share a version, which what is done to the buffer does not change, but what is done to any of them does.
-            self.views = self.views_into(self.buffer.data)
-
-    def ignore_late_gradients(self) -> None:
-        """Somebody else sees to them from now on."""
-        self._guard = None
-
-    def remember(self, *, by_hook: bool) -> None:
-        """The reduction was issued; `by_hook`: by a communication hook, which may give the parameters other gradients."""
-        if self._guard is not None:
-            self._guard.remember(may_be_replaced=by_hook)
-
-    def check_remembered(self) -> None:
-        """Backward has ended, and no bucket was delivered yet.
-
-        Raises:
-            MisuseError: a gradient came late.
-        """
-        if self._guard is not None:
-            self._guard.check_versions()
-
-    def alias(self, untouched: Collection[int] = ()) -> None:
-        """Make each parameter's gradient the view itself, except those given by index."""
-        if untouched:
-            for index, parameter, view in self._members():
-                if index not in untouched:
-                    parameter.grad = view
-        else:
-            for parameter, view in zip(self.parameters, self.views, strict=True):
-                parameter.grad = view
-
     def _restore(self, untouched: Collection[int]) -> None:
+        """Write back gradients in the buffer that nobody has used."""
         if not self._kept:
             return
         kept, self._kept = self._kept, {}
         with torch.no_grad():
-            for index, _, view in self._members():
+            for index, view in zip(self.indices, self.views, strict=True):
                 if index in untouched and index in kept:
                     view.copy_(kept[index])
 
-    def _members(self) -> zip[tuple[int, torch.nn.Parameter, torch.Tensor]]:
-        return zip(self.indices, self.parameters, self.views, strict=True)
 
-    def _are_views(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        return all(map(operator.is_, gradients, self.views))
-
-    def _check_and_copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        # What would be copied without a word is asked for at once; the rest is looked into if copying fails.
-        if set(map(_dtype_of, sources)) != {self.buffer.dtype} or torch._C._any_requires_grad(*sources):
-            self._complain()
-        self._copy(targets, sources)
-
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        with torch.inference_mode():  # passes autograd by, which takes a sixth less time for small ones than `no_grad`
-            if self._holds_vectors and len(targets) == len(self.views):
-                with suppress(RuntimeError):  # it refuses what lies in the buffer already, in other tensors than the views
-                    torch.cat(sources, out=self.buffer)
-                    return
-            try:
-                torch._foreach_copy_(targets, sources)
-            except RuntimeError:
-                self._complain()
-                raise
-
-    def _complain(self) -> None:
-        for parameter, name in zip(self.parameters, self.names, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.layout is not torch.strided:
-                raise complaints.wrong_layout(name, gradient, self._place)
-            if gradient.dtype is not self.buffer.dtype:
-                raise complaints.wrong_dtype(name, gradient, self.buffer.dtype, self._place)
-            if gradient.requires_grad:
-                raise complaints.differentiable(name)
-
-
-def some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Whether there are any None."""
+def _some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
     return any(map(operator.is_, gradients, repeat(None)))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from syncline.collectives import InvalidArgumentError
 
@@ -36,26 +37,6 @@ class BucketAssignment:
     cap_bytes: int | None
 
 
-@dataclass
-class _Filling:
-    """The open bucket of one kind."""
-
-    caps_bytes: Sequence[int]
-    closed: int = 0
-    nbytes: int = 0
-    indices: list[int] = field(default_factory=list)
-
-    @property
-    def cap_bytes(self) -> int:
-        return self.caps_bytes[min(self.closed, len(self.caps_bytes) - 1)]
-
-    def close(self) -> BucketAssignment:
-        bucket = BucketAssignment(tuple(self.indices), self.cap_bytes)
-        self.closed += 1
-        self.nbytes, self.indices = 0, []
-        return bucket
-
-
 def assign_buckets(
     specs: Sequence[GradientSpec], caps_bytes: Sequence[int], order: Sequence[int] | None = None
 ) -> list[BucketAssignment]:
@@ -79,20 +60,31 @@ def assign_buckets(
     """
     visited = range(len(specs)) if order is None else order
     _check(specs, caps_bytes, visited)
-    filling: dict[Hashable, _Filling] = {}
+    open_buckets: dict[Hashable, list[int]] = {}
+    nbytes: Counter[Hashable] = Counter()
+    closed: Counter[Hashable] = Counter()
     buckets: list[BucketAssignment] = []
+
+    def cap_bytes(kind: Hashable) -> int:
+        return caps_bytes[min(closed[kind], len(caps_bytes) - 1)]
+
+    def close(kind: Hashable) -> BucketAssignment:
+        bucket = BucketAssignment(tuple(open_buckets.pop(kind)), cap_bytes(kind))
+        closed[kind] += 1
+        nbytes[kind] = 0
+        return bucket
+
     for index in visited:
         spec = specs[index]
         if spec.sparse:
             buckets.append(BucketAssignment((index,), None))
             continue
-        bucket = filling.setdefault(spec.kind, _Filling(caps_bytes))
-        bucket.indices.append(index)
-        bucket.nbytes += spec.nbytes
-        if bucket.nbytes >= bucket.cap_bytes:
-            buckets.append(bucket.close())
+        open_buckets.setdefault(spec.kind, []).append(index)
+        nbytes[spec.kind] += spec.nbytes
+        if nbytes[spec.kind] >= cap_bytes(spec.kind):
+            buckets.append(close(spec.kind))
     position = {index: place for place, index in enumerate(visited)}
-    rest = [bucket.close() for bucket in filling.values() if bucket.indices]
+    rest = [close(kind) for kind in list(open_buckets)]
     buckets += sorted(rest, key=lambda bucket: position[bucket.indices[-1]])
     return buckets if order is not None else sorted(buckets, key=lambda bucket: min(bucket.indices))
 

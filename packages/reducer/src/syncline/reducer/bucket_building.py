@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,15 +12,15 @@ from syncline.collectives import ProcessGroup
 
 from .bucket import Bucket
 from .bucket_assignment import GradientSpec, assign_buckets
-from .flight import AnyBucket
-from .sparse_bucket import SparseBucket
+from .sparse_bucket import AnyBucket, SparseBucket
 
 
+@dataclass(frozen=True)
 class BucketBuilder:
     """Builds the buckets of some parameters, in whatever order.
 
-    Args:
-        names: theirs, for errors.
+    Attributes:
+        names: the parameters', for errors.
         parameters: the parameters; their positions are the indices.
         group: allocates the memory.
         caps_bytes: size limits of the first, second, ... bucket; the last holds for all further ones.
@@ -28,24 +29,13 @@ class BucketBuilder:
         as_view: let gradients be views of the buckets.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[torch.nn.Parameter],
-        group: ProcessGroup,
-        *,
-        caps_bytes: Sequence[int],
-        sparse: Sequence[bool],
-        delayed: Collection[int],
-        as_view: bool,
-    ) -> None:
-        self._names = names
-        self._parameters = parameters
-        self._group = group
-        self._caps_bytes = caps_bytes
-        self._sparse = sparse
-        self._delayed = frozenset(delayed)
-        self._as_view = as_view
+    names: Sequence[str]
+    parameters: Sequence[torch.nn.Parameter]
+    group: ProcessGroup
+    caps_bytes: Sequence[int]
+    sparse: Sequence[bool]
+    delayed: Collection[int]
+    as_view: bool
 
     def build(self, order: Sequence[int], moved: Collection[int] = ()) -> list[AnyBucket]:
         """Buckets filled in this order of parameters (by index). A collective, because it allocates.
@@ -54,9 +44,9 @@ class BucketBuilder:
             order: the parameters.
             moved: those of them whose gradients become views of the buckets now, with their values.
         """
-        punctual = [index for index in order if index not in self._delayed]
-        delayed = [index for index in order if index in self._delayed]
-        assigned = [*self._assign(punctual, self._caps_bytes), *self._assign(delayed, [sys.maxsize])]
+        punctual = [index for index in order if index not in self.delayed]
+        delayed = [index for index in order if index in self.delayed]
+        assigned = [*self._assign(punctual, self.caps_bytes), *self._assign(delayed, [sys.maxsize])]
         buckets: list[AnyBucket] = []
         for indices in assigned:
             buckets.append(self._bucket(indices))
@@ -73,14 +63,14 @@ class BucketBuilder:
         return [[order[position] for position in bucket.indices] for bucket in assigned]
 
     def _spec(self, index: int) -> GradientSpec:
-        parameter = self._parameters[index]
-        return GradientSpec(parameter.nbytes, (parameter.dtype, parameter.device), self._sparse[index])
+        parameter = self.parameters[index]
+        return GradientSpec(parameter.nbytes, (parameter.dtype, parameter.device), self.sparse[index])
 
     def _bucket(self, indices: Sequence[int]) -> AnyBucket:
-        parameters, names = [self._parameters[i] for i in indices], [self._names[i] for i in indices]
-        if self._sparse[indices[0]]:
-            return SparseBucket(indices[0], parameters[0], names[0], self._group)
-        return Bucket(indices, parameters, names, self._group, as_view=self._as_view)
+        parameters, names = [self.parameters[i] for i in indices], [self.names[i] for i in indices]
+        if self.sparse[indices[0]]:
+            return SparseBucket(indices[0], parameters[0], names[0], self.group)
+        return Bucket(indices, parameters, names, self.group, as_view=self.as_view)
 
 
 def aliases(buckets: Sequence[AnyBucket]) -> set[int]:

@@ -1,24 +1,30 @@
-"""How a bucket is reduced: by all_reduce, or by a communication hook."""
+"""The reduction of a bucket: started by all_reduce or by a communication hook, and waited for at the end of backward."""
 
 from __future__ import annotations
 
+import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from syncline.collectives import MisuseError, ProcessGroup, ReduceOp, TorchGroup, premul_sum
+from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup, ReduceOp, TorchGroup, Work, premul_sum
 from syncline.collectives.reduce_op import Reduction
 
-from .flight import AnyBucket, CollectiveFlight, Flight, HookFlight, LateFlight, NamingParameters
+from .error_messages import naming_parameters
 from .grad_bucket import GradBucket
-from .sparse_bucket import SparseBucket
+from .sparse_bucket import AnyBucket, SparseBucket
 from .statistics import BucketTimes
 
 if TYPE_CHECKING:
     CommunicationHook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 else:
     CommunicationHook = Callable
+
+# How long to wait for a hook, in time limits of its group: its collectives have one each, and can tell more when it is over.
+_HOOK_PATIENCE = 2
 
 
 class BucketReduction:
@@ -39,18 +45,18 @@ class BucketReduction:
         """Divide sums by this number instead of the number of ranks; None for that. A hook divides as it likes."""
         self._op = ReduceOp.AVG if count in (None, self._group.size) else premul_sum(1 / (count or 1))
 
-    def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> Flight:
+    def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
         """Issue the reduction of a bucket; every rank does, for the same buckets in the same order.
 
         Whether it is the last is asked for a hook only, because the answer may have to be waited for.
         """
-        with NamingParameters(bucket):
+        with naming_parameters(bucket.names):
             if self.hook is not None:
                 shown = GradBucket(bucket, number, is_last(), self._group)
-                return HookFlight(bucket, times, self._future(self.hook, shown), shown, self._group)
+                return HookReduction(bucket, times, self._future(self.hook, shown), shown, self._group)
             if isinstance(bucket, SparseBucket) and isinstance(self._group, TorchGroup):
-                return LateFlight(bucket, times, self._group, self._op)
-            return CollectiveFlight(bucket, times, self._group.all_reduce(bucket.buffer, self._op, async_op=True))
+                return DeferredReduction(bucket, times, self._group, self._op)
+            return CollectiveReduction(bucket, times, self._group.all_reduce(bucket.buffer, self._op, async_op=True))
 
     def _future(self, hook: CommunicationHook, bucket: GradBucket) -> torch.futures.Future[Any]:
         future = hook(self.hook_state, bucket)
@@ -60,3 +66,132 @@ class BucketReduction:
                 f"{type(future).__name__}; see get_future() of a Work"
             )
         return future
+
+
+class PendingReduction(ABC):
+    """A bucket whose reduction was issued.
+
+    Attributes:
+        bucket: the bucket.
+        shows_bucket: whether somebody was shown the bucket's memory, and may keep it.
+
+    Args:
+        bucket: the bucket.
+        times: gets the end of the reduction.
+    """
+
+    shows_bucket = False
+
+    def __init__(self, bucket: AnyBucket, times: BucketTimes) -> None:
+        self.bucket = bucket
+        self._times = times
+
+    def wait(self) -> object:
+        """Block until the reduction is over, and return its result: the flat tensor, if a hook keeps its contract.
+
+        Raises:
+            TransportError: of the type that the group raised; names the parameters, too.
+        """
+        with naming_parameters(self.bucket.names):
+            return self._wait()
+
+    @abstractmethod
+    def _wait(self) -> object: ...
+
+    def _note_end(self, _: object = None) -> None:
+        if self._times.finished is None:
+            self._times.finished = time.perf_counter()
+
+
+class CollectiveReduction(PendingReduction):
+    """A bucket that a collective reduces in place."""
+
+    def __init__(self, bucket: AnyBucket, times: BucketTimes, work: Work) -> None:
+        super().__init__(bucket, times)
+        self._work = work
+        if work.is_completed():
+            self._note_end()
+        else:
+            work.get_future().add_done_callback(self._note_end)
+
+    def _wait(self) -> object:
+        self._work.wait()
+        self._note_end()
+        return self.bucket.buffer
+
+
+class HookReduction(PendingReduction):
+    """A bucket that a communication hook reduces.
+
+    Args:
+        bucket: the bucket.
+        times: gets the end of the reduction.
+        future: what the hook returned.
+        shown: what the hook was given.
+        group: its time limit holds for each collective of the hook.
+    """
+
+    shows_bucket = True
+
+    def __init__(
+        self,
+        bucket: AnyBucket,
+        times: BucketTimes,
+        future: torch.futures.Future[Any],
+        shown: GradBucket,
+        group: ProcessGroup,
+    ) -> None:
+        super().__init__(bucket, times)
+        self._future = future
+        self._shown = shown
+        self._group = group
+        self._is_over: threading.Event | None = None
+        if future.done():
+            self._note_end()
+        else:
+            self._is_over = threading.Event()
+            future.add_done_callback(self._note_end)
+
+    def _note_end(self, _: object = None) -> None:
+        super()._note_end()
+        if self._is_over is not None:
+            self._is_over.set()
+
+    def _wait(self) -> object:
+        if self._is_over is not None:
+            self._wait_for(self._is_over)
+        value = self._future.wait()
+        self._note_end()
+        return self._as_given(value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value)
+
+    def _wait_for(self, is_over: threading.Event) -> None:
+        limit_s = min(_HOOK_PATIENCE * self._group.timeout_s, threading.TIMEOUT_MAX)
+        if not is_over.wait(limit_s) and not self._future.done():
+            raise CollectiveTimeout(
+                f"the communication hook's future for bucket {self._shown.index()} did not finish within {limit_s:g} s on "
+                f"{self._group.place()}: look for a hook that never sets its result, or for a rank that waits elsewhere"
+            )
+
+    def _as_given(self, result: object) -> object:
+        """A hook that has put a buffer of another dtype in place, and left it there, may return that dtype (torch's do)."""
+        if not isinstance(result, torch.Tensor) or result.dtype is not self._shown.buffer().dtype:
+            return result
+        return result.to(self.bucket.buffer.dtype)
+
+
+class DeferredReduction(PendingReduction):
+    """A sparse bucket on a torch.distributed group: reduced when its turn to be waited for has come.
+
+    A sparse all_reduce continues in a callback, and a torch group gives what a callback issues no defined place among the
+    collectives of other threads (see `TorchGroup`). At the end of backward all ranks have issued everything else.
+    """
+
+    def __init__(self, bucket: SparseBucket, times: BucketTimes, group: ProcessGroup, op: Reduction) -> None:
+        super().__init__(bucket, times)
+        self._group = group
+        self._op = op
+
+    def _wait(self) -> object:
+        self._group.all_reduce(self.bucket.buffer, self._op)
+        self._note_end()
+        return self.bucket.buffer

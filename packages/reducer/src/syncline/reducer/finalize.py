@@ -1,4 +1,4 @@
-"""Finalize: wait for the buckets, write their results back. The one place of the reducer that blocks."""
+"""Finalize: wait for the buckets, hand their results over. The one place of the reducer that blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .flight import AnyBucket, Flight
+from .bucket_reduction import PendingReduction
+from .sparse_bucket import AnyBucket
 from .statistics import IterationStatistics
 
 if TYPE_CHECKING:
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
 else:
     AnyFuture = torch.futures.Future
 
-Untouched: TypeAlias = Callable[[Collection[int]], Collection[int]]
+GloballyUnused: TypeAlias = Callable[[Collection[int]], Collection[int]]
 Delivered: TypeAlias = Callable[[Sequence[torch.nn.Parameter]], None]
 
 
 def finalize(
-    flights: Sequence[Flight],
+    reductions: Sequence[PendingReduction],
     statistics: IterationStatistics,
-    untouched: Untouched,
+    globally_unused: GloballyUnused,
     *,
     delivered: Delivered | None = None,
     others: Sequence[AnyFuture] = (),
@@ -31,26 +32,27 @@ def finalize(
     """Wait for each bucket in the order of their start, and hand its result to the parameters.
 
     Args:
-        flights: the buckets in flight.
+        reductions: of the buckets.
         statistics: gets beginning, end and the seconds in between.
-        untouched: of some parameters (by index), those whose gradients shall stay as they are; may wait.
+        globally_unused: of some parameters (by index), those whose gradients shall stay as they are; may wait.
         delivered: told the parameters of each bucket that have their reduced gradients now, while later buckets are still
-            in flight.
+            being reduced.
         others: what else shall be over when backward is.
     """
     statistics.finalize_started = time.perf_counter()
-    for flight in flights:
-        flight.bucket.accept(flight.wait())
-        kept = untouched(flight.bucket.indices)
-        flight.bucket.deliver(kept, may_lend=not flight.shows_bucket)
+    for reduction in reductions:
+        bucket = reduction.bucket
+        bucket.accept(reduction.wait())
+        untouched = globally_unused(bucket.indices)
+        bucket.deliver(untouched, may_alias=not reduction.shows_bucket)
         if delivered is not None:
-            delivered(_others(flight.bucket, kept) if kept else flight.bucket.parameters)
+            delivered(_touched(bucket, untouched) if untouched else bucket.parameters)
     for future in others:
         future.wait()
     statistics.finished = time.perf_counter()
     statistics.waited_s += statistics.finished - statistics.finalize_started
 
 
-def _others(bucket: AnyBucket, kept: Collection[int]) -> list[torch.nn.Parameter]:
+def _touched(bucket: AnyBucket, untouched: Collection[int]) -> list[torch.nn.Parameter]:
     members = zip(bucket.indices, bucket.parameters, strict=True)
-    return [parameter for index, parameter in members if index not in kept]
+    return [parameter for index, parameter in members if index not in untouched]

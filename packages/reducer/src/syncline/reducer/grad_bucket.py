@@ -6,14 +6,13 @@ import torch
 
 from syncline.collectives import ProcessGroup
 
-from .bucket import Bucket
-from .sparse_bucket import SparseBucket
+from .sparse_bucket import AnyBucket
 
 
 class GradBucket:
     """The argument of a communication hook; the methods of `torch.distributed.GradBucket`, and the group."""
 
-    def __init__(self, bucket: Bucket | SparseBucket, index: int, is_last: bool, group: ProcessGroup) -> None:
+    def __init__(self, bucket: AnyBucket, index: int, is_last: bool, group: ProcessGroup) -> None:
         self._bucket = bucket
         self._group = group
         self._index = index

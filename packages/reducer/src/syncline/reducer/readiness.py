@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 
 class MarkedTwiceError(ValueError):
@@ -34,16 +34,13 @@ class Readiness:
         """Forget everything that was marked."""
         self._missing = [len(members) for members in self._members]
         self._next = 0
-        self._at_once: set[int] = set()
-        self._arrived: set[int] = set()
-        self._order: list[int] = []
+        self._ready: set[int] = set()
 
-    def mark_ready(self, indices: Iterable[int], *, all_of: int | None = None) -> range:
-        """Note that gradients are ready, in this order.
+    def mark_ready(self, indices: Sequence[int]) -> range:
+        """Note that gradients are ready.
 
         Args:
             indices: the gradients.
-            all_of: the number of the bucket of which these are known to be all, each once: it takes a tenth of the time.
 
         Returns:
             The numbers of the buckets that may start now, in order; mostly none.
@@ -51,25 +48,17 @@ class Readiness:
         Raises:
             MarkedTwiceError: one was marked before, since the last `reset`.
         """
-        indices, before, first = list(indices), len(self._arrived), self._next
+        first = self._next
         if not indices:
             return range(first, first)
-        if all_of is not None and self._missing[all_of] == len(indices):
-            self._at_once.add(all_of)
-            self._missing[all_of] = 0
-        else:
-            self._arrived.update(indices)
-            if len(self._arrived) < before + len(indices) or (self._at_once and self._were_at_once(indices)):
-                raise MarkedTwiceError(_first_repeated(indices, set(self._order)))
-            for number, count in self._counts(indices).items():
-                self._missing[number] -= count
-        self._order += indices
+        if not self._ready.isdisjoint(indices) or len(set(indices)) < len(indices):
+            raise MarkedTwiceError(_first_repeated(indices, self._ready))
+        self._ready.update(indices)
+        for number, count in self._counts(indices).items():
+            self._missing[number] -= count
         while self._next < len(self._missing) and self._missing[self._next] == 0:
             self._next += 1
         return range(first, self._next)
-
-    def _were_at_once(self, indices: Sequence[int]) -> bool:
-        return any(self._bucket_of[index] in self._at_once for index in indices)
 
     def _counts(self, indices: Sequence[int]) -> Mapping[int, int]:
         """How many of these are in which bucket; mostly all are in one."""
@@ -83,18 +72,10 @@ class Readiness:
         """Whether all buckets may have started."""
         return self._next == len(self._missing)
 
-    def arrival_order(self) -> list[int]:
-        """The gradients marked so far, first to last."""
-        return list(self._order)
-
     def missing(self) -> list[int]:
         """The gradients not marked so far, ascending."""
-        return sorted(set(self._bucket_of).difference(self._order))
+        return sorted(set(self._bucket_of).difference(self._ready))
 
 
-def _first_repeated(indices: Sequence[int], seen: set[int]) -> int:
-    for index in indices:
-        if index in seen:
-            return index
-        seen.add(index)
-    raise AssertionError("called if one is repeated")
+def _first_repeated(indices: Sequence[int], ready: Collection[int]) -> int:
+    return next(index for position, index in enumerate(indices) if index in ready or index in indices[:position])

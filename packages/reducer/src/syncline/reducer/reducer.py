@@ -7,33 +7,32 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 
-from . import complaints
-from .arrivals import Arrivals, Backlog
-from .bucket import some_are_none
+from . import error_messages
 from .bucket_building import BucketBuilder, aliases
-from .bucket_reduction import BucketReduction, CommunicationHook
-from .delayed import DelayedGraph
-from .expectation import Expectation
+from .bucket_reduction import BucketReduction, CommunicationHook, PendingReduction
+from .delayed_usage import DelayedUsage
+from .dynamic_usage import DynamicUsage
 from .finalize import AnyFuture, Delivered, finalize
-from .flight import AnyBucket, Flight
-from .graph import CompleteGraph, Graph, UnexpectedGradientError
-from .graph_task import current_task
-from .hook_placement import HookPlacement
-from .outermost_backward import call_at_the_end
+from .gradient_hooks import GradientHooks, PendingGradients
 from .readiness import MarkedTwiceError, Readiness
-from .static_graph import StaticGraph
+from .sparse_bucket import AnyBucket
+from .static_usage import StaticUsage
 from .statistics import BucketTimes, IterationStatistics
-from .used_parameters import ChangingGraph
+from .sync_policy import GradSyncPolicy
+from .torch_internals import call_at_backward_end, current_backward
+from .usage import CompleteUsage, UnexpectedGradientError, UsageModel
 
 DEFAULT_BUCKET_CAP_BYTES = 25 * 1024 * 1024
 DEFAULT_FIRST_BUCKET_CAP_BYTES = 1024 * 1024
+
+T = TypeVar("T")
 
 
 class _Phase(enum.Enum):
@@ -48,9 +47,9 @@ class Reducer:
 
     ::
 
-        forward        prepare_for_backward ... watch
-        backward       gradient i is ready ──► readiness ──► bucket k may start: collect, then hook or all_reduce(AVG)
-                       gradient j is ready ──► ...                       (communication overlaps further backward)
+        forward        prepare_for_backward
+        backward       gradient i has come ──► its bucket has as many as it needs ──► readiness: bucket k may start:
+                       collect, then hook or all_reduce(AVG)      (communication overlaps further backward)
         its end        finalize: wait for the buckets in order, write the results back
 
     Every backward that reaches one of the parameters must reach all of them, on every rank; unless `find_unused_parameters`
@@ -67,10 +66,10 @@ class Reducer:
         gradient_as_bucket_view: let `parameter.grad` be a view of the bucket; saves the copy back and the memory.
         sparse: for each parameter, whether its gradients are sparse (COO); None if none is. Each has a bucket to itself.
         find_unused_parameters: a backward may leave out parameters, on each rank others; those that no rank used keep the
-            gradients that they have, or None. At least one must be reached on every rank. See `ChangingGraph`.
+            gradients that they have, or None. At least one must be reached on every rank. See `DynamicUsage`.
         skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce a bucket of which no rank uses anything.
         static_graph: every backward is like the first one; parameters may be used several times in it, from re-entrant
-            checkpoints too, or never. See `StaticGraph`. It has precedence over `find_unused_parameters`, as in torch.
+            checkpoints too, or never. See `StaticUsage`. It has precedence over `find_unused_parameters`, as in torch.
 
         delayed: names of parameters that get any number of gradients, or none, until that of `delayed_until` arrives, or
             backward ends; they are reduced last.
@@ -110,7 +109,7 @@ class Reducer:
             raise InvalidArgumentError(
                 f"delayed_until='{delayed_until}' without delayed: name what waits for it, or leave it out"
             )
-        self._graph = self._make_graph(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
+        self._usage = self._make_usage(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
         self._builder = BucketBuilder(
             self._names,
             self._parameters,
@@ -121,27 +120,25 @@ class Reducer:
             as_view=gradient_as_bucket_view,
         )
         self._reduction = BucketReduction(group)
-        self._expectation = Expectation()
+        self._sync_policy = GradSyncPolicy()
         self._lock = threading.Lock()
         self._phase = _Phase.IDLE
-        self._ended = 0
-        self._flights: list[Flight] = []
+        self._reductions: list[PendingReduction] = []
         self._delivered: Delivered | None = None
         self._others: list[AnyFuture] = []
         self._arrival_order: list[int] | None = None
         self._has_accumulated = False
         self._rebuilt = False
         self.statistics = IterationStatistics(time.perf_counter())
-        self._hooks = HookPlacement(
+        self._hooks = GradientHooks(
             self._parameters,
-            in_place=gradient_as_bucket_view,
-            wake=self._on_arrivals,
-            settled=self._on_settled,
-            passed=self._on_outputs,
+            reads_in_place=gradient_as_bucket_view,
+            wake=self._on_gradient,
+            node_done=self._on_node_done,
         )
-        self._backlog = Backlog()
-        self._held: list[torch.Tensor | None] = []
-        self._graph_task = -1
+        # Buckets that are worth a look, and the thread and the backward in which users' hooks on their latest gradient run.
+        self._waiting: dict[PendingGradients, tuple[int, int]] = {}
+        self._arrivals: list[int] = []
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
         weakref.finalize(self, self._hooks.close)
 
@@ -168,7 +165,7 @@ class Reducer:
     # ---- settings ----
 
     def set_static_graph(self) -> None:
-        """From now on every backward is like the next one; see `StaticGraph`.
+        """From now on every backward is like the next one; see `StaticUsage`.
 
         Raises:
             MisuseError: a backward has given gradients already, reduced or not, so it is too late.
@@ -178,7 +175,7 @@ class Reducer:
                 f"set_static_graph on {self._group.place()}: a backward has given gradients before; say it before the first "
                 "backward, or pass static_graph=True at construction"
             )
-        self._graph = self._with_delay(StaticGraph(self._parameters, self._group))
+        self._usage = self._with_delay(StaticUsage(self._parameters, self._group))
 
     def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
         """Let `hook(state, bucket)` reduce each bucket instead of `all_reduce(AVG)`; None returns to that.
@@ -209,38 +206,24 @@ class Reducer:
 
         Args:
             synchronizes: whether the backward of this forward shall be reduced. If not, it adds to this rank's own gradients,
-                and a later one reduces what was added up. See `Expectation` for several forwards before a backward.
+                and a later one reduces what was added up. See `GradSyncPolicy` for several forwards before a backward.
 
         Raises:
             MisuseError: the previous backward began to reduce and never ended, or another reducer has some of the parameters
                 and one of both averages them in views of its buckets.
         """
         self._check_idle("prepare_for_backward")
-        self._check_undisturbed()
-        self._look_back()
-        self._expectation.forward(synchronizes)
+        self._check_other_reducers()
+        self._note_unsynchronized()
+        self._sync_policy.forward(synchronizes)
         if synchronizes:
             self._rebuild_if_due()
             self.statistics = IterationStatistics(time.perf_counter())
-        self._hooks.before_forward(self._buckets, self._graph, self._arrival_order, synchronizes=synchronizes)
 
-    @property
-    def wants_outputs(self) -> bool:
-        """Whether `watch` is of any use; once it is not, it never is again."""
-        return self._hooks.want_outputs
-
-    def watch(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Call after each forward, with all tensors from which a backward may begin: a hook for each bucket will do then.
-
-        Without it each parameter keeps a hook of its own, which takes longer; see Note [One hook for a bucket].
-        """
-        self._hooks.after_forward(self._buckets, self._graph, outputs)
-
-    def withdraw(self) -> None:
+    def cancel_forward(self) -> None:
         """The forward that was prepared for last raised an error, and there will be no backward."""
-        self._look_back()
-        self._expectation.withdraw()
-        self._hooks.withdraw()
+        self._note_unsynchronized()
+        self._sync_policy.cancel_forward()
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
         """Let the end of the next backward that is reduced wait for these, too."""
@@ -248,27 +231,27 @@ class Reducer:
 
     @property
     def needs_everyone(self) -> bool:
-        """Whether the next backward cannot do with ranks that `sit_out`."""
-        return self._graph.needs_everyone
+        """Whether the next backward cannot do with ranks that `shadow_backward`."""
+        return self._usage.needs_everyone
 
-    def sit_out(self) -> None:
+    def shadow_backward(self) -> None:
         """Take part in a forward and backward of the other ranks without gradients; those of this rank stay as they are.
 
         It mirrors `prepare_for_backward` and all that a backward communicates, with zeros, and waits for it.
         """
-        self._check_idle("sit_out")
-        self._look_back()
+        self._check_idle("shadow_backward")
+        self._note_unsynchronized()
         self._rebuild_if_due()
         with self._lock:
             self._phase = _Phase.REDUCING
             self.statistics = IterationStatistics(time.perf_counter())
-            self._graph.sit_out()
+            self._usage.shadow_backward()
             for number in range(len(self._buckets)):
                 self._start(number, empty=True)
-            self._graph.agree()
-        finalize(self._flights, self.statistics, frozenset)
-        self._expectation.fulfil()
-        if self._will_rebuild:
+            self._usage.sync_used_map()
+        finalize(self._reductions, self.statistics, frozenset)
+        self._sync_policy.reduced()
+        if self._learns_order:
             self._arrival_order = [index for bucket in self._buckets for index in bucket.indices]
         self._reset()
 
@@ -286,132 +269,78 @@ class Reducer:
 
     # ---- during backward ----
 
-    def _on_arrivals(self, arrivals: Arrivals) -> None:
-        """Called on the thread of backward as soon as gradients are accumulated; see Note [What one gradient costs]."""
+    def _on_gradient(self, pending: PendingGradients) -> None:
+        """Called inside a hook, on the thread of backward; see Notes [What one gradient costs], [After all users' hooks]."""
         self._has_accumulated = True
-        if not self._expectation.is_due:
-            if not (self._hooks.precede_gradients and self._graph.minds_undefined):
-                self._accumulate(arrivals.take())
-            return
+        if not self._sync_policy.is_due:
+            return  # `_note_unsynchronized` looks at it before the next forward
         with self._lock:
             if self._phase is _Phase.IDLE:
                 self._begin()
-            self._look_at_backlog(arrivals)
-            if arrivals.are_settled:
-                self._look_at(arrivals.take())
-            elif arrivals.suffice:
-                self._backlog.add(arrivals)
-                if not self._will_rebuild and arrivals.indices[-1] not in self._hooks.whole:
-                    self._hooks.follow(arrivals.indices[-1])
+            self._look_at_waiting(pending)
+            if self._learns_order:
+                self._arrivals.append(pending.indices[-1])
+            if pending.are_enough:
+                self._waiting[pending] = threading.get_ident(), current_backward()
 
-    def _on_settled(self) -> None:
-        """Called on the thread of backward when all hooks on a parameter have run; see Note [After all hooks]."""
+    def _on_node_done(self, index: int) -> None:
+        """Called on the thread of backward when all hooks on a parameter have run that was expected to complete its bucket."""
         with self._lock:
-            self._look_at_backlog()
+            pending = self._pending[self._bucket_of[index]]
+            if pending in self._waiting and pending.indices[-1] == index:
+                del self._waiting[pending]
+                self._look_at(pending.take())
 
-    def _on_outputs(self) -> None:
-        """Called on the thread of backward when that goes through outputs of a forward, before any gradient.
-
-        If no hooked parameter is reached, it begins when it ends: no sooner, for it may fail first, or run a checkpoint's
-        forward. Callbacks run in order: this one before that of a reduction that begins after it was registered.
-        """
-        if self._phase is _Phase.IDLE and self._hooks.pass_outputs(self._buckets, self._graph):
-            ended = self._ended
-            call_at_the_end(lambda: self._end_unless(ended))
-
-    def _end_unless(self, ended: int) -> None:
-        if self._phase is _Phase.IDLE and self._expectation.is_due and self._ended == ended:
-            with self._lock:
-                self._prepare_to_reduce()
-            self._end()
-
-    def _look_at_backlog(self, current: Arrivals | None = None) -> None:
-        if self._hooks.precede_gradients and current_task() != self._graph_task:
-            # It is within the backward, maybe within a user's hook on a gradient that is noted and not there yet.
-            if self._phase is _Phase.REDUCING:
-                self._hooks.meet_inner_backward()
+    def _look_at_waiting(self, current: PendingGradients) -> None:
+        """A gradient has come: where earlier ones of the same backward and thread wait, all users' hooks on these have run."""
+        if not self._waiting:
             return
-        for indices in self._backlog.take(current):
-            self._look_at(indices)
-
-    def _look_back(self) -> None:
-        """At gradients that were not reduced, and were not there when they were noted."""
-        for indices in self._hooks.left_over():
-            self._accumulate(indices)
-
-    def _accumulate(self, indices: Sequence[int]) -> None:
-        try:
-            self._graph.accumulated(indices, self._undefined(indices))
-        except UnexpectedGradientError as error:
-            raise complaints.not_expected(self._names[error.index], self._group.place()) from None
-        self._held = []
+        here = threading.get_ident(), current_backward()
+        for pending in [pending for pending, where in self._waiting.items() if where == here]:
+            del self._waiting[pending]
+            self._look_at(pending.take(but_last=pending is current))
 
     def _begin(self) -> None:
-        """At the first gradient that is seen of a backward, before any is marked."""
-        call_at_the_end(self._end)
-        self._prepare_to_reduce()
-
-    def _prepare_to_reduce(self) -> None:
+        """At the first gradient of a backward, before any is marked."""
         if not self._buckets:
-            raise complaints.no_buckets(self._group.place())
+            raise error_messages.no_buckets(self._group.place())
+        call_at_backward_end(self._end)
         self._phase = _Phase.REDUCING
-        self._graph_task = current_task()
         self.statistics.backward_started = time.perf_counter()
-        absent = self._graph.begin()
-        # As long as the order of arrival is to be learnt for buckets, each gradient is looked at when it comes.
-        for number, arrivals in self._hooks.noted.items():
-            arrivals.expect(1 if self._will_rebuild else self._graph.needed(self._buckets[number].indices))
-        self._hooks.begin(absent)
+        absent = self._usage.begin()
+        for pending, bucket in zip(self._pending, self._buckets, strict=True):
+            pending.expect(self._usage.needed(bucket.indices), watch_all=self._learns_order)
         self._mark_ready(absent)
 
     @property
-    def _will_rebuild(self) -> bool:
-        return self._graph.order_recurs and not self._rebuilt
+    def _learns_order(self) -> bool:
+        """Whether the buckets are to be built anew in the order in which the gradients of this backward come."""
+        return self._usage.order_recurs and not self._rebuilt
 
     def _look_at(self, indices: Sequence[int]) -> None:
-        if indices[0] in self._hooks.whole:
-            for index in indices:
-                self._look_at_whole(index)
-            return
-        self._arrived(indices)
-        self._held = []
+        self._mark_ready(self._tell_usage(self._usage.arrived, indices))
 
-    def _arrived(self, indices: Sequence[int]) -> None:
-        self._mark_ready(self._final(indices, self._undefined(indices)))
+    def _note_unsynchronized(self) -> None:
+        """Gradients of backwards that were not reduced: they count for a later one."""
+        for pending in self._pending:
+            if pending.indices:
+                self._tell_usage(self._usage.accumulated, pending.take())
 
-    def _final(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
+    def _tell_usage(self, method: Callable[[Sequence[int], Collection[int]], T], indices: Sequence[int]) -> T:
+        """Tell the usage model which gradients came, and which of these are None after all."""
+        asks = self._usage.asks_for_undefined
+        undefined = [index for index in indices if self._parameters[index].grad is None] if asks else ()
         try:
-            return self._graph.arrived(indices, undefined)
+            return method(indices, undefined)
         except UnexpectedGradientError as error:
-            raise complaints.not_expected(self._names[error.index], self._group.place()) from None
+            raise error_messages.not_expected(self._names[error.index], self._group.place()) from None
 
-    def _look_at_whole(self, index: int) -> None:
-        whole = self._hooks.whole
+    def _mark_ready(self, indices: Sequence[int]) -> None:
         try:
-            ready = whole.arrive(index)
-            if ready:
-                final, number = self._final(ready, ()), whole.number_of(index)
-                self._mark_ready(final, all_of=number if len(final) == len(self._buckets[number].indices) else None)
-        finally:
-            whole.forget_seen(index)
-
-    def _undefined(self, indices: Sequence[int]) -> Collection[int]:
-        if not self._graph.minds_undefined:
-            return ()
-        # Held until a bucket has collected them: it reads them next, and else Python would make a new object for each.
-        self._held = [self._parameters[index].grad for index in indices]
-        if not some_are_none(self._held):
-            return ()
-        return [index for index, gradient in zip(indices, self._held, strict=True) if gradient is None]
-
-    def _mark_ready(self, indices: Sequence[int], *, all_of: int | None = None) -> None:
-        if not indices:
-            return
-        try:
-            startable = self._readiness.mark_ready(indices, all_of=all_of)
+            startable = self._readiness.mark_ready(indices)
         except MarkedTwiceError as error:
             name = self._names[error.index]
-            raise complaints.marked_twice(name, self._group.place(), self._graph.advice_twice) from None
+            raise error_messages.marked_twice(name, self._group.place(), self._usage.hint_twice) from None
         if startable:
             self._start_all(startable)
 
@@ -424,70 +353,67 @@ class Reducer:
         for number in numbers:
             self._start(number)
         if is_last:
-            self._graph.agree()
+            self._usage.sync_used_map()
             self.statistics.waited_s += time.perf_counter() - began
 
     def _start(self, number: int, *, empty: bool = False) -> None:
         bucket = self._buckets[number]
-        if self._graph.may_skip(bucket.indices):
+        if self._usage.may_skip(bucket.indices):
             return
         ready = time.perf_counter()
         if empty:
             bucket.collect_nothing()
         else:
-            bucket.collect(self._graph.unused_here(bucket.indices))
-        self._held = []
+            bucket.collect(self._usage.locally_unused(bucket.indices))
         times = BucketTimes(bucket.nbytes, ready, time.perf_counter())
         self.statistics.buckets.append(times)
-        self._flights.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
-        self._hooks.whole.remember(number, by_hook=self._reduction.hook is not None)
+        self._reductions.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
 
     def _is_last(self, number: int) -> bool:
         """Whether no later bucket is reduced in this backward; the same on every rank."""
-        return all(self._graph.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
+        return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _end(self) -> None:
         """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward]."""
         with self._lock:
-            for indices in self._hooks.left_over():
-                self._look_at(indices)
-            for rest in self._hooks.whole.rest():
-                self._arrived(rest)
-            self._mark_ready(self._graph.ended())
+            for pending in self._pending:
+                if pending.indices:
+                    self._hooks.follow(pending.indices[-1])
+                    self._look_at(pending.take())
+            self._mark_ready(self._usage.ended())
         if not self._readiness.is_complete:
-            raise self._never_ready()
-        self._hooks.whole.check()
-        self._mark_ready(self._hooks.whole.unforeseen())  # they are ready already, so any is an error
-        finalize(self._flights, self.statistics, self._graph.untouched, delivered=self._delivered, others=self._others)
-        if self._arrival_order is None or self._will_rebuild:
-            self._arrival_order = self._readiness.arrival_order()
+            names = [self._names[index] for index in self._readiness.missing()]
+            raise error_messages.never_ready(names, self._group.place(), self._usage.hint_missing)
+        finalize(self._reductions, self.statistics, self._usage.globally_unused, delivered=self._delivered, others=self._others)
+        if self._learns_order:
+            self._arrival_order = _by_last_arrival(self._arrivals, len(self._parameters))
         self._others = []
-        self._expectation.fulfil()
-        self._ended += 1
-        self._hooks.end(self._buckets, self._graph)
+        self._sync_policy.reduced()
         self._reset()
 
     def _reset(self) -> None:
-        self._flights = []
-        self._backlog.clear()
-        self._hooks.whole.forget()
+        self._reductions = []
+        self._waiting.clear()
+        self._arrivals.clear()
         self._readiness.reset()
-        self._graph.forget()
+        self._usage.reset()
         self._phase = _Phase.IDLE
 
     # ---- buckets ----
 
     def _use(self, buckets: list[AnyBucket]) -> None:
         self._buckets = buckets
-        self._readiness = Readiness([bucket.indices for bucket in buckets])
-        self._hooks.note_each(buckets, self._graph)
+        members = [bucket.indices for bucket in buckets]
+        self._bucket_of = {index: number for number, indices in enumerate(members) for index in indices}
+        self._readiness = Readiness(members)
+        self._pending = self._hooks.note(members)
 
     def _rebuild_if_due(self) -> None:
         """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective.
 
         The old ones are given up first: to have both for a moment was the peak of a whole training's memory.
         """
-        if not self._will_rebuild or self._arrival_order is None:
+        if not self._learns_order or self._arrival_order is None:
             return
         device = torch.device("cpu") if "cpu" in self._group.device_types else self._parameters[0].device
         order = torch.tensor(self._arrival_order, dtype=torch.int64, device=device)
@@ -497,19 +423,19 @@ class Reducer:
         self._use(self._builder.build(order.tolist(), kept))
         self._rebuilt = True
 
-    # ---- the graph ----
+    # ---- the usage model ----
 
-    def _make_graph(self, find_unused: bool, skip_unused: bool, static: bool) -> Graph:
+    def _make_usage(self, find_unused: bool, skip_unused: bool, static: bool) -> UsageModel:
         if static:
-            return self._with_delay(StaticGraph(self._parameters, self._group))
+            return self._with_delay(StaticUsage(self._parameters, self._group))
         if find_unused:
-            return self._with_delay(ChangingGraph(self._parameters, self._group, skip_unused=skip_unused))
-        return self._with_delay(CompleteGraph())
+            return self._with_delay(DynamicUsage(self._parameters, self._group, skip_unused=skip_unused))
+        return self._with_delay(CompleteUsage())
 
-    def _with_delay(self, graph: Graph) -> Graph:
-        return DelayedGraph(graph, self._delayed, self._delayed_until) if self._delayed else graph
+    def _with_delay(self, usage: UsageModel) -> UsageModel:
+        return DelayedUsage(usage, self._delayed, self._delayed_until) if self._delayed else usage
 
-    # ---- complaints ----
+    # ---- checks ----
 
     def _check_parameters(self, sparse: Sequence[bool]) -> None:
         if not self._parameters:
@@ -529,23 +455,24 @@ class Reducer:
 
     def _check_idle(self, what: str) -> None:
         if self._phase is not _Phase.IDLE:
-            raise complaints.never_ended(what, self._group.place())
+            raise error_messages.backward_never_ended(what, self._group.place())
 
-    def _check_undisturbed(self) -> None:
-        if not self._hooks.are_disturbed():
-            return
-        # The other may be long forgotten; if another thread collects, this returns at once.
-        for pause_s in (0.01, 0.05, 0.25):
-            gc.collect()
-            if not self._hooks.are_disturbed():
+    def _check_other_reducers(self) -> None:
+        for pause_s in (0.0, 0.01, 0.05, 0.25):
+            if not self._hooks.disturb_another_reducer:
                 return
-            time.sleep(pause_s)
-        raise complaints.averaged_twice(self._group.place())
-
-    def _never_ready(self) -> MisuseError:
-        names = [self._names[index] for index in self._readiness.missing()]
-        return complaints.never_ready(names, self._group.place(), self._graph.advice_missing)
+            time.sleep(pause_s)  # another thread may be collecting garbage: then this returns at once
+            gc.collect()  # the other one may be garbage
+        if self._hooks.disturb_another_reducer:
+            raise error_messages.another_reducer(self._group.place())
 
 
 def _caps_bytes(cap_bytes: int | Sequence[int], first_cap_bytes: int) -> list[int]:
     return [min(first_cap_bytes, cap_bytes), cap_bytes] if isinstance(cap_bytes, int) else list(cap_bytes)
+
+
+def _by_last_arrival(arrivals: Sequence[int], count: int) -> list[int]:
+    """Each of `count` parameters once, in the order in which their last gradients came; those without any at the end."""
+    latest = dict.fromkeys(reversed(arrivals))
+    came = list(reversed(latest))
+    return [*came, *(index for index in range(count) if index not in latest)]

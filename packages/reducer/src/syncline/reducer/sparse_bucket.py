@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TypeAlias
 
 import torch
 
 from syncline.collectives import ProcessGroup
 
-from . import complaints
+from . import error_messages
+from .bucket import Bucket
 
 
 class SparseBucket:
@@ -48,12 +50,7 @@ class SparseBucket:
         if gradient is None:
             self.buffer = self._nothing()
             return
-        if gradient.layout is not torch.sparse_coo:
-            raise complaints.wrong_layout(self.names[0], gradient, self._place)
-        if gradient.dtype is not self.parameters[0].dtype:
-            raise complaints.wrong_dtype(self.names[0], gradient, self.parameters[0].dtype, self._place)
-        if gradient.requires_grad:
-            raise complaints.differentiable(self.names[0])
+        error_messages.check_gradient(self.names[0], gradient, self.parameters[0].dtype, self._place, layout=torch.sparse_coo)
         coalesced = gradient.detach().coalesce()
         self.buffer = coalesced.clone() if gradient.is_coalesced() else coalesced
 
@@ -67,13 +64,13 @@ class SparseBucket:
         Raises:
             MisuseError: a hook returned no tensor, or another shape, dtype, layout or device than it was given.
         """
-        complaint = complaints.not_the_reduced_bucket(result, self.buffer, self.names)
-        if complaint is not None:
-            raise complaint
+        error = error_messages.not_the_reduced_bucket(result, self.buffer, self.names)
+        if error is not None:
+            raise error
         assert isinstance(result, torch.Tensor)
         self.buffer = result
 
-    def deliver(self, untouched: Collection[int] = (), *, may_lend: bool = True) -> None:  # noqa: ARG002 - a bucket's
+    def deliver(self, untouched: Collection[int] = (), *, may_alias: bool = True) -> None:  # noqa: ARG002 - a bucket's
         """Give the parameter its reduced gradient, unless it is among those (by index) that stay as they are."""
         if self.indices[0] not in untouched:
             self.parameters[0].grad = self.buffer
@@ -87,3 +84,6 @@ class SparseBucket:
         with torch.no_grad():
             empty = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
             return empty.coalesce()
+
+
+AnyBucket: TypeAlias = Bucket | SparseBucket

@@ -15,7 +15,7 @@ from ..deadline import Deadline
 from ..errors import DisagreementError, InvalidArgumentError, LaunchError, TransportError
 from ..host_group import HostGroup
 from ..reduce_op import Reduction
-from ..reduction import reduce_in_rank_order
+from ..reduction import reduce_in_rank_order, reduce_into
 from ..transport import Request, Transport
 
 
@@ -125,7 +125,11 @@ class InProcessTransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """Every rank reduces all tensors itself, in rank order."""
-        result = reduce_in_rank_order(op, self._show(tensor, call, deadline))
+        tensors = self._show(tensor, call, deadline)
+        if self._size == 1:  # in place: nobody reads it meanwhile
+            reduce_into(tensor, op, tensors)
+            return
+        result = reduce_in_rank_order(op, tensors)
         self.barrier(call, deadline)
         tensor.copy_(result)
 

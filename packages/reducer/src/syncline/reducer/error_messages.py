@@ -1,10 +1,11 @@
-"""What the reducer has to complain about, in words. Pure: each function returns the error to raise."""
+"""The reducer's errors, in words. Pure: each function returns the error to raise, or raises it."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -13,24 +14,15 @@ from syncline.collectives import MisuseError, TransportError
 _MOST_NAMES = 4
 
 
-def never_ready(names: Sequence[str], place: str, advice: str) -> MisuseError:
+def never_ready(names: Sequence[str], place: str, hint: str) -> MisuseError:
     """Backward is over, and gradients are missing."""
     quoted = _quoted(names)
-    return MisuseError(f"backward ended on {place}, but these parameters got no gradient in it: {quoted}. {advice}")
+    return MisuseError(f"backward ended on {place}, but these parameters got no gradient in it: {quoted}. {hint}")
 
 
-def marked_twice(name: str, place: str, advice: str) -> MisuseError:
+def marked_twice(name: str, place: str, hint: str) -> MisuseError:
     """A gradient came after its parameter was ready."""
-    return MisuseError(f"the gradient of parameter '{name}' became ready twice in one backward on {place}. {advice}")
-
-
-def came_late(names: Sequence[str], place: str, advice: str) -> MisuseError:
-    """A gradient of one of these parameters came after its bucket had begun to be reduced."""
-    parameter = f"of parameter {_shortened(names)}" if len(names) == 1 else f"of one of the parameters {_shortened(names)}"
-    return MisuseError(
-        f"a gradient {parameter} came on {place} when its bucket was being reduced already: later than in the first backward, "
-        f"or a second time; or a hook changed it then. {advice}"
-    )
+    return MisuseError(f"the gradient of parameter '{name}' became ready twice in one backward on {place}. {hint}")
 
 
 def not_expected(name: str, place: str) -> MisuseError:
@@ -49,7 +41,7 @@ def no_buckets(place: str) -> MisuseError:
     )
 
 
-def averaged_twice(place: str) -> MisuseError:
+def another_reducer(place: str) -> MisuseError:
     """Two reducers have the same parameters and the same memory."""
     return MisuseError(
         f"another reducer averages some of the same parameters on {place}, and with gradient_as_bucket_view one of them would "
@@ -58,7 +50,7 @@ def averaged_twice(place: str) -> MisuseError:
     )
 
 
-def never_ended(what: str, place: str) -> MisuseError:
+def backward_never_ended(what: str, place: str) -> MisuseError:
     """The previous backward is still open."""
     return MisuseError(
         f"{what} on {place}: the previous backward started to reduce gradients and never ended. Did it raise an error that "
@@ -88,6 +80,22 @@ def wrong_dtype(name: str, gradient: torch.Tensor, expected: torch.dtype, place:
     )
 
 
+def check_gradient(
+    name: str, gradient: torch.Tensor, expected: torch.dtype, place: str, *, layout: torch.layout = torch.strided
+) -> None:
+    """Raise if a bucket for gradients of this dtype and layout cannot take this one.
+
+    Raises:
+        MisuseError: it has another dtype or layout, or is part of a graph.
+    """
+    if gradient.layout is not layout:
+        raise wrong_layout(name, gradient, place)
+    if gradient.dtype is not expected:
+        raise wrong_dtype(name, gradient, expected, place)
+    if gradient.requires_grad:
+        raise differentiable(name)
+
+
 def differentiable(name: str) -> MisuseError:
     """A gradient is part of a graph."""
     return MisuseError(
@@ -96,7 +104,7 @@ def differentiable(name: str) -> MisuseError:
     )
 
 
-def not_arrived(error: Exception, names: Sequence[str]) -> TransportError | None:
+def with_parameter_names(error: Exception, names: Sequence[str]) -> TransportError | None:
     """A transport error, with the parameters whose bucket it hit; None if the error is another one.
 
     An error that went through `Future.then` is a RuntimeError that tells type and text of the original one. Both are found
@@ -144,6 +152,18 @@ def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence
             f"back what it was given: convert in the hook. Parameters in it: {listed}"
         )
     return None
+
+
+@contextmanager
+def naming_parameters(names: Sequence[str]) -> Iterator[None]:
+    """A context in which transport errors say whose gradients did not come. They keep their type."""
+    try:
+        yield
+    except Exception as error:
+        named = with_parameter_names(error, names)
+        if named is None:
+            raise
+        raise named from error
 
 
 def _quoted(names: Sequence[str]) -> str:

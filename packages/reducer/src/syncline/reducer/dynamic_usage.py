@@ -1,4 +1,4 @@
-"""Unused parameters: which a backward reaches here, and which are used on any rank."""
+"""Unused parameters: which a backward reaches on this rank, and which are used on any rank."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import torch
 
 from syncline.collectives import MisuseError, ProcessGroup, ReduceOp, Work
 
-from .graph import Graph
-from .outermost_backward import enclosing_node
-
-# What torch.autograd.graph.get_gradient_edge(...).node is.
-GraphNode = torch.autograd.graph.Node
+from .torch_internals import CAN_FORESEE_NODES, accumulation_node, enclosing_function, unreached
+from .usage import UsageModel
 
 
 class UsedMap:
@@ -24,8 +21,8 @@ class UsedMap:
         self._work: Work | None = None
         self._anywhere: Sequence[int] | None = None
 
-    def agree(self, used: bytes) -> None:
-        """Start an all_reduce of these bytes (MAX). A collective, unless this rank is alone and need not ask anybody."""
+    def sync(self, used: bytes) -> None:
+        """Start an all_reduce of these bytes (MAX). A collective, unless this rank is alone."""
         if self._group.size == 1:
             self._anywhere = used
             return
@@ -34,9 +31,9 @@ class UsedMap:
         self._work = self._group.all_reduce(self._bytes, ReduceOp.MAX, async_op=True)
 
     def unused(self, indices: Collection[int], level: int = 1) -> frozenset[int]:
-        """Those of the parameters that no rank uses, at this level or a higher one; waits for the agreement."""
+        """Those of the parameters that no rank uses, at this level or a higher one; waits for the other ranks."""
         if self._anywhere is None:
-            assert self._work is not None, "agree() comes first"
+            assert self._work is not None, "sync() comes first"
             self._work.wait()
             self._anywhere = self._bytes.tolist()
         anywhere = self._anywhere
@@ -44,19 +41,19 @@ class UsedMap:
 
 
 def without(indices: Collection[int], used: set[int], count: int) -> frozenset[int]:
-    """Those of the parameters that are not used; mostly none, which takes no look at each if all `count` that there are are."""
+    """Those of the parameters that are not used. Mostly all `count` are: then it does not look at each."""
     if len(used) == count or used.issuperset(indices):
         return frozenset()
     return frozenset(indices) - used
 
 
-class ChangingGraph(Graph):
+class DynamicUsage(UsageModel):
     """Each backward may reach other parameters, on each rank others (`find_unused_parameters=True`).
 
     Note [Unused parameters without a walk]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     When backward starts, autograd itself computes which nodes it will execute. So when the first gradient of a backward
-    arrives, one question for each parameter (0.2 microseconds) tells which will never come; they count as ready at once.
+    comes, one question for each parameter (0.2 microseconds) tells which will never come; they count as ready at once.
     The graph is not walked, and the model's outputs need not be known: one that is not part of the loss is not reached.
     The question can be asked only while backward runs, and it answers for the innermost backward: hence no re-entrant
     checkpoints here.
@@ -67,20 +64,26 @@ class ChangingGraph(Graph):
 
     Cost: an all_reduce of one byte for each parameter in each backward; with `skip_unused` another one at its beginning,
     for which a rank waits only when it has a bucket that it does not use at all.
+
+    Raises:
+        MisuseError: this torch does not say which nodes a backward will execute.
     """
 
     order_recurs = False
-    one_hook_may_do = True
-    minds_unsynchronized = True
-    advice_missing = "Autograd announced them when backward began: was the graph changed by a hook while backward ran?"
-    advice_twice = (
+    hint_missing = "Autograd announced them when backward began: was the graph changed by a hook while backward ran?"
+    hint_twice = (
         "It was not to be reached by this backward, or is reached more than once: with find_unused_parameters=True a "
         "re-entrant checkpoint cannot be seen into. Use use_reentrant=False, or static_graph=True if the graph never changes"
     )
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: ProcessGroup, *, skip_unused: bool) -> None:
-        # Held, because autograd makes a new node if nobody holds the old one, and asking for it costs ten times the question.
-        self._nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
+        if not CAN_FORESEE_NODES:
+            raise MisuseError(
+                f"find_unused_parameters=True: this version of torch ({torch.__version__}) does not tell which parameters a "
+                "backward will reach. Install one that syncline-reducer was tested with, or use static_graph=True"
+            )
+        self._parameters = parameters
+        self._nodes = [accumulation_node(parameter) for parameter in parameters]  # held; see `accumulation_node`
         self._used: set[int] = set()
         self._waiting: set[int] = set()
         self._map = UsedMap(group, parameters[0].device)
@@ -93,35 +96,28 @@ class ChangingGraph(Graph):
         Raises:
             MisuseError: the gradient comes from within a re-entrant checkpoint.
         """
-        if enclosing_node() is not None:
+        if enclosing_function() is not None:
             raise MisuseError(
                 "find_unused_parameters=True cannot see into a re-entrant checkpoint, in which this backward began. "
                 "Use use_reentrant=False there, or static_graph=True if the graph never changes"
             )
-        will_execute = torch._C._will_engine_execute_node
-        unreached: list[int] = []
-        if not all(map(will_execute, self._nodes)):  # in half the time
-            unreached = [index for index, node in enumerate(self._nodes) if not will_execute(node)]
-        self._unreached = set(unreached)
+        never = unreached(self._nodes)
+        self._unreached = set(never)
         if self._forecast is not None:
             silent = self._unreached - self._used
-            self._forecast.agree(bytes(index not in silent for index in range(len(self._nodes))))
-        return unreached
+            self._forecast.sync(bytes(index not in silent for index in range(len(self._nodes))))
+        return never
 
-    def sit_out(self) -> None:
+    def shadow_backward(self) -> None:
         """Reach nothing; what was accumulated here waits for a backward of this rank."""
         self._waiting, self._used = self._used, set()
         self._unreached = set(range(len(self._nodes)))
         if self._forecast is not None:
-            self._forecast.agree(bytes(len(self._nodes)))
+            self._forecast.sync(bytes(len(self._nodes)))
 
     def needed(self, indices: Collection[int]) -> int:
         """All that will be reached."""
         return len(indices) - len(self._unreached.intersection(indices)) if self._unreached else len(indices)
-
-    def once(self, indices: Collection[int]) -> Sequence[int]:
-        """All that will be reached."""
-        return list(indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Each is final; an undefined one is no use."""
@@ -135,7 +131,6 @@ class ChangingGraph(Graph):
             self._used.difference_update(undefined)
 
     def ended(self) -> Sequence[int]:
-        """None."""
         return ()
 
     def may_skip(self, indices: Collection[int]) -> bool:
@@ -144,21 +139,20 @@ class ChangingGraph(Graph):
             return False
         return len(self._forecast.unused(indices)) == len(indices)
 
-    def agree(self) -> None:
-        """One all_reduce of the map."""
+    def sync_used_map(self) -> None:
         count = len(self._nodes)
-        self._map.agree(b"\1" * count if len(self._used) == count else bytes(map(self._used.__contains__, range(count))))
+        self._map.sync(b"\1" * count if len(self._used) == count else bytes(map(self._used.__contains__, range(count))))
 
-    def unused_here(self, indices: Collection[int]) -> frozenset[int]:
+    def locally_unused(self, indices: Collection[int]) -> frozenset[int]:
         """Those that were given no gradient since the last reduction."""
         return without(indices, self._used, len(self._nodes))
 
-    def untouched(self, indices: Collection[int]) -> frozenset[int]:
+    def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
         """What is used here is used; for the rest, the map says."""
-        doubtful = self.unused_here(indices)
+        doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful) if doubtful else frozenset()
 
-    def forget(self) -> None:
-        """All uses are reduced, but those that waited while this rank sat out."""
+    def reset(self) -> None:
+        """All uses are reduced, but those that waited while this rank shadowed a backward."""
         self._used, self._waiting = self._waiting, set()
         self._unreached = set()

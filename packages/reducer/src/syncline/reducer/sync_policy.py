@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Expectation:
+class GradSyncPolicy:
     """What the forwards so far say of the next backward.
 
     A backward is reduced if, since the last reduction, any forward was prepared for it; and, if there was no forward since
@@ -24,11 +24,11 @@ class Expectation:
         self._before = (self._pending, self._latest)
         self._set(self._pending or reduces, reduces)
 
-    def withdraw(self) -> None:
+    def cancel_forward(self) -> None:
         """The latest forward raised an error: it does not count."""
         self._set(*self._before)
 
-    def fulfil(self) -> None:
+    def reduced(self) -> None:
         """A reduction has ended."""
         self._set(False, self._latest)
 

@@ -1,0 +1,85 @@
+"""Parameters whose gradients are final only when another one's has come."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from .usage import UsageModel
+
+
+class DelayedUsage(UsageModel):
+    """Some parameters get any number of gradients, until the gradient of another one comes.
+
+    Args:
+        usage: of the parameters otherwise.
+        delayed: the parameters that wait, by index; they are in the last buckets.
+        until: the parameter for whose last gradient they wait. If it does not come, or is None, they wait for the end of
+            backward.
+    """
+
+    def __init__(self, usage: UsageModel, delayed: Collection[int], until: int | None) -> None:
+        self._usage = usage
+        self._delayed = frozenset(delayed)
+        self._until = until
+        self._released = False
+        self.hint_missing = usage.hint_missing
+        self.hint_twice = (
+            f"{usage.hint_twice}; or it came after that of param_to_hook_all_reduce, although it is delayed until then: "
+            "name a parameter there whose gradient comes later"
+        )
+        self.order_recurs = usage.order_recurs
+
+    @property
+    def needs_everyone(self) -> bool:
+        return self._usage.needs_everyone
+
+    def begin(self) -> Sequence[int]:
+        """As without delay, but for the delayed."""
+        return [index for index in self._usage.begin() if index not in self._delayed]
+
+    def needed(self, indices: Collection[int]) -> int | None:
+        """As without delay, in buckets that have nothing to do with it; others are looked at gradient by gradient."""
+        return None if self._until in indices or not self._delayed.isdisjoint(indices) else self._usage.needed(indices)
+
+    def shadow_backward(self) -> None:
+        self._usage.shadow_backward()
+
+    def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
+        """A delayed one is final when the one that it waits for has come; one that comes later is refused by readiness."""
+        return [final for index in indices for final in self._arrived(index, undefined)]
+
+    def _arrived(self, index: int, undefined: Collection[int]) -> Sequence[int]:
+        if index in self._delayed and index != self._until:
+            self._usage.accumulated([index], undefined)  # refuses what may not come
+            self._usage.arrived([index], undefined)
+            return (index,) if self._released else ()
+        final = self._usage.arrived([index], undefined)
+        if index != self._until or self._released or index not in final:
+            return final
+        self._released = True
+        return [*(other for other in final if other not in self._delayed), *sorted(self._delayed)]
+
+    def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
+        self._usage.accumulated(indices, undefined)
+
+    def ended(self) -> Sequence[int]:
+        """The delayed, too, if they still wait."""
+        final = [index for index in self._usage.ended() if index not in self._delayed]
+        return final if self._released else [*final, *sorted(self._delayed)]
+
+    def may_skip(self, indices: Collection[int]) -> bool:
+        return self._usage.may_skip(indices)
+
+    def sync_used_map(self) -> None:
+        self._usage.sync_used_map()
+
+    def locally_unused(self, indices: Collection[int]) -> frozenset[int]:
+        return self._usage.locally_unused(indices)
+
+    def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
+        return self._usage.globally_unused(indices)
+
+    def reset(self) -> None:
+        """As without delay, and wait anew."""
+        self._usage.reset()
+        self._released = False

@@ -1,0 +1,178 @@
+"""The hooks on parameters: each notes that its parameter has a gradient."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+
+from .torch_internals import GraphNode, accumulation_node, hookable
+
+EVERY_GRADIENT: Container[int] = range(1, 1 << 62)
+
+
+class PendingGradients:
+    """The gradients of one bucket that autograd has accumulated, and that the reducer has not looked at yet.
+
+    Note [What one gradient costs]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Autograd calls a Python function for every gradient, about a microsecond, and that call is what a reducer in Python costs
+    most. So the function only appends an index to a list. It wakes the reducer at a bucket's first gradient, because a
+    backward may begin with it, and when the bucket may be complete. All parameters of a bucket are on one device, and autograd
+    has one thread for each device, so nobody else appends meanwhile.
+
+    Attributes:
+        indices: the parameters, in the order in which their gradients came.
+        wake_at: the lengths of `indices` at which the reducer is woken.
+    """
+
+    __slots__ = ("_needed", "indices", "wake_at")
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+        self.expect(None)
+
+    def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
+        """Say how many gradients make the bucket worth a look; None if each does.
+
+        Args:
+            needed: that number.
+            watch_all: wake the reducer at every gradient all the same.
+        """
+        self._needed = needed or 1
+        self.wake_at: Container[int] = EVERY_GRADIENT if watch_all or needed is None else (1, needed)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether the bucket is worth a look."""
+        return len(self.indices) >= self._needed
+
+    def take(self, *, but_last: bool = False) -> list[int]:
+        """Hand over what has come; any further gradient is worth a look at once.
+
+        Args:
+            but_last: leave the latest one, because users' hooks on it still run.
+        """
+        count = len(self.indices) - but_last
+        taken = self.indices[:count]
+        del self.indices[:count]
+        self._needed = 1
+        return taken
+
+
+class GradientHooks:
+    """All hooks of one reducer.
+
+    Note [After all users' hooks]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Users' hooks may change a gradient, and those that were registered after ours run after it. So a bucket is never collected
+    inside our hook on a parameter, but when all hooks on the latest gradient have run: at the end of the parameter's node in
+    the graph. Hooking every node would cost as much again as noting. So only that parameter's node is hooked which is expected
+    to complete its bucket. Where another one does, the bucket waits for the next gradient that wakes the reducer in the same
+    backward, or for the end of backward, and that parameter's node is hooked from then on.
+
+    Args:
+        parameters: the reducer's.
+        reads_in_place: whether gradients are averaged where they are, so that nobody else can read them meanwhile.
+        wake: called on the thread of backward, inside a hook, when a bucket is worth a look. A method, held
+            weakly: hooks do not keep the reducer alive.
+        node_done: the same, called when all hooks on a parameter that `follow` named have run, with its index.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        reads_in_place: bool,
+        wake: Callable[[PendingGradients], None],
+        node_done: Callable[[int], None],
+    ) -> None:
+        self._parameters = parameters
+        self._wake = weakref.WeakMethod(wake)
+        self._node_done = weakref.WeakMethod(node_done)
+        self._handles: list[Any] = []
+        self._nodes: dict[int, GraphNode] = {}
+        self._is_closed = False
+        self.reads_in_place = reads_in_place
+        self._rivals = _register(self, parameters)
+
+    def note(self, buckets: Sequence[Sequence[int]]) -> list[PendingGradients]:
+        """Hook every parameter, after taking off all hooks from before.
+
+        Args:
+            buckets: the parameters of each bucket, in the order in which their gradients are expected.
+
+        Returns:
+            Where the gradients of each bucket are noted.
+        """
+        self._remove()
+        pending = [PendingGradients() for _ in buckets]
+        if self._is_closed:
+            return pending
+        for indices, noted in zip(buckets, pending, strict=True):
+            for index in indices:
+                self._hook_parameter(index, noted)
+            self.follow(indices[-1])
+        return pending
+
+    def follow(self, index: int) -> None:
+        """From the next backward on, tell when all hooks on this parameter have run."""
+        node = accumulation_node(self._parameters[index])
+        if self._is_closed or self._nodes.get(index) is node:
+            return
+        self._nodes[index] = node
+        node_done = self._node_done
+
+        def tell(*_: object) -> None:
+            method = node_done()
+            if method is not None:
+                method(index)
+
+        self._handles.append(node.register_hook(tell))
+
+    @property
+    def disturb_another_reducer(self) -> bool:
+        """Whether another reducer has hooks on some of the parameters, and one reads what the other averages in place."""
+        return any(self.reads_in_place or rival.reads_in_place for rival in list(self._rivals) if not rival._is_closed)
+
+    def close(self) -> None:
+        """Take all hooks off, for good."""
+        self._is_closed = True
+        self._remove()
+
+    def _hook_parameter(self, index: int, pending: PendingGradients) -> None:
+        add, indices, wake = pending.indices.append, pending.indices, self._wake
+
+        def note(_: object) -> None:
+            add(index)
+            if len(indices) in pending.wake_at:
+                method = wake()
+                if method is not None:
+                    method(pending)
+
+        parameter = self._parameters[index]
+        with hookable(parameter):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._nodes = [], {}
+
+
+_lock = threading.RLock()  # reentrant, because the garbage collector may run anything, also in between
+_living: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
+
+
+def _register(hooks: GradientHooks, parameters: Sequence[torch.nn.Parameter]) -> weakref.WeakSet[GradientHooks]:
+    """Make the hooks known to all others on the same parameters, and return these."""
+    places = {id(parameter) for parameter in parameters}
+    with _lock:
+        rivals = [other for other in list(_living) if not places.isdisjoint(map(id, other._parameters))]
+        for other in rivals:
+            other._rivals.add(hooks)
+        _living.add(hooks)
+    return weakref.WeakSet(rivals)

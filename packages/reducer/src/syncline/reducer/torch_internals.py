@@ -1,0 +1,117 @@
+"""What the reducer uses of torch without a promise from torch; each with a probe, and what happens without it.
+
+======================================  ==============================================================================
+private to torch                        without it
+======================================  ==============================================================================
+``_execution_engine.queue_callback``    no reduction could end: importing the package is an error
+``BackwardCFunction.apply.__code__``    the same: a backward within a backward could not be told from an outer one
+``_current_graph_task_id``              a bucket whose last gradient was not the expected one waits for the end of backward
+``_will_engine_execute_node``           ``find_unused_parameters=True`` is an error
+``_storage_Use_Count``                  no gradient is aliased: all are copied back
+======================================  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+GraphNode = torch.autograd.graph.Node
+
+try:
+    _queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+    # The Python entry of every torch.autograd.Function's backward: who finds it on the stack runs inside such a backward.
+    _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
+except AttributeError as error:
+    raise ImportError(f"syncline-reducer does not work with torch {torch.__version__}: {error}") from error
+
+CAN_COUNT_STORAGE_USERS = hasattr(torch._C, "_storage_Use_Count")
+CAN_FORESEE_NODES = hasattr(torch._C, "_will_engine_execute_node")
+_current_graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def current_backward() -> int:
+    """A number for the backward that runs on this thread; one that runs inside another has its own. -1 if unknown."""
+    return _current_graph_task_id()
+
+
+def accumulation_node(parameter: torch.nn.Parameter) -> GraphNode:
+    """The graph's node that accumulates the parameter's gradient; after a change of dtype or device it is another one.
+
+    Autograd makes a new node if nobody holds the old one, so whoever hooks it must hold it.
+    """
+    with torch.inference_mode(False), hookable(parameter):
+        return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+@contextmanager
+def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """A context in which a parameter that was frozen takes hooks, too: it may be thawed later."""
+    was_frozen = not parameter.requires_grad
+    if was_frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        if was_frozen:
+            parameter.requires_grad_(False)
+
+
+def unreached(nodes: Sequence[GraphNode]) -> list[int]:
+    """The positions of the nodes that the running backward will not execute. Nodes inside re-entrant checkpoints count, too.
+
+    Autograd computes this when a backward starts. Cost: 0.1 to 0.2 microseconds for each node.
+    """
+    will_execute = torch._C._will_engine_execute_node
+    if all(map(will_execute, nodes)):  # in half the time
+        return []
+    return [position for position, node in enumerate(nodes) if not will_execute(node)]
+
+
+def storage_users(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many use the memory of a tensor: storages in Python, and tensors, arrays and others in all.
+
+    Compare with what it returned when the users were known.
+    """
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+
+
+def enclosing_function() -> Any:
+    """The `torch.autograd.Function` whose backward runs the current backward; None if there is none.
+
+    Cost: a look at each frame of the Python stack, 0.2 microseconds in all.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _FUNCTION_BACKWARD:
+            return frame.f_locals["self"]
+    return None
+
+
+def call_at_backward_end(callback: Callable[[], None]) -> None:
+    """Call back when the outermost backward has nothing left to compute. Call this while a backward runs.
+
+    Note [The outermost backward]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    A re-entrant checkpoint runs a backward inside the backward of its node. Autograd calls back at the end of the backward
+    that is running, the inner one, when gradients may be missing that the outer one will still compute. So from the inner
+    one this function hooks the node around it: when that node is done, the backward around it is running, and the same
+    question is asked there, until no backward is around.
+    """
+    node = enclosing_function()
+    if node is None:
+        _queue_callback(callback)
+        return
+
+    def after_node(*_: Any) -> None:
+        handle.remove()
+        call_at_backward_end(callback)
+
+    handle = node.register_hook(after_node)
