@@ -11,7 +11,7 @@ import torch
 from syncline import hooks
 from syncline.collectives import ProcessGroup
 from syncline.collectives.backends.in_process import create_groups
-from syncline.collectives.objects import exchange_objects
+from syncline.collectives.contract.object_exchange import exchange_objects
 from syncline.ddp import DistributedDataParallel
 
 pytestmark = pytest.mark.mpi

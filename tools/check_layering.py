@@ -27,7 +27,7 @@ ARROWS: dict[str, frozenset[str]] = {
 BACKENDS = "syncline.collectives.backends"
 # Who may import a backend. The registry does so by name, from entry points.
 _INSTRUMENTS = ("syncline.collectives.testing", "syncline.collectives.doctor", "syncline.collectives.bench")
-MAY_IMPORT_BACKENDS = (BACKENDS, "syncline.collectives.registry", *_INSTRUMENTS)
+MAY_IMPORT_BACKENDS = (BACKENDS, "syncline.collectives.startup.registry", *_INSTRUMENTS)
 # Optional third-party packages, and the one backend that may import each at module level.
 OPTIONAL = {"mpi4py": f"{BACKENDS}.mpi", "cupy": f"{BACKENDS}.nccl"}
 

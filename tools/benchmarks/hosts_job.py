@@ -17,7 +17,7 @@ from syncline.collectives.bench.measure import Case as CollectiveCase
 from syncline.collectives.bench.measure import measure
 from syncline.collectives.bench.sizes import in_words
 from syncline.collectives.bench.subjects import IN_WINDOW, RAW_MPI, TORCH_GLOO, Subject, connect_subject
-from syncline.collectives.placement import placement_of
+from syncline.collectives.default_group.placement import placement_of
 from syncline.hooks import (
     CompressionState,
     Int8,

@@ -14,7 +14,7 @@ import torch
 
 from syncline.collectives import ProcessGroup
 from syncline.collectives.bench.results import aligned
-from syncline.collectives.placement import placement_of
+from syncline.collectives.default_group.placement import placement_of
 
 from .targets import Target
 

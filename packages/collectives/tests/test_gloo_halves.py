@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
 from syncline.collectives.backends.gloo import GlooTransport
-from syncline.collectives.host_group import HostGroup
+from syncline.collectives.composed.torch_group import TorchGroup
+from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
-from syncline.collectives.torch_group import TorchGroup
 
 pytestmark = pytest.mark.ranks
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from syncline.collectives import InvalidArgumentError, LaunchError
 from syncline.collectives.errors import StoreAuthenticationError, StoreTimeout, StoreUnavailableError
-from syncline.collectives.rendezvous import (
+from syncline.collectives.startup.rendezvous import (
     Address,
     address_by_environment,
     find_secret,

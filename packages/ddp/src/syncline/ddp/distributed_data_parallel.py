@@ -11,7 +11,7 @@ import torch
 from torch.distributed.utils import _to_kwargs
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
-from syncline.collectives.untraced import untraced, untraced_itself
+from syncline.collectives.torch_private import disable_dynamo, disable_dynamo_here
 from syncline.reducer import GradBucket, IterationStatistics, Reducer, verify_same_options
 
 from . import arguments, logging_data
@@ -156,7 +156,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.forward_sync_buffers = value
 
     # A compiler, in torch.compile(ddp), gets the module; what is around it communicates and cannot be traced.
-    @untraced_itself
+    @disable_dynamo_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Every rank calls it equally often (or within `join`); it may be a collective.
 
@@ -176,7 +176,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._after_forward(origins, pending, will_reduce)
         return outputs
 
-    @untraced
+    @disable_dynamo
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
@@ -191,18 +191,18 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             inputs, kwargs = moved[0], moved_kwargs[0]
         return inputs, kwargs, pending
 
-    @untraced
+    @disable_dynamo
     def _withdraw(self) -> None:
         """A forward has failed, so it has no backward."""
         self._reducer.withdraw()
 
-    @untraced_itself
+    @disable_dynamo_here
     def _origins_of_backwards(self, outputs: object) -> list[torch.Tensor]:
         """All tensors in the outputs; none, if there may be some that are not found."""
         tensors, are_all = look_into(outputs)
         return tensors if are_all else []
 
-    @untraced
+    @disable_dynamo
     def _after_forward(
         self, origins: list[torch.Tensor] | None, pending: list[torch.futures.Future[Any]], will_reduce: bool
     ) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import MisuseError, ProcessGroup
-from syncline.collectives.torch_group import as_process_group
+from syncline.collectives.composed.torch_group import as_process_group
 
 if TYPE_CHECKING:
     TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]

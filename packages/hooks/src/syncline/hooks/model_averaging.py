@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp
-from syncline.collectives.torch_group import TorchGroup, as_process_group
+from syncline.collectives.composed.torch_group import TorchGroup, as_process_group
 
 
 class ModelAverager(ABC):

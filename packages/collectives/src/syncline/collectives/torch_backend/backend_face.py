@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..deadline import seconds
+from ..contract.deadline import seconds
 from ..errors import InvalidArgumentError
 
 if TYPE_CHECKING:
