@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import ProcessGroup, ReduceOp
+from syncline.collectives import ProcessGroup, ReduceOp, TorchGroup
 from syncline.collectives.backends.gloo import GlooTransport
 from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint, create_groups
-from syncline.collectives.composed.torch_group import TorchGroup
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.host.progress import Progress
 from syncline.collectives.host.reduction import reduce_in_rank_order

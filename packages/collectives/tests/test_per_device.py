@@ -6,9 +6,8 @@ from functools import partial
 
 import pytest
 
-from syncline.collectives import RoundRobinGroup, TransportError
+from syncline.collectives import ProcessGroup, RoundRobinGroup, TransportError
 from syncline.collectives.backends.in_process import backend as in_process
-from syncline.collectives.contract.process_group import ProcessGroup
 from syncline.collectives.startup.backend import Backend, ConnectRequest
 from syncline.collectives.startup.per_device_backend import PerDeviceBackend
 

@@ -11,8 +11,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError, LaunchError
-from syncline.collectives.errors import StoreAuthenticationError, StoreTimeout, StoreUnavailableError
+from syncline.collectives import (
+    InvalidArgumentError,
+    LaunchError,
+    StoreAuthenticationError,
+    StoreTimeout,
+    StoreUnavailableError,
+)
 from syncline.collectives.startup.rendezvous import (
     Address,
     address_by_environment,

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Variable
 from torch.distributed.utils import _cast_forward_inputs
 
-from syncline.collectives.torch_private import disable_dynamo, disable_dynamo_here
+from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
 
 from .outputs import tensors_in
 

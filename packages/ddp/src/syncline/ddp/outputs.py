@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from syncline.collectives.torch_private import disable_dynamo
+from syncline.collectives.internal import disable_dynamo
 
 # Nothing with a graph is in these.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)

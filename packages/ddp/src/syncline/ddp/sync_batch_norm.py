@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
-from syncline.collectives.torch_private import disable_dynamo
+from syncline.collectives.internal import disable_dynamo
 
 from .batch_normalization import BatchNormalization
 from .batch_statistics import BatchStatistics, gather_statistics, statistics_of

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from syncline.collectives import MisuseError, ProcessGroup, Work
-from syncline.collectives.composed.torch_group import TorchGroup
+from syncline.collectives import MisuseError, ProcessGroup, TorchGroup, Work
 
 from .contract import Bucket, TensorFuture
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -11,11 +12,22 @@ from .layout import untracked
 from .reduce_op import PremulSum, ReduceOp, Reduction
 from .work import FutureWork, TensorsFuture, Work
 
-if TYPE_CHECKING:
-    from .process_group import ProcessGroup
+
+class Gatherer(Protocol):
+    """What is needed of a process group."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def place(self) -> str:
+        """Where an error happened, in words."""
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Work:
+        """See `ProcessGroup.all_gather`."""
 
 
-def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
     """Add up the COO tensors of all ranks, in place; every rank ends with the same elements and bits, coalesced.
 
     Args:
@@ -49,7 +61,7 @@ def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: Reduction, async_o
     return work
 
 
-def _total(group: ProcessGroup, mine: torch.Tensor, counts: list[int], op: Reduction) -> torch.Tensor:
+def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction) -> torch.Tensor:
     """Issued from a callback, so it runs before whatever was issued after it: see Note [One total order] in `progress`."""
     values = mine.values()
     if isinstance(op, PremulSum):
@@ -61,7 +73,7 @@ def _total(group: ProcessGroup, mine: torch.Tensor, counts: list[int], op: Reduc
     return torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=True).coalesce()
 
 
-def _gather_rows(group: ProcessGroup, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def _gather_rows(group: Gatherer, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
     gathered = [torch.empty_like(padded) for _ in counts]

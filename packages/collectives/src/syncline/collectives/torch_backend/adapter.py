@@ -20,9 +20,9 @@ from ..default_group.coalescing import all_gather_coalesced, all_reduce_coalesce
 from ..default_group.monitored_barrier import monitored_barrier
 from ..errors import MisuseError
 from ..torch_private import disable_dynamo
-from .backend_face import BackendFace, UnservedDeviceError
+from .backend_shim import TorchBackendShim, UnservedDeviceError
 from .options import listed, only, reduction_of, root_of, time_limit_s
-from .works import SeveralWorks, TorchSideWork, profiled
+from .works import CoalescedWork, TorchSideWork, profiled
 
 Issue = Callable[[bool], Work]
 
@@ -133,7 +133,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         group, pairs = self.syncline_group, list(zip(outputs, inputs, strict=True))
 
         def issue(_: bool) -> Work:
-            return SeveralWorks([group.all_gather_into_tensor(into, tensor, async_op=True) for into, tensor in pairs])
+            return CoalescedWork([group.all_gather_into_tensor(into, tensor, async_op=True) for into, tensor in pairs])
 
         return self._issue("all_gather_into_tensor_coalesced", issue, opts)
 
@@ -201,7 +201,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         group, reduction, pairs = self.syncline_group, reduction_of(opts), list(zip(outputs, inputs, strict=True))
 
         def issue(_: bool) -> Work:
-            return SeveralWorks([group.reduce_scatter_tensor(into, tensor, reduction, async_op=True) for into, tensor in pairs])
+            return CoalescedWork(
+                [group.reduce_scatter_tensor(into, tensor, reduction, async_op=True) for into, tensor in pairs]
+            )
 
         return self._issue("reduce_scatter_tensor_coalesced", issue, opts)
 
@@ -284,7 +286,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         works, self._coalesced = self._coalesced, None
         if works is None:
             raise MisuseError(f"coalescing on {self.syncline_group.place()} ends, but was not started")
-        return TorchSideWork(SeveralWorks(works))
+        return TorchSideWork(CoalescedWork(works))
 
     # ---- other groups ----
 
@@ -346,12 +348,12 @@ class TorchProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in sorted(self.syncline_group.device_types)]
 
-    def _get_backend(self, device: torch.device | str) -> BackendFace:
+    def _get_backend(self, device: torch.device | str) -> TorchBackendShim:
         kind = torch.device(device).type
         if kind not in self.syncline_group.device_types:
             served = ", ".join(sorted(self.syncline_group.device_types))
             raise UnservedDeviceError(f"backend '{self._backend_name}' serves tensors on {served}, not on {kind}")
-        return BackendFace(self)
+        return TorchBackendShim(self)
 
     def get_group_store(self) -> dist.Store:
         """Where the ranks of this group may meet."""

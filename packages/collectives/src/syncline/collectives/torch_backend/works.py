@@ -79,7 +79,7 @@ class TorchSideWork(dist.Work):
         return self.ours.get_future()
 
 
-class SeveralWorks(Work):
+class CoalescedWork(Work):
     """What was issued between the start and the end of coalescing, as one work."""
 
     def __init__(self, works: list[Work]) -> None:

@@ -4,29 +4,51 @@ from __future__ import annotations
 
 import copy
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ..contract.deadline import seconds
+from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from .adapter import TorchProcessGroup
 
 
 class UnservedDeviceError(InvalidArgumentError, RuntimeError):
     """The group does not serve a device. A RuntimeError too, which torch expects there."""
 
 
-class BackendFace:
+class ShimmedGroup(Protocol):
+    """The group of torch's that has the answers."""
+
+    syncline_group: ProcessGroup
+
+    def name(self) -> str:
+        """The name under which the backend is registered."""
+
+    def rank(self) -> int:
+        """This process's rank."""
+
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a collective may take."""
+
+    def abort(self) -> None:
+        """Give up."""
+
+    def shutdown(self) -> None:
+        """Close."""
+
+
+class TorchBackendShim:
     """Answers torch's questions to the backend of one device: there is one group of ours for all of them."""
 
     supports_splitting = True
     supports_coalescing = False  # torch's word for NCCL's group calls
     supports_time_estimate = False
 
-    def __init__(self, group: TorchProcessGroup) -> None:
+    def __init__(self, group: ShimmedGroup) -> None:
         self._group = group
 
     def name(self) -> str:
