@@ -15,7 +15,7 @@ from ..startup.backend import ConnectRequest
 from ..startup.launch import detect_launch
 from ..startup.registry import load_backend
 from ..startup.settings import choose_backend, load_site
-from .adapter import TorchProcessGroup
+from .torch_process_group import TorchProcessGroup
 
 logger = logging.getLogger("syncline.collectives")
 
