@@ -12,7 +12,7 @@ import syncline.collectives.torch_backend  # noqa: F401 - registers
 from syncline.collectives import ProcessGroup
 from syncline.collectives.startup.launch import detect_launch
 from syncline.collectives.testing import CHECKS, Check
-from syncline.collectives.testing.through_torch import ThroughTorch
+from test_support.through_torch import ThroughTorch
 
 pytestmark = pytest.mark.mpi
 

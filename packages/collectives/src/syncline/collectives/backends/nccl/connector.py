@@ -43,7 +43,7 @@ class Connector:
     """Connects some of the ranks of a job.
 
     Args:
-        nccl: the module `cupy.cuda.nccl`, or a stand-in.
+        nccl: the module `cupy.cuda.nccl`, or a fake.
         accelerator: the GPUs.
         rendezvous: where the ranks of the job meet.
         ranks: those of the group, as ranks of the job.

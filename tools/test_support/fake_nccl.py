@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .stand_in_accelerator import the_rest_is_the_gpus
+from .fake_accelerator import the_rest_is_the_gpus
 
 _TYPES = {
     0: torch.int8,
@@ -80,7 +80,7 @@ class _Clique:
         self.barrier.abort()
 
 
-class StandInNccl:
+class FakeNccl:
     """Stands for the module `cupy.cuda.nccl`; the ranks, each a thread, share one.
 
     As in NCCL: calls in a group start at its end, sends and receives together; the first send from one rank to another, and the
@@ -121,15 +121,15 @@ class StandInNccl:
         if self._thread.depth == 0:
             _run_group(self._thread.postponed)
 
-    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> StandInCommunicator:  # noqa: N802, N803 - CuPy's names
+    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> FakeCommunicator:  # noqa: N802, N803 - CuPy's names
         """Meet the others of that id."""
         return self._join(commId, ndev, rank)
 
-    def _join(self, key: bytes, size: int, rank: int) -> StandInCommunicator:
+    def _join(self, key: bytes, size: int, rank: int) -> FakeCommunicator:
         with self._lock:
             clique = self._cliques.setdefault(key, _Clique(size))
         clique.meet()
-        return StandInCommunicator(self, clique, key, rank)
+        return FakeCommunicator(self, clique, key, rank)
 
     def _call(self, operation: _Operation) -> None:
         if getattr(self._thread, "depth", 0):
@@ -163,10 +163,10 @@ def _run_group(operations: Sequence[_Operation]) -> None:
         operation.end()
 
 
-class StandInCommunicator:
+class FakeCommunicator:
     """As CuPy's `NcclCommunicator`."""
 
-    def __init__(self, nccl: StandInNccl, clique: _Clique, key: bytes, rank: int) -> None:
+    def __init__(self, nccl: FakeNccl, clique: _Clique, key: bytes, rank: int) -> None:
         self._nccl = nccl
         self._clique = clique
         self._key = key
@@ -240,7 +240,7 @@ class StandInCommunicator:
         connect = self._connecting(peer, self._rank, sends=False)
         self._nccl._call(_Operation(lambda: None, lambda: self._receive(peer, target), connect))
 
-    def commSplit(self, color: int, key: int) -> StandInCommunicator | None:  # noqa: N802
+    def commSplit(self, color: int, key: int) -> FakeCommunicator | None:  # noqa: N802
         """All ranks call; those of one color meet, in the order of their keys."""
         said = self._clique.show(self._rank, (color, key))
         number = next(self._splits)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from ..backends.nccl.claims import HOST_ID_VARIABLE
-from ..contract.process_group import ProcessGroup
-from ..default_group.default_group import init_process_group
+from syncline.collectives.backends.nccl.claims import HOST_ID_VARIABLE
+from syncline.collectives.contract.process_group import ProcessGroup
+from syncline.collectives.default_group.default_group import init_process_group
 
 
 def choose_gpu(rank: int, size: int) -> torch.device:

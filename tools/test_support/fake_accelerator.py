@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends.nccl.accelerator import Accelerator, Lane, Moment
-from ..contract.work import TensorsFuture
+from syncline.collectives.backends.nccl.accelerator import Accelerator, Lane, Moment
+from syncline.collectives.contract.work import TensorsFuture
 
 
-class StandInMoment(Moment):
+class FakeMoment(Moment):
     """A point in a thread's work.
 
     The calling thread is its own current stream, so ordering it after the moment is waiting for it.
@@ -48,7 +48,7 @@ class _Entry(NamedTuple):
 
     body: Callable[[], None]
     after: Moment
-    done: StandInMoment
+    done: FakeMoment
     issued: threading.Event
 
 
@@ -63,7 +63,7 @@ def the_rest_is_the_gpus() -> None:
         issued.set()
 
 
-class StandInLane(Lane):
+class FakeLane(Lane):
     """A thread that runs what is put on it, in order; it ends with the lane.
 
     What is put on a stream that has nothing to do keeps the caller as the same calls would keep a CPU: until one of them says
@@ -76,9 +76,9 @@ class StandInLane(Lane):
         weakref.finalize(self, self._queue.put, None)
         threading.Thread(target=_serve, args=(self._queue,), name=f"stream {handle}", daemon=True).start()
 
-    def run(self, body: Callable[[], None], after: Moment) -> StandInMoment:
+    def run(self, body: Callable[[], None], after: Moment) -> FakeMoment:
         """Queue it."""
-        entry = _Entry(body, after, StandInMoment(), threading.Event())
+        entry = _Entry(body, after, FakeMoment(), threading.Event())
         has_nothing_to_do = self._queue.unfinished_tasks == 0
         self._queue.put(entry)
         if has_nothing_to_do:
@@ -111,7 +111,7 @@ def _run(entry: _Entry) -> BaseException | None:
     return None
 
 
-class StandInAccelerator(Accelerator):
+class FakeAccelerator(Accelerator):
     """One GPU of one rank.
 
     Attributes:
@@ -138,18 +138,18 @@ class StandInAccelerator(Accelerator):
         """As given."""
         return self._pci_id
 
-    def lane(self, device: torch.device) -> StandInLane:  # noqa: ARG002 - there is one
+    def lane(self, device: torch.device) -> FakeLane:  # noqa: ARG002 - there is one
         """A new thread."""
         self.lanes += 1
-        return StandInLane(self.lanes)
+        return FakeLane(self.lanes)
 
     def future(self, device: torch.device) -> TensorsFuture:  # noqa: ARG002 - there is one
         """One for the CPU."""
         return torch.futures.Future()
 
-    def now(self, device: torch.device) -> StandInMoment:  # noqa: ARG002 - there is one
+    def now(self, device: torch.device) -> FakeMoment:  # noqa: ARG002 - there is one
         """The calling thread has come here."""
-        return StandInMoment(is_over=True)
+        return FakeMoment(is_over=True)
 
     def current_stream(self, device: torch.device) -> int:  # noqa: ARG002 - there is one
         """The calling thread."""

@@ -1,4 +1,4 @@
-"""PlayedDevice: a device for tests on machines without one. It is the CPU, which writes down what it is asked for."""
+"""RecordingDevice: a device for tests on machines without one. It is the CPU, which writes down what it is asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..devices import DeviceLayer, StreamOrder
+from syncline.collectives.devices import DeviceLayer, StreamOrder
 
 
 class PlayedOrder(StreamOrder):
@@ -37,7 +37,7 @@ class PlayedOrder(StreamOrder):
         self._log.append("suspended")
 
 
-class PlayedDevice(DeviceLayer):
+class RecordingDevice(DeviceLayer):
     """A CPU whose tensors are those that `is_mine` says; memory to copy to comes full of rubbish.
 
     Attributes:

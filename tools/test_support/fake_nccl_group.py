@@ -1,4 +1,4 @@
-"""Groups over NCCL without a GPU: the group's own logic, over the stand-ins."""
+"""Groups over NCCL without a GPU: the group's own logic, over the fakes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from ..backends.nccl.connector import Connector
-from ..backends.nccl.process_group import NcclGroup
-from ..backends.nccl.rendezvous import MeetInGroup, MeetInStore
-from ..contract.process_group import ProcessGroup
-from .ranks import run_ranks
-from .stand_in_accelerator import StandInAccelerator
-from .stand_in_nccl import StandInNccl
+from syncline.collectives.backends.nccl.connector import Connector
+from syncline.collectives.backends.nccl.process_group import NcclGroup
+from syncline.collectives.backends.nccl.rendezvous import MeetInGroup, MeetInStore
+from syncline.collectives.contract.process_group import ProcessGroup
+from syncline.collectives.testing.ranks import run_ranks
+
+from .fake_accelerator import FakeAccelerator
+from .fake_nccl import FakeNccl
 
 
-def run_on_stand_ins(
+def run_on_fakes(
     size: int,
     body: Callable[[NcclGroup], object],
     *,
@@ -23,7 +24,7 @@ def run_on_stand_ins(
     over_host_group: bool = False,
     timeout_s: float = 30.0,
     pci_id: Callable[[int], str] = "0000:{:02x}:00.0".format,
-    accelerator: Callable[[str], StandInAccelerator] = StandInAccelerator,
+    accelerator: Callable[[str], FakeAccelerator] = FakeAccelerator,
 ) -> None:
     """Run `body(group)` on every rank of a group over NCCL; the ranks are threads, and their GPUs are threads, too.
 
@@ -36,7 +37,7 @@ def run_on_stand_ins(
         pci_id: gives each rank its GPU.
         accelerator: makes that out of it.
     """
-    nccl, store = StandInNccl(), dist.HashStore()
+    nccl, store = FakeNccl(), dist.HashStore()
 
     def rank_of(outer: ProcessGroup) -> None:
         rendezvous = MeetInGroup(outer, owned=False) if over_host_group else MeetInStore(store)
