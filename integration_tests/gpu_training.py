@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, destroy_process_group
-from syncline.collectives.testing.gpu_ranks import choose_gpu, connect
 from syncline.ddp import DistributedDataParallel, convert_sync_batchnorm
 from syncline.hooks import PowerSGDState, allreduce_hook, bf16_compress_hook, fp16_compress_hook, powerSGD_hook
+from test_support.gpu_ranks import choose_gpu, connect
 
 STEPS = 4
 

@@ -29,13 +29,13 @@ from syncline.collectives import (
     init_process_group,
     is_initialized,
 )
-from syncline.collectives.backend import ConnectRequest
 from syncline.collectives.devices.cuda_awareness import CudaAwareness
-from syncline.collectives.launch import detect_launch
-from syncline.collectives.registry import load_backend
+from syncline.collectives.startup.backend import ConnectRequest
+from syncline.collectives.startup.launch import detect_launch
+from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.testing import CHECKS, Check
 from syncline.collectives.testing.conformance.refusals import after_close
-from syncline.collectives.testing.played_device import PlayedDevice
+from test_support.recording_device import RecordingDevice
 
 pytestmark = pytest.mark.mpi
 
@@ -154,7 +154,7 @@ def test_wrong_device_is_named(mpi_group: ProcessGroup) -> None:
 @pytest.mark.parametrize("is_aware", [False, True])
 def test_tensors_of_a_device(monkeypatch: pytest.MonkeyPatch, is_aware: bool) -> None:
     """Staged, or handed to MPI directly, as the test of its awareness says; by a device that the CPU plays."""
-    device = PlayedDevice()
+    device = RecordingDevice()
     backend_module = sys.modules["syncline.collectives.backends.mpi.backend"]
     monkeypatch.setattr(backend_module, "cuda_layer", lambda: device)
     monkeypatch.setattr(backend_module, "_cuda_awareness", lambda: CudaAwareness(is_aware, ""))

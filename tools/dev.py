@@ -32,6 +32,7 @@ SIZES = (1, 2, 3, 4)
 # The system's is one of those families again: it is shown to be found and to work.
 SYSTEM_SIZES = (2,)
 BENCHMARKS = ROOT / "tools" / "benchmarks"
+TEST_SUPPORT = ROOT / "tools" / "test_support"
 # Each is a module; those under mpiexec, and those that start what they need themselves.
 UNDER_MPIEXEC = {
     "collectives": ("benchmarks.collectives",),
@@ -92,7 +93,7 @@ def types(_: argparse.Namespace) -> int:
     mypy = (PYTHON, "-m", "mypy", "--config-file", ROOT / "pyproject.toml")
     layers = [(*mypy, ROOT / "packages" / layer / "src") for layer in LAYERS]
     scripts: list[Sequence[str | Path]]
-    scripts = [(*mypy, *sorted(folder.glob("*.py"))) for folder in (ROOT / "tools", BENCHMARKS, DIGITS.parent)]
+    scripts = [(*mypy, *sorted(folder.glob("*.py"))) for folder in (ROOT / "tools", TEST_SUPPORT, BENCHMARKS, DIGITS.parent)]
     return _all_of(*layers, *scripts)
 
 

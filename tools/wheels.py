@@ -2,7 +2,7 @@
 
 A clean environment per layer sees torch and the test runner through a path file that points at
 `.venv/wheel-base`; pip then resolves the layer's own requirements from the wheels alone, without an
-index. The layer's tests run from a copy, away from the source tree.
+index. The layer's tests run from a copy, away from the source tree, with a copy of `test_support` beside them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from check_layering import ARROWS
 from commands import ROOT, ToolError, check, run
 from environment import LAYERS, PYTHON, WHEEL_BASE
+
+TEST_SUPPORT = ROOT / "tools" / "test_support"
 
 
 def build_and_test() -> int:
@@ -77,7 +79,9 @@ def _tests_pass(layer: str, python: Path, home: Path) -> bool:
     shutil.copytree(ROOT / "packages" / layer / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
     # Tests that start processes of their own take long, and say nothing new here.
     pytest = (python, "-m", "pytest", "--quiet", "-m", "not mpi and not launch", "-p", "no:cacheprovider")
-    settings = ("--config-file", ROOT / "pyproject.toml", "--override-ini", "pythonpath=")
+    support = home / "support"
+    shutil.copytree(TEST_SUPPORT, support / TEST_SUPPORT.name, ignore=shutil.ignore_patterns("__pycache__"))
+    settings = ("--config-file", ROOT / "pyproject.toml", "--override-ini", f"pythonpath={support}")
     return run((*pytest, *settings, "--rootdir", home, tests), cwd=home) == 0
 
 

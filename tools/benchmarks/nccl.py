@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, ReduceOp, destroy_process_group
-from syncline.collectives.testing.gpu_ranks import choose_gpu, connect
 from syncline.ddp import DistributedDataParallel
+from test_support.gpu_ranks import choose_gpu, connect
 
 WARM_UP = 10
 ALL_REDUCE_BYTES = 25 << 20

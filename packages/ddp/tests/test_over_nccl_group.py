@@ -1,4 +1,4 @@
-"""DDP over the group for NCCL, with stand-ins for NCCL and the GPU: its futures are complete as soon as they are asked for."""
+"""DDP over the group for NCCL, with fakes for NCCL and the GPU: its futures are complete as soon as they are asked for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.testing.stand_in_group import run_on_stand_ins
 from syncline.ddp import DistributedDataParallel, convert_sync_batchnorm
+from test_support.fake_nccl_group import run_on_fakes
 
 pytestmark = pytest.mark.ranks
 
@@ -51,7 +51,7 @@ def test_training_equals_that_of_the_whole_batch(size: int, hook: Any) -> None:
         for expected, found in zip(whole.parameters(), mine.parameters(), strict=True):
             torch.testing.assert_close(found, expected)
 
-    run_on_stand_ins(size, body)
+    run_on_fakes(size, body)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -69,4 +69,4 @@ def test_batch_normalisation_sees_the_batches_of_all_ranks(size: int) -> None:
             torch.testing.assert_close(found.grad, expected.grad)
         torch.testing.assert_close(dict(mine.named_buffers())["1.running_var"], whole[1].running_var)
 
-    run_on_stand_ins(size, body)
+    run_on_fakes(size, body)

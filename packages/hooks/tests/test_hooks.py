@@ -108,7 +108,7 @@ def test_fp16_sends_two_bytes_for_each_element() -> None:
     def body(group: ProcessGroup) -> list[torch.dtype]:
         watching = Watching(group)
         ProcessGroup.register(Watching)
-        bucket = FakeBucket(torch.ones(3), watching)  # type: ignore[arg-type]  # a stand-in
+        bucket = FakeBucket(torch.ones(3), watching)  # type: ignore[arg-type]  # a fake
         fp16_compress_hook(None, bucket).wait()
         return watching.dtypes
 

@@ -1,4 +1,4 @@
-"""Tensors of a device over a host transport; the device is played by the CPU."""
+"""Tensors of a device over a host transport; the CPU takes the part of the device."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from syncline.collectives import ProcessGroup, ReduceOp, TransportError
 from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
 from syncline.collectives.devices import ByDevice
-from syncline.collectives.host_group import HostGroup
+from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import CHECKS, Check, run_ranks
-from syncline.collectives.testing.played_device import PlayedDevice
+from test_support.recording_device import RecordingDevice
 
 pytestmark = pytest.mark.ranks
 
 
-Make = Callable[[int], tuple[HostGroup, PlayedDevice]]
+Make = Callable[[int], tuple[HostGroup, RecordingDevice]]
 
 
 def staged(size: int, is_mine: Callable[[torch.Tensor], bool] = lambda _: True) -> Make:
     meeting_point = MeetingPoint(size)
 
-    def make(rank: int) -> tuple[HostGroup, PlayedDevice]:
-        device = PlayedDevice(is_mine)
+    def make(rank: int) -> tuple[HostGroup, RecordingDevice]:
+        device = RecordingDevice(is_mine)
         transport = ByDevice(InProcessTransport(meeting_point, rank), rank, device)
         return HostGroup(transport, rank, size, timeout_s=20, device=device), device
 
@@ -147,7 +147,7 @@ def test_ranks_may_differ_in_where_the_tensor_is() -> None:
 
 
 def test_directly() -> None:
-    device = PlayedDevice(lambda tensor: tensor.numel() > 2)
+    device = RecordingDevice(lambda tensor: tensor.numel() > 2)
 
     class Direct(InProcessTransport):
         def all_reduce(self, tensor, op, call, deadline) -> None:
@@ -171,7 +171,7 @@ def test_memory_that_a_library_may_still_write_is_kept() -> None:
             written.append(tensor)
             raise TransportError("the wire was cut")
 
-    device = PlayedDevice()
+    device = RecordingDevice()
     transport = ByDevice(Gone(MeetingPoint(1), 0), 0, device)
     group = HostGroup(transport, 0, 1, timeout_s=5, device=device)
     tensor = torch.ones(3)

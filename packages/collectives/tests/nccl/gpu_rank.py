@@ -22,7 +22,7 @@ from syncline.collectives import (
 from syncline.collectives.backends.nccl import connections
 from syncline.collectives.backends.nccl.process_group import NcclGroup
 from syncline.collectives.testing import CHECKS
-from syncline.collectives.testing.gpu_ranks import choose_gpu, connect
+from test_support.gpu_ranks import choose_gpu, connect
 
 # NCCL has neither tags nor a receive from any rank.
 NOT_OVER_NCCL = ("point_to_point_tags", "point_to_point_any_source", "point_to_point_futures")

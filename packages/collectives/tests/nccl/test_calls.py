@@ -12,7 +12,7 @@ from syncline.collectives import ReduceOp, premul_sum
 from syncline.collectives.backends.nccl.connector import Connector
 from syncline.collectives.backends.nccl.process_group import NcclGroup
 from syncline.collectives.backends.nccl.rendezvous import Rendezvous
-from syncline.collectives.testing.stand_in_accelerator import StandInAccelerator
+from test_support.fake_accelerator import FakeAccelerator
 
 SIZE, RANK = 3, 1
 ID = bytes(range(128))
@@ -75,7 +75,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def group(recorder: Recorder) -> NcclGroup:
-    connector = Connector(recorder, StandInAccelerator(), Alone(), range(SIZE), RANK, "g")
+    connector = Connector(recorder, FakeAccelerator(), Alone(), range(SIZE), RANK, "g")
     return NcclGroup(connector, timeout_s=10)
 
 

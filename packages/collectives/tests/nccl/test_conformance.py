@@ -6,7 +6,7 @@ import pytest
 
 from syncline.collectives.testing import CHECKS
 from syncline.collectives.testing.conformance import refusals
-from syncline.collectives.testing.stand_in_group import run_on_stand_ins
+from test_support.fake_nccl_group import run_on_fakes
 
 pytestmark = pytest.mark.ranks
 
@@ -19,15 +19,15 @@ each_size = pytest.mark.parametrize("size", [1, 2, 3])
 @each_size
 @pytest.mark.parametrize("name", THE_SUITE)
 def test_the_suite(size: int, name: str) -> None:
-    run_on_stand_ins(size, CHECKS[name], reproducible=name == ROUNDS_HALVES_ONCE)
+    run_on_fakes(size, CHECKS[name], reproducible=name == ROUNDS_HALVES_ONCE)
 
 
 @pytest.mark.parametrize("name", [name for name in CHECKS if name.startswith(("all_reduce", "reduce"))])
 def test_reproducible(name: str) -> None:
     """Met over a host group, too."""
-    run_on_stand_ins(3, CHECKS[name], reproducible=True, over_host_group=True)
+    run_on_fakes(3, CHECKS[name], reproducible=True, over_host_group=True)
 
 
 @each_size
 def test_refuses_calls_after_close(size: int) -> None:
-    run_on_stand_ins(size, refusals.after_close)
+    run_on_fakes(size, refusals.after_close)

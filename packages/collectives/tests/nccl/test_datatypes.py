@@ -6,7 +6,7 @@ import torch
 from syncline.collectives import ReduceOp, premul_sum
 from syncline.collectives.backends.nccl.datatypes import NCCL_OPS, NCCL_TYPES, as_moved, as_reduced, native_reduction
 from syncline.collectives.backends.nccl.library import load, preload_nccl
-from syncline.collectives.reduce_op import DTYPES_OF, FLOATS
+from syncline.collectives.contract.reduce_op import DTYPES_OF, FLOATS
 
 BY_NAME = {
     "NCCL_INT8": torch.int8,
@@ -48,18 +48,18 @@ def test_the_tables_are_cupys() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_cupy_has_every_call_that_is_made() -> None:
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from syncline.collectives.testing.stand_in_nccl import StandInCommunicator, StandInNccl
+    from test_support.fake_nccl import FakeCommunicator, FakeNccl
 
     preload_nccl()
     nccl = load()
-    for stand_in, real in ((StandInNccl, nccl), (StandInCommunicator, nccl.NcclCommunicator)):
-        called = {name for name in vars(stand_in) if not name.startswith("_")} - {"break_down", "enter_a_graph"}
+    for fake, real in ((FakeNccl, nccl), (FakeCommunicator, nccl.NcclCommunicator)):
+        called = {name for name in vars(fake) if not name.startswith("_")} - {"break_down", "enter_a_graph"}
         assert called
         assert called <= set(dir(real))
     # Cython keeps the names of the arguments in the first line of the docstring.
     for name in ("allReduce", "reduce", "reduceScatter", "broadcast", "allGather", "send", "recv", "commSplit"):
         signature = getattr(nccl.NcclCommunicator, name).__doc__.split("\n")[0]
-        code = getattr(StandInCommunicator, name).__code__
+        code = getattr(FakeCommunicator, name).__code__
         words = [word.strip(" )").split("=")[0].split()[-1] for word in signature.split("(", 1)[1].split(",")]
         assert list(code.co_varnames[: code.co_argcount])[1:] == [word for word in words if word not in ("self", "config")]
 

@@ -16,16 +16,16 @@ from syncline.collectives.backends.nccl.failure import Failure
 from syncline.collectives.backends.nccl.process_group import NcclGroup
 from syncline.collectives.backends.nccl.rendezvous import MeetInGroup, MeetInStore
 from syncline.collectives.backends.nccl.watchdog import Watchdog
-from syncline.collectives.deadline import Deadline
-from syncline.collectives.testing.stand_in_accelerator import StandInAccelerator, StandInMoment
-from syncline.collectives.testing.stand_in_group import run_on_stand_ins
-from syncline.collectives.testing.stand_in_nccl import NcclError, StandInNccl
+from syncline.collectives.contract.deadline import Deadline
+from test_support.fake_accelerator import FakeAccelerator, FakeMoment
+from test_support.fake_nccl import FakeNccl, NcclError
+from test_support.fake_nccl_group import run_on_fakes
 
 PATIENCE_S = 10.0
 
 
-def alone(accelerator: StandInAccelerator | None = None, *, timeout_s: float = PATIENCE_S) -> NcclGroup:
-    connector = Connector(StandInNccl(), accelerator or StandInAccelerator(), MeetInStore(dist.HashStore()), [0], 0, "alone")
+def alone(accelerator: FakeAccelerator | None = None, *, timeout_s: float = PATIENCE_S) -> NcclGroup:
+    connector = Connector(FakeNccl(), accelerator or FakeAccelerator(), MeetInStore(dist.HashStore()), [0], 0, "alone")
     return NcclGroup(connector, timeout_s=timeout_s)
 
 
@@ -50,7 +50,7 @@ def test_close_tells_of_a_failure() -> None:
             group.close()
         group.close()
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 @pytest.mark.ranks
@@ -63,7 +63,7 @@ def test_close_does_not_tell_twice() -> None:
                 work.wait(PATIENCE_S)
             group.close()
 
-    run_on_stand_ins(2, body, timeout_s=0.5)
+    run_on_fakes(2, body, timeout_s=0.5)
 
 
 @pytest.mark.ranks
@@ -77,7 +77,7 @@ def test_close_tells_of_work_that_does_not_finish() -> None:
             with pytest.raises(TransportError, match="did not finish when the group was closed on rank 0 of 2"):
                 group.close()
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 # ---- a CUDA graph keeps a communicator ----
@@ -86,7 +86,7 @@ def test_close_tells_of_work_that_does_not_finish() -> None:
 @pytest.mark.ranks
 def test_close_names_a_graph_that_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_GRAPHS_S", 0.2)
-    accelerator = StandInAccelerator()
+    accelerator = FakeAccelerator()
     group = alone(accelerator)
     group.all_reduce(torch.ones(2))
     accelerator.captures = True
@@ -205,7 +205,7 @@ def test_every_thread_that_asks_cuda_has_chosen_the_gpu() -> None:
     """Those that connect, transfer, watch and give back."""
     chosen: set[str] = set()
 
-    class Choosing(StandInAccelerator):
+    class Choosing(FakeAccelerator):
         def background(self, device: torch.device):
             chosen.add(threading.current_thread().name)
             return super().background(device)
@@ -215,7 +215,7 @@ def test_every_thread_that_asks_cuda_has_chosen_the_gpu() -> None:
         tensor = torch.full((2,), float(group.rank))
         (group.send(tensor, 1, async_op=True) if group.rank == 0 else group.recv(tensor, 0, async_op=True)).wait()
 
-    run_on_stand_ins(2, body, accelerator=Choosing)
+    run_on_fakes(2, body, accelerator=Choosing)
     watching = {f"syncline-nccl-ranks-rank{rank}" for rank in range(2)}
     assert chosen == watching | {f"syncline-nccl-{what}" for what in ("connect", "pair", "destroy")}
 
@@ -223,7 +223,7 @@ def test_every_thread_that_asks_cuda_has_chosen_the_gpu() -> None:
 # ---- waiters ----
 
 
-class FaultyMoment(StandInMoment):
+class FaultyMoment(FakeMoment):
     def is_over(self) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -253,7 +253,7 @@ def test_a_barrier_says_whose_time_limit_it_was() -> None:
             with pytest.raises(CollectiveTimeout, match=r"within the 20 s of the group|did not finish within 20 s"):
                 work.wait()
 
-    run_on_stand_ins(2, body, timeout_s=20)
+    run_on_fakes(2, body, timeout_s=20)
 
 
 @pytest.mark.ranks
@@ -309,7 +309,7 @@ class Host:
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_a_group_to_meet_in_ends_with_the_group_that_owns_it(owned: bool, how: str) -> None:
     host = Host()
-    connector = Connector(StandInNccl(), StandInAccelerator(), MeetInGroup(host, owned=owned), [0], 0, "g")
+    connector = Connector(FakeNccl(), FakeAccelerator(), MeetInGroup(host, owned=owned), [0], 0, "g")
     group = NcclGroup(connector, timeout_s=1)
     getattr(group, how)()
     assert host.ended == ([how] if owned else [])

@@ -19,7 +19,6 @@ from syncline.collectives import (
     InvalidArgumentError,
     TransportError,
 )
-from syncline.collectives.backend import ConnectRequest
 from syncline.collectives.backends.nccl import library
 from syncline.collectives.backends.nccl.accelerator import Moment
 from syncline.collectives.backends.nccl.claims import claim, objection
@@ -29,11 +28,12 @@ from syncline.collectives.backends.nccl.flight import gpu_fault
 from syncline.collectives.backends.nccl.process_group import NcclGroup
 from syncline.collectives.backends.nccl.rendezvous import MeetInStore
 from syncline.collectives.backends.nccl.watchdog import Watchdog
-from syncline.collectives.deadline import Deadline
-from syncline.collectives.registry import load_backend
-from syncline.collectives.testing.stand_in_accelerator import StandInAccelerator, StandInLane, StandInMoment
-from syncline.collectives.testing.stand_in_group import run_on_stand_ins
-from syncline.collectives.testing.stand_in_nccl import NcclError, StandInNccl
+from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.startup.backend import ConnectRequest
+from syncline.collectives.startup.registry import load_backend
+from test_support.fake_accelerator import FakeAccelerator, FakeLane, FakeMoment
+from test_support.fake_nccl import FakeNccl, NcclError
+from test_support.fake_nccl_group import run_on_fakes
 
 # ---- what is missing ----
 
@@ -144,15 +144,15 @@ def test_every_rank_hears_of_two_on_one_gpu() -> None:
         with pytest.raises(DisagreementError, match=r"ranks 0 and 2 have both chosen the GPU 0000:17:00\.0"):
             group.all_reduce(torch.ones(1))
 
-    run_on_stand_ins(3, body, pci_id=lambda rank: "0000:18:00.0" if rank == 1 else "0000:17:00.0")
+    run_on_fakes(3, body, pci_id=lambda rank: "0000:18:00.0" if rank == 1 else "0000:17:00.0")
 
 
-class TwoGpus(StandInAccelerator):
+class TwoGpus(FakeAccelerator):
     device_type = "meta"
 
 
 def test_tensors_on_two_gpus() -> None:
-    group = NcclGroup(Connector(StandInNccl(), TwoGpus(), MeetInStore(dist.HashStore()), [0], 0, "g"), timeout_s=5)
+    group = NcclGroup(Connector(FakeNccl(), TwoGpus(), MeetInStore(dist.HashStore()), [0], 0, "g"), timeout_s=5)
     first, second = torch.empty(2, device="meta"), torch.empty(2, device="meta")
     with pytest.raises(InvalidArgumentError, match="moves tensors on meta, found a tensor on cpu"):
         group.all_reduce(torch.ones(2))
@@ -304,11 +304,11 @@ def test_a_peer_that_never_comes() -> None:
         with pytest.raises(TransportError, match="was not started because the group had failed before: all_reduce"):
             group.broadcast(torch.ones(1))
 
-    run_on_stand_ins(2, body, timeout_s=1)
+    run_on_fakes(2, body, timeout_s=1)
 
 
 def raw_communicator(group: NcclGroup) -> Any:
-    """The stand-in of that of all ranks."""
+    """The fake of that of all ranks."""
     return group._engine._connections._communicators[0]._raw
 
 
@@ -325,7 +325,7 @@ def test_a_peer_that_dies() -> None:
         with pytest.raises(TransportError, match=r"remote process exited.*A rank of the group died.*rank 0 of 2.*all_reduce"):
             work.wait(20)
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 @pytest.mark.ranks
@@ -341,7 +341,7 @@ def test_abort_wakes_who_waits() -> None:
         with pytest.raises(GroupClosedError):
             group.barrier()
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 @pytest.mark.ranks
@@ -351,7 +351,7 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
             with pytest.raises(TransportError, match=r"rank 1 did not come to 'ranks/all' within 0\.5 s"):
                 group.all_reduce(torch.ones(1))
 
-    run_on_stand_ins(2, body, timeout_s=0.5)
+    run_on_fakes(2, body, timeout_s=0.5)
 
 
 @pytest.mark.ranks
@@ -370,7 +370,7 @@ def test_all_hear_why_the_first_rank_cannot_decide(over_host_group: bool) -> Non
         with pytest.raises(TransportError, match=f"was not started because the group had failed before: .*{words}"):
             group.all_reduce(torch.ones(1))
 
-    run_on_stand_ins(2, body, over_host_group=over_host_group)
+    run_on_fakes(2, body, over_host_group=over_host_group)
 
 
 @pytest.mark.ranks
@@ -388,7 +388,7 @@ def test_a_split_that_does_not_come_ends_the_group(monkeypatch: pytest.MonkeyPat
             group.all_reduce(torch.ones(1))
         never.set()
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 @pytest.mark.ranks
@@ -401,24 +401,24 @@ def test_a_transfer_whose_peer_never_comes() -> None:
             with pytest.raises(TransportError, match=words):
                 work.wait(20)
 
-    run_on_stand_ins(2, body, timeout_s=0.5)
+    run_on_fakes(2, body, timeout_s=0.5)
 
 
-class FailingLane(StandInLane):
+class FailingLane(FakeLane):
     """What is issued fails, as where memory for a copy is lacking."""
 
-    def run(self, body: Callable[[], None], after: Moment) -> StandInMoment:
+    def run(self, body: Callable[[], None], after: Moment) -> FakeMoment:
         raise torch.OutOfMemoryError("out of memory")
 
 
-class FailingAccelerator(StandInAccelerator):
-    def lane(self, device: torch.device) -> StandInLane:
+class FailingAccelerator(FakeAccelerator):
+    def lane(self, device: torch.device) -> FakeLane:
         return FailingLane(1)
 
 
 def test_what_cannot_be_issued_ends_the_group() -> None:
     """The other ranks have issued it, so nothing after it would match."""
-    group = NcclGroup(Connector(StandInNccl(), FailingAccelerator(), MeetInStore(dist.HashStore()), [0], 0, "g"), timeout_s=5)
+    group = NcclGroup(Connector(FakeNccl(), FailingAccelerator(), MeetInStore(dist.HashStore()), [0], 0, "g"), timeout_s=5)
     with pytest.raises(torch.OutOfMemoryError):
         group.all_reduce(torch.ones(1))
     with pytest.raises(TransportError, match="had failed before: out of memory"):

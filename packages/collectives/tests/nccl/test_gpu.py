@@ -10,12 +10,12 @@ import torch
 
 from syncline.collectives.backends.nccl import backend
 from syncline.collectives.testing.processes import run_processes
-from syncline.collectives.testing.stand_in_group import run_on_stand_ins
+from test_support.fake_nccl_group import run_on_fakes
 
 MISSING = backend.missing()
 SCRIPT = Path(__file__).with_name("gpu_rank.py")
-# These also make sense where a stand-in takes the place of the GPU.
-ON_STAND_INS = (
+# These also make sense where a fake takes the place of the GPU.
+ON_FAKES = (
     "a_wait_with_a_timeout_blocks",
     "callbacks_run_after_the_collective",
     "memory_in_flight_is_not_reused",
@@ -23,7 +23,7 @@ ON_STAND_INS = (
     "transfers",
 )
 PARTS = (
-    *ON_STAND_INS,
+    *ON_FAKES,
     "conformance",
     "waiting_orders_streams",
     "memory_does_not_pile_up",
@@ -66,13 +66,13 @@ def test_two_ranks_on_one_gpu_by_accident(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("part", ON_STAND_INS)
-def test_on_stand_ins(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the parts say is true of the stand-ins, too; so the parts are sound where no GPU is."""
+@pytest.mark.parametrize("part", ON_FAKES)
+def test_on_fakes(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the parts say is true of the fakes, too; so the parts are sound where no GPU is."""
     for name in ("_sleep", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     body = runpy.run_path(str(SCRIPT))[part]
-    run_on_stand_ins(2, lambda group: body(group, torch.device("cpu")))
+    run_on_fakes(2, lambda group: body(group, torch.device("cpu")))
 
 
 def test_every_part_is_there() -> None:

@@ -1,4 +1,4 @@
-"""Order, memory, transfers, coalescing and capture, on the stand-ins."""
+"""Order, memory, transfers, coalescing and capture, on the fakes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from syncline.collectives.backends.nccl.accelerator import Moment
 from syncline.collectives.backends.nccl.connector import Connector
 from syncline.collectives.backends.nccl.process_group import NcclGroup
 from syncline.collectives.backends.nccl.rendezvous import MeetInStore
-from syncline.collectives.testing.stand_in_accelerator import StandInAccelerator, StandInLane, StandInMoment
-from syncline.collectives.testing.stand_in_group import run_on_stand_ins
-from syncline.collectives.testing.stand_in_nccl import StandInNccl
+from test_support.fake_accelerator import FakeAccelerator, FakeLane, FakeMoment
+from test_support.fake_nccl import FakeNccl
+from test_support.fake_nccl_group import run_on_fakes
 
 pytestmark = pytest.mark.ranks
 
 
-def alone(accelerator: StandInAccelerator | None = None, timeout_s: float = 10.0) -> NcclGroup:
-    connector = Connector(StandInNccl(), accelerator or StandInAccelerator(), MeetInStore(dist.HashStore()), [0], 0, "alone")
+def alone(accelerator: FakeAccelerator | None = None, timeout_s: float = 10.0) -> NcclGroup:
+    connector = Connector(FakeNccl(), accelerator or FakeAccelerator(), MeetInStore(dist.HashStore()), [0], 0, "alone")
     return NcclGroup(connector, timeout_s=timeout_s)
 
 
@@ -42,7 +42,7 @@ def test_all_may_ask_for_futures_of_transfers_first() -> None:
         assert future.wait() == 4.0 * left
         sending.wait()
 
-    run_on_stand_ins(3, body)
+    run_on_fakes(3, body)
 
 
 def test_transfers_between_two_ranks_arrive_in_order() -> None:
@@ -56,7 +56,7 @@ def test_transfers_between_two_ranks_arrive_in_order() -> None:
             work.wait()
         assert [int(tensor) for tensor in incoming] == [100 * peer + n for n in range(5)]
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 def test_the_first_transfers_connect_whatever_comes_first() -> None:
@@ -73,15 +73,15 @@ def test_the_first_transfers_connect_whatever_comes_first() -> None:
             work.wait(10)
         assert float(incoming) == peer
 
-    run_on_stand_ins(2, body, timeout_s=10)
+    run_on_fakes(2, body, timeout_s=10)
 
 
 def test_two_threads_may_send_to_one_peer() -> None:
     """NCCL takes one call at a time for each communicator."""
     inside, together = [0], []
 
-    class Counting(StandInLane):
-        def run(self, body: Callable[[], None], after: Moment) -> StandInMoment:
+    class Counting(FakeLane):
+        def run(self, body: Callable[[], None], after: Moment) -> FakeMoment:
             inside[0] += 1
             together.append(inside[0])
             try:
@@ -90,8 +90,8 @@ def test_two_threads_may_send_to_one_peer() -> None:
                 time.sleep(1e-4)  # so that another thread would come in
                 inside[0] -= 1
 
-    class Accelerator(StandInAccelerator):
-        def lane(self, device: torch.device) -> StandInLane:
+    class Accelerator(FakeAccelerator):
+        def lane(self, device: torch.device) -> FakeLane:
             return Counting(1) if self.pci_id(device) == "0000:00:00.0" else super().lane(device)
 
     def body(group: NcclGroup) -> None:
@@ -108,16 +108,14 @@ def test_two_threads_may_send_to_one_peer() -> None:
             thread.join()
         assert together == [1] * 20
 
-    run_on_stand_ins(2, body, accelerator=Accelerator)
+    run_on_fakes(2, body, accelerator=Accelerator)
 
 
 def test_what_nccl_cannot_is_refused() -> None:
     group = alone()
     with pytest.raises(InvalidArgumentError, match="another rank"):
         group.send(torch.ones(1), 0)
-    group = NcclGroup(
-        Connector(StandInNccl(), StandInAccelerator(), MeetInStore(dist.HashStore()), [0, 1], 0, "g"), timeout_s=1
-    )
+    group = NcclGroup(Connector(FakeNccl(), FakeAccelerator(), MeetInStore(dist.HashStore()), [0, 1], 0, "g"), timeout_s=1)
     with pytest.raises(InvalidArgumentError, match="NCCL has no tags, found tag 3"):
         group.send(torch.ones(1), 1, tag=3)
     with pytest.raises(InvalidArgumentError, match="NCCL must know who sends"):
@@ -141,7 +139,7 @@ def test_coalesced_collectives_give_the_same(size: int) -> None:
         assert torch.equal(copied, index * size)
         assert [row.tolist() for row in rows] == [[float(rank)] * 5 for rank in range(size)]
 
-    run_on_stand_ins(size, body)
+    run_on_fakes(size, body)
 
 
 def test_what_cannot_be_coalesced() -> None:
@@ -194,19 +192,19 @@ def test_a_callback_may_issue_when_a_batch_ends() -> None:
         future.wait()
         assert second.tolist() == [5.0, 5.0]
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 def test_a_callback_may_issue_when_the_group_fails() -> None:
     """It is told of the failure by the thread that met it, which holds no lock either."""
     heard: list[BaseException] = []
 
-    class Failing(StandInLane):
-        def run(self, body: Callable[[], None], after: Moment) -> StandInMoment:
+    class Failing(FakeLane):
+        def run(self, body: Callable[[], None], after: Moment) -> FakeMoment:
             raise torch.OutOfMemoryError("out of memory")
 
-    class Accelerator(StandInAccelerator):
-        def lane(self, device: torch.device) -> StandInLane:
+    class Accelerator(FakeAccelerator):
+        def lane(self, device: torch.device) -> FakeLane:
             return Failing(1)
 
     group = alone(Accelerator())
@@ -285,14 +283,14 @@ def test_memory_in_flight_is_held_until_the_stream_is_ordered() -> None:
         assert gone() is None or group.rank == 1
         assert block.tolist() == [0.0] * 3 + [1.0] * 3
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 def test_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = StandInAccelerator()
+    accelerator = FakeAccelerator()
     group = alone(accelerator)
     nccl_calls: list[Any] = []
-    monkeypatch.setattr(StandInLane, "run", noting(StandInLane.run, nccl_calls))
+    monkeypatch.setattr(FakeLane, "run", noting(FakeLane.run, nccl_calls))
     accelerator.captures = True
     with pytest.raises(MisuseError, match="cannot be connected while a CUDA graph is captured"):
         group.all_reduce(torch.ones(2))
@@ -303,7 +301,7 @@ def test_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     work = group.all_reduce(tensor, async_op=True)
     assert not work.is_completed()
     completions: list[Any] = []
-    monkeypatch.setattr(StandInLane, "complete", noting(StandInLane.complete, completions))
+    monkeypatch.setattr(FakeLane, "complete", noting(FakeLane.complete, completions))
     work.get_future()
     assert completions == [{"captured": True}]
     work.wait()
@@ -338,7 +336,7 @@ def test_a_new_time_limit_counts_from_the_next_call() -> None:
             with pytest.raises(CollectiveTimeout, match=r"did not finish within 0\.2 s"):
                 group.all_reduce(torch.ones(1), async_op=True).wait(10)
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 @pytest.mark.parametrize("connected", [False, True])
@@ -359,7 +357,7 @@ def test_parts_of_a_group(connected: bool) -> None:
             part.close()
         group.barrier()
 
-    run_on_stand_ins(3, body)
+    run_on_fakes(3, body)
 
 
 def test_allocate_and_words() -> None:
@@ -382,4 +380,4 @@ def test_some_ranks_make_a_group_without_the_others(over_host_group: bool) -> No
             assert tensor.tolist() == [2.0 + 2 * attempt] * 3
             part.close()
 
-    run_on_stand_ins(3, body, over_host_group=over_host_group)
+    run_on_fakes(3, body, over_host_group=over_host_group)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from syncline.collectives.errors import InvalidArgumentError, StoreAuthenticationError
+from syncline.collectives import InvalidArgumentError, StoreAuthenticationError
 from syncline.collectives.stores import TCPStore, TCPStoreServer, new_secret
 from syncline.collectives.stores.tcp.loop import MOST_STRANGERS
 from syncline.collectives.stores.tcp.sealing import HEAD_BYTES, Opener, Sealer

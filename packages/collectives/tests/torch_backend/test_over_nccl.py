@@ -1,4 +1,4 @@
-"""torch.distributed's calls over a group on NCCL, with stand-ins for NCCL and the GPU."""
+"""torch.distributed's calls over a group on NCCL, with fakes for NCCL and the GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, TransportError
 from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.testing.stand_in_group import run_on_stand_ins
-from syncline.collectives.testing.stand_in_nccl import NcclError
 from syncline.collectives.torch_backend import TorchProcessGroup, connecting
+from test_support.fake_nccl import NcclError
+from test_support.fake_nccl_group import run_on_fakes
 
 pytestmark = pytest.mark.ranks
 
@@ -41,7 +41,7 @@ def test_calls_of_torch() -> None:
         assert received.tolist() == ([13.0, 19.0], [0.0, 6.0])[rank]
         torchs.barrier().wait()
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 def test_coalescing() -> None:
@@ -54,7 +54,7 @@ def test_coalescing() -> None:
         torchs._end_coalescing(torch.device("cpu")).wait()
         assert [tensor.unique().tolist() for tensor in tensors] == [[3.0], [11.0]]
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 def test_a_new_time_limit_reaches_the_watchdog() -> None:
@@ -66,7 +66,7 @@ def test_a_new_time_limit_reaches_the_watchdog() -> None:
             with pytest.raises(CollectiveTimeout, match=r"did not finish within 0\.2 s"):
                 torchs.allreduce([torch.ones(1)]).wait(timedelta(seconds=10))
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 def test_a_failure_that_nobody_heard_of_is_told_at_the_end() -> None:
@@ -83,7 +83,7 @@ def test_a_failure_that_nobody_heard_of_is_told_at_the_end() -> None:
                 torchs.shutdown()
             assert closed == [True]
 
-    run_on_stand_ins(2, body)
+    run_on_fakes(2, body)
 
 
 @pytest.fixture
@@ -114,4 +114,4 @@ def test_native_ddp(torchs_default_group: list[NcclGroup]) -> None:
         assert next(group._engine._sequence) > 1  # it went this way
         dist.destroy_process_group()
 
-    run_on_stand_ins(1, body)
+    run_on_fakes(1, body)

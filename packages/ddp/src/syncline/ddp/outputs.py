@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from syncline.collectives.untraced import untraced
+from syncline.collectives.internal import disable_dynamo
 
 
-@untraced
+@disable_dynamo
 def tensors_in(outputs: object) -> list[torch.Tensor]:
     """The tensors in lists, tuples, sets, mappings and dataclasses, however deep."""
     tensors: list[torch.Tensor] = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup, ReduceOp, TorchGroup, Work, premul_sum
-from syncline.collectives.reduce_op import Reduction
+from syncline.collectives.internal import Reduction
 
 from .error_messages import naming_parameters
 from .grad_bucket import GradBucket

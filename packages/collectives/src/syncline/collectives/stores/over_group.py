@@ -10,10 +10,10 @@ from operator import index
 
 import torch
 
-from ..deadline import Deadline
+from ..contract.deadline import Deadline
+from ..contract.process_group import ProcessGroup
+from ..contract.work import Work
 from ..errors import InvalidArgumentError, StoreError
-from ..process_group import ProcessGroup
-from ..work import Work
 from .polling import poll
 from .store import Store, as_bytes, as_key, as_keys, never_came
 from .tcp.service import Service

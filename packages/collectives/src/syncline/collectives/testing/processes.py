@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 def run_processes(
     script: Path, world_size: int, folder: Path, *, timeout_s: float = 100.0, killed: frozenset[int] = frozenset()
 ) -> None:
-    """Start `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all.
+    """Start `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all. They import from where this process does.
 
     Args:
         script: what each rank runs.
@@ -32,6 +33,7 @@ def run_processes(
                 [sys.executable, str(script), str(rank), str(world_size), str(folder)],
                 stdout=opened.enter_context(output.open("w")),
                 stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
             for rank, output in enumerate(outputs)
         ]

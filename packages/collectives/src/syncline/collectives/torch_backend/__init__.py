@@ -7,8 +7,8 @@
     torch.distributed.init_process_group("syncline-mpi", init_method="mpi://")
 """
 
-from .adapter import TorchProcessGroup
 from .monitored_barrier import monitored_barrier
 from .registration import register
+from .torch_process_group import TorchProcessGroup
 
 __all__ = ["TorchProcessGroup", "monitored_barrier", "register"]

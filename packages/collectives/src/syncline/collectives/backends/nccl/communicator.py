@@ -23,7 +23,7 @@ class Communicator:
     ranks agree on their size.
 
     Args:
-        nccl: the module `cupy.cuda.nccl`, or a stand-in.
+        nccl: the module `cupy.cuda.nccl`, or a fake.
         raw: its `NcclCommunicator`.
         stream: the handle of the CUDA stream.
     """

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...deadline import Deadline
+from ...contract.deadline import Deadline
 from ...errors import CollectiveTimeout, DisagreementError
 from .accelerator import Accelerator, Lane
 from .attempt import Attempt
@@ -43,7 +43,7 @@ class Connector:
     """Connects some of the ranks of a job.
 
     Args:
-        nccl: the module `cupy.cuda.nccl`, or a stand-in.
+        nccl: the module `cupy.cuda.nccl`, or a fake.
         accelerator: the GPUs.
         rendezvous: where the ranks of the job meet.
         ranks: those of the group, as ranks of the job.

@@ -6,7 +6,7 @@ import hmac
 import secrets
 import socket
 
-from ...deadline import Deadline
+from ...contract.deadline import Deadline
 from ...errors import StoreAuthenticationError
 from .sealing import LONGEST_MESSAGE_BYTES, Opener, Sealer
 from .secret import HELLO_BYTES, MAGIC, NONCE_BYTES, PROOF_BYTES, Handshake

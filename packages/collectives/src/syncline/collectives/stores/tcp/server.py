@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from types import TracebackType
 from typing import Any
 
-from ...deadline import seconds
+from ...contract.deadline import seconds
 from ...errors import InvalidArgumentError, StoreUnavailableError
 from .loop import ServerLoop
 from .sealing import LONGEST_MESSAGE_BYTES

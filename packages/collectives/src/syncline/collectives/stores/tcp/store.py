@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from operator import index
 
-from ...deadline import Deadline
+from ...contract.deadline import Deadline
 from ...errors import InvalidArgumentError, StoreError, StoreTimeout
 from ..polling import poll
 from ..store import Store, as_bytes, as_key, as_keys, never_came

@@ -1,0 +1,115 @@
+"""The contract: `GroupCollectives`, `GroupExchanges`, and what a group is besides; its backends implement the rest."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import InvalidArgumentError
+from .group_collectives import GroupCollectives
+from .group_exchanges import GroupExchanges
+from .work import Work
+
+
+class ProcessGroup(GroupCollectives, GroupExchanges):
+    """A set of ranks that issue the same collectives in the same order.
+
+    **Who calls.** Every rank of the group calls every collective, with matching arguments, in the same order; only `send` and
+    `recv` concern two ranks. Any thread may call; calls of one rank that are not ordered with one another (two threads without
+    a lock) have no order across ranks either. Note [One total order] in `progress` says what holds for calls from a future's
+    callback.
+
+    **What comes back.** Each collective returns a `Work`. With `async_op=False` it has finished; with `async_op=True` it may be
+    in flight, and the tensors belong to it until `wait()` returns.
+
+    **How tensors are treated.** Any dtype moves; reductions are defined as `ReduceOp` says. Outputs are written in place, also
+    through strides. Tensors without elements and without dimensions are as good as others. Which devices a group serves is its
+    `device_types`.
+
+    **Ranks** are those of this group, 0 to size - 1; `ranks` maps them to the ranks of the default group.
+
+    **What any of them may raise**, beside what is listed: `InvalidArgumentError` (a tensor on a device that the group does not
+    serve, a sparse tensor, an output that overlaps itself or another), `GroupClosedError`, and, from the call or from `wait()`
+    if `async_op`, `CollectiveTimeout`, `TransportError`, `DisagreementError`.
+
+    A backend implements the underscored methods, which get arguments that were checked here.
+
+    Attributes:
+        rank: this process's rank in the group.
+        size: the number of ranks.
+        ranks: for each rank of this group its rank in the default group.
+        name: how messages call the group.
+        timeout_s: how long one collective may take, in seconds.
+    """
+
+    # ---- no tensor ----
+
+    def barrier(self, *, async_op: bool = False) -> Work:
+        """Return on any rank only after all ranks have called it."""
+        return self._barrier(async_op)
+
+    def split(self, color: int | None, key: int | None = None, *, timeout_s: float | None = None) -> ProcessGroup | None:
+        """Make new groups of the ranks that give the same color. A collective of this group.
+
+        Args:
+            color: 0 or above; None joins no group.
+            key: ranks are ordered by it in the new group, then by their rank here; None keeps the order.
+            timeout_s: the new group's time limit, this group's if None.
+
+        Returns:
+            The new group that this rank is in, or None without a color.
+        """
+        if color is not None and color < 0:
+            self._complain("split", f"expected a color of 0 or above, or None, found {color}")
+        return self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
+
+    def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
+        """Make a group of some ranks of this one, without the others: only the members call it, all of them alike.
+
+        Args:
+            members: ranks of this group, this rank among them; the new group has them in the order given.
+            name: the new group's; at any time there is only one of that name.
+            timeout_s: the new group's time limit, this group's if None.
+
+        Raises:
+            InvalidArgumentError: a rank twice or outside the group, or not this one; or the backend needs all ranks (`split`).
+        """
+        if len(set(members)) < len(members) or self.rank not in members or not all(0 <= rank < self.size for rank in members):
+            self._complain("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
+        return self._subset(list(members), name, self.timeout_s if timeout_s is None else timeout_s)
+
+    # ---- memory ----
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Memory from which this group communicates fastest. A collective: all ranks call it with the same arguments.
+
+        Returns:
+            A flat, uninitialised tensor of `numel` elements. The default is `torch.empty`.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    # ---- the end ----
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was issued, then give up everything the group holds. A second call does nothing. All ranks call it."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give up without waiting for anything in flight; waiters get a `TransportError`. One rank may call it alone."""
+
+    # ---- what a backend implements ----
+
+    @abstractmethod
+    def _barrier(self, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None: ...
+
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:  # noqa: ARG002 - for those who can
+        raise InvalidArgumentError(
+            f"subset on {self.place()}: backend '{self.backend_name}' makes groups with all ranks together only; call split "
+            "on every rank"
+        )

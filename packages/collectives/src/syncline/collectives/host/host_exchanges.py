@@ -1,0 +1,70 @@
+"""Transfers between single ranks over a transport."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from ..contract.collective import Collective
+from ..contract.deadline import Deadline
+from ..contract.layout import flat, in_plain_order
+from ..contract.work import Work
+from .packing import copy_back, flat_copy
+from .serial_group import SerialGroup
+from .transfer import TransferWork
+
+
+class HostExchanges(SerialGroup):
+    """All-to-all, which has a place in the total order, and `send` and `recv`, which have none."""
+
+    def _all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool) -> Work:
+        call = Collective("all_to_all", detail=f"dtype={inputs[0].dtype}")
+
+        def body(deadline: Deadline) -> None:
+            counts = [entry.numel() for entry in outputs]
+            received = torch.empty(sum(counts), dtype=inputs[0].dtype, device=inputs[0].device)
+            packed = torch.cat([flat_copy(entry) for entry in inputs])
+            self._transport.all_to_all(received, packed, counts, [entry.numel() for entry in inputs], call, deadline)
+            for output, part in zip(outputs, torch.split(received, counts), strict=True):
+                output.copy_(part.view(output.shape))
+
+        return self._issue(call, outputs, inputs, body, async_op)
+
+    def _all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], async_op: bool
+    ) -> Work:
+        call = Collective("all_to_all_single", detail=f"dtype={tensor.dtype}, row={list(tensor.shape[1:])}")
+        row = math.prod(tensor.shape[1:])
+
+        def body(deadline: Deadline) -> None:
+            wire = in_plain_order(output)
+            counts = [rows * row for rows in output_splits]
+            self._transport.all_to_all(flat(wire), flat_copy(tensor), counts, [n * row for n in input_splits], call, deadline)
+            copy_back(wire, output)
+
+        return self._issue(call, [output], [tensor], body, async_op)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
+        call = Collective("send", tensor, detail=f"dst={dst}, tag={tag}")
+        self._check_usable(call)
+        wire = flat_copy(tensor)
+        work = TransferWork(self._transport.start_send(wire, dst, tag), [tensor], lambda: None, self._transfer_in_words(call))
+        return self._finish_now(work, async_op)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
+        call = Collective("recv", tensor, detail=f"src={'any' if src is None else src}, tag={tag}")
+        self._check_usable(call)
+        wire = in_plain_order(tensor)
+        request = self._transport.start_recv(flat(wire), src, tag)
+        work = TransferWork(request, [tensor], lambda: copy_back(wire, tensor), self._transfer_in_words(call))
+        return self._finish_now(work, async_op)
+
+    def _finish_now(self, work: Work, async_op: bool) -> Work:
+        if not async_op:
+            work.wait(self.timeout_s)
+        return work
+
+    def _transfer_in_words(self, call: Collective) -> Callable[[], str]:
+        return lambda: f"{call.signature()} on {self.place()}"

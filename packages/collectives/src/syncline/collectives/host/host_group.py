@@ -1,0 +1,224 @@
+"""A process group made of a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+import torch
+
+from ..contract import checks
+from ..contract.collective import Collective
+from ..contract.deadline import Deadline
+from ..contract.layout import flat, in_plain_order, mark_written
+from ..contract.process_group import ProcessGroup
+from ..contract.reduce_op import ReduceOp, Reduction
+from ..contract.work import FinishedWork, Work
+from .host_exchanges import HostExchanges
+from .packing import copy_back, empty_block, flat_copy, unpack
+
+_MOST_PREPARED = 256
+
+
+class HostGroup(HostExchanges):
+    """All of `ProcessGroup` by the blocking collectives of a `Transport`; see `SerialGroup` for order and arguments."""
+
+    # ---- memory ----
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """On the CPU, memory of the transport's; it has a place in the total order."""
+        if torch.device(device).type != "cpu":
+            return super().allocate(numel, dtype, device)
+        call = Collective("allocate", detail=f"numel={numel}, dtype={dtype}")
+        made: list[torch.Tensor] = []
+
+        def body(deadline: Deadline) -> None:
+            with torch.inference_mode(False):  # what is made in that mode could not hold gradients
+                made.append(self._transport.allocate(numel, dtype, call, deadline))
+
+        self._issue(call, [], (), body, async_op=False)
+        return made[0]
+
+    # ---- one tensor on each rank ----
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
+        """As `ProcessGroup.all_reduce`.
+
+        Note [Prepared calls]
+        ~~~~~~~~~~~~~~~~~~~~~
+        For a call like an earlier one (same number of elements, dtype and reduction) what was checked and decided then holds.
+        What is left to ask is whether the tensor is simple; others take the usual way. Both ways are the same to the other
+        ranks, and have the same place in the total order.
+        """
+        if not (async_op or self._check_calls or self._closed) and type(op) is ReduceOp and checks.is_simple(tensor):
+            prepared = self._prepared.get((op, tensor.dtype, tensor.numel()))
+            if prepared is not None and self._progress.run_here(self._run_prepared, prepared, tensor, op):
+                return FinishedWork([tensor])
+        return super().all_reduce(tensor, op, async_op=async_op)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        call = Collective("all_reduce", tensor, op)
+
+        def body(deadline: Deadline) -> None:
+            prepared = self._prepared.get((op, tensor.dtype, tensor.numel())) if checks.is_simple(tensor) else None
+            if prepared is not None:
+                prepared(tensor, deadline)
+                return
+            wire = in_plain_order(tensor)
+            self._transport.all_reduce(flat(wire), op, call, deadline)
+            copy_back(wire, tensor)
+            mark_written(tensor)
+            self._prepare(tensor, op, call)
+
+        return self._issue(call, [tensor], (), body, async_op)
+
+    def _prepare(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> None:
+        """For the next call of that kind."""
+        key = op, tensor.dtype, tensor.numel()
+        if self._closed or key in self._prepared:
+            return
+        prepared = self._transport.prepared_all_reduce(tensor, op, call)
+        if prepared is not None:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared[key] = prepared
+
+    def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
+        call = Collective("reduce", tensor, op, root)
+
+        def body(deadline: Deadline) -> None:
+            wire = in_plain_order(tensor)
+            self._transport.reduce(flat(wire), root, op, call, deadline)
+            if self.rank == root:
+                copy_back(wire, tensor)
+
+        return self._issue(call, [tensor], (), body, async_op)
+
+    def _broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work:
+        call = Collective("broadcast", tensor, root=root)
+
+        def body(deadline: Deadline) -> None:
+            wire = in_plain_order(tensor)
+            self._transport.broadcast(flat(wire), root, call, deadline)
+            if self.rank != root:
+                copy_back(wire, tensor)
+
+        return self._issue(call, [tensor], (), body, async_op)
+
+    # ---- one tensor on one side, one for each rank on the other ----
+
+    def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Work:
+        call = Collective("all_gather", tensor)
+
+        def body(deadline: Deadline) -> None:
+            block = empty_block(tensor, self.size)
+            self._transport.all_gather(block, flat_copy(tensor), call, deadline)
+            unpack(block, outputs)
+
+        return self._issue(call, outputs, [tensor], body, async_op)
+
+    def _all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool) -> Work:
+        call = Collective("all_gather_into_tensor", tensor)
+
+        def body(deadline: Deadline) -> None:
+            wire = in_plain_order(output)
+            self._transport.all_gather(flat(wire), flat_copy(tensor), call, deadline)
+            copy_back(wire, output)
+
+        return self._issue(call, [output], [tensor], body, async_op)
+
+    def _gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
+        call = Collective("gather", tensor, root=root)
+
+        def body(deadline: Deadline) -> None:
+            block = None if outputs is None else empty_block(tensor, self.size)
+            self._transport.gather(flat_copy(tensor), block, root, call, deadline)
+            if outputs is not None and block is not None:
+                unpack(block, outputs)
+
+        return self._issue(call, outputs or [], [tensor], body, async_op)
+
+    def _scatter(self, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
+        call = Collective("scatter", tensor, root=root)
+
+        def body(deadline: Deadline) -> None:
+            wire = in_plain_order(tensor)
+            block = None if inputs is None else torch.cat([flat_copy(entry) for entry in inputs])
+            self._transport.scatter(flat(wire), block, root, call, deadline)
+            copy_back(wire, tensor)
+
+        return self._issue(call, [tensor], inputs or (), body, async_op)
+
+    def _reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: Reduction, async_op: bool) -> Work:
+        call = Collective("reduce_scatter", output, op)
+
+        def body(deadline: Deadline) -> None:
+            wire = in_plain_order(output)
+            block = torch.cat([flat_copy(entry) for entry in inputs])
+            self._transport.reduce_scatter(flat(wire), block, op, call, deadline)
+            copy_back(wire, output)
+
+        return self._issue(call, [output], inputs, body, async_op)
+
+    def _reduce_scatter_tensor(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        call = Collective("reduce_scatter_tensor", output, op)
+
+        def body(deadline: Deadline) -> None:
+            wire = in_plain_order(output)
+            self._transport.reduce_scatter(flat(wire), flat_copy(tensor), op, call, deadline)
+            copy_back(wire, output)
+
+        return self._issue(call, [output], [tensor], body, async_op)
+
+    # ---- no tensor ----
+
+    def _barrier(self, async_op: bool) -> Work:
+        call = Collective("barrier")
+        return self._issue(call, [], (), lambda deadline: self._transport.barrier(call, deadline), async_op)
+
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        call = Collective("split")
+        made: list[HostGroup] = []
+
+        def body(deadline: Deadline) -> None:
+            mine = torch.tensor([-1 if color is None else color, key], dtype=torch.int64, device="cpu")
+            block = empty_block(mine, self.size)
+            self._transport.all_gather(block, mine, call, deadline)
+            number = next(self._splits_made)
+            if color is None:
+                return
+            members = members_of(color, block.view(self.size, 2).tolist())
+            made.append(self._part(members, f"{self.name}/{number}.{color}", number, timeout_s, deadline))
+
+        self._issue(call, [], (), body, async_op=False)
+        return made[0] if made else None
+
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
+        made: list[HostGroup] = []
+        self._issue(
+            Collective("subset", detail=f"members={members}"),
+            [],
+            (),
+            lambda deadline: made.append(self._part(members, name, crc32(name.encode()), timeout_s, deadline)),
+            async_op=False,
+            is_numbered=False,
+        )
+        return made[0]
+
+    def _part(self, members: list[int], name: str, number: int, timeout_s: float, deadline: Deadline) -> HostGroup:
+        return HostGroup(
+            self._transport.subset(members, name, number, deadline),
+            members.index(self.rank),
+            len(members),
+            name=name,
+            timeout_s=timeout_s,
+            ranks=[self.ranks[member] for member in members],
+            device=self._device,
+            check_calls=self._check_calls,
+        )
+
+
+def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks that gave a color, ordered by key, then by rank. A pure function."""
+    chosen = [(key, rank) for rank, (given, key) in enumerate(colors_and_keys) if given == color]
+    return [rank for _, rank in sorted(chosen)]

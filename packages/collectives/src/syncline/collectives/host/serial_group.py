@@ -1,0 +1,254 @@
+"""A group that runs its calls one after the other: the total order, time limits and failures, once for all host backends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from ..contract.collective import Collective
+from ..contract.deadline import Deadline
+from ..contract.layout import is_tracked, untracked
+from ..contract.process_group import ProcessGroup
+from ..contract.reduce_op import Reduction
+from ..contract.work import FinishedWork, PendingWork, Work
+from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
+from .call_comparison import compare_calls
+from .device_runtime import Body, DeviceLayer, StreamOrder
+from .group_work import GroupWork
+from .progress import Progress
+from .transport import PreparedAllReduce, Transport
+
+_CPU = frozenset({"cpu"})
+
+# A library may go on writing to the tensors of a collective that was given up, so they must live as long as the process. The
+# tracebacks of these errors hold the frames that hold them, also copies in plain order.
+_given_up: list[BaseException] = []
+
+
+class SerialGroup(ProcessGroup):
+    """Runs the blocking calls of a `Transport` in one total order; see Note [One total order] in `progress`.
+
+    A collective with `async_op=False` runs on the caller's thread when nothing is in flight (a hop to another thread costs
+    more than a small collective), otherwise it is queued and waited for. `send` and `recv` have no place in that order: they
+    start at once on the caller's thread. After a failed collective the transport's state is unknown, so every later one fails
+    with a reference to the first failure.
+
+    Args:
+        transport: moves the tensors.
+        device: of whose tensors, beside the host's, the transport takes (see `ByDevice`). Note [Order on the device] in
+            `devices.layer` says how a collective fits among what the device does.
+        check_calls: the ranks compare what they are about to do before each collective.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rank: int,
+        size: int,
+        *,
+        name: str = "default",
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        device: DeviceLayer | None = None,
+        check_calls: bool = False,
+    ) -> None:
+        super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
+        self._transport = transport
+        self._check_calls = check_calls
+        self._device = device
+        self._device_types = _CPU if device is None else _CPU | {device.device_type}
+        self._progress = Progress(f"syncline-{name}-rank{rank}")
+        self._sequence = itertools.count()
+        self._splits_made = itertools.count()
+        self._closed = False
+        self._first_failure: BaseException | None = None
+        self._in_flight: set[PendingWork] = set()
+        self._prepared: dict[tuple[Reduction, torch.dtype, int], PreparedAllReduce] = {}
+        self._deadline: Deadline | None = None  # of the collective that runs now
+
+    @property
+    def backend_name(self) -> str:
+        """The transport's name in the registry."""
+        return self._transport.backend_name
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """The CPU, and the device that the group was made with."""
+        return self._device_types
+
+    def describe(self) -> str:
+        """The transport's own description."""
+        return self._transport.describe()
+
+    def close(self) -> None:
+        """Run what was issued, then close the transport.
+
+        Raises:
+            MisuseError: it was called from a future's callback, which is part of what it would wait for.
+        """
+        if self._progress.is_running_here():
+            raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
+        if self._closed:
+            return
+        self._closed = True
+        drained = self._progress.drain(self.timeout_s)
+        self._prepared.clear()
+        self._progress.stop()
+        if drained and self._first_failure is None:
+            self._transport.close()
+        else:
+            self._transport.abort()
+
+    def abort(self) -> None:
+        """Fail what is in flight and everything queued behind it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._prepared.clear()
+        failure = self._first_failure = self._first_failure or self._aborted()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._transport.abort()
+        for work in list(self._in_flight):
+            work.fail(failure)
+        self._progress.stop()
+
+    def _issue(
+        self,
+        call: Collective,
+        outputs: list[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        body: Body,
+        async_op: bool,
+        *,
+        is_numbered: bool = True,
+    ) -> Work:
+        """Run a collective here or queue it; those that not all ranks issue have no number.
+
+        `outputs` and `inputs` together are all the tensors that the body touches.
+        """
+        self._check_open(call)
+        sequence = next(self._sequence) if is_numbered else None
+        tensors = (*outputs, *inputs)
+        order = None if self._device is None else self._ordered_on(self._device, tensors)
+        if order is not None:
+            body = order.around(body)
+        if not async_op and self._progress.run_here(self._run, call, sequence, body, tensors):
+            if order is not None:
+                order.join()
+            return FinishedWork(outputs)
+        work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress, order)
+        self._in_flight.add(work)
+        is_short = self.size == 1 and order is None  # nobody to wait for, and another thread would take longer to wake up
+        if is_short and self._progress.run_here(self._run_into, work, call, sequence, body, tensors):
+            return work
+        if not self._progress.enqueue(lambda: self._run_into(work, call, sequence, body, tensors)):
+            self._in_flight.discard(work)
+            self._check_open(call)  # another thread has just closed the group
+        if not async_op:
+            work.wait()
+        return work
+
+    def _ordered_on(self, device: DeviceLayer, tensors: Sequence[torch.Tensor]) -> StreamOrder | None:
+        owned = [tensor for tensor in tensors if device.owns(tensor)]
+        return device.order(owned) if owned else None
+
+    def _run_prepared(self, prepared: PreparedAllReduce, tensor: torch.Tensor, op: Reduction) -> None:
+        """As `_run`; see Note [Prepared calls]."""
+        sequence = next(self._sequence)
+        if self._first_failure is not None:
+            raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
+        deadline = self._deadline = Deadline(self.timeout_s)
+        try:
+            prepared(tensor, deadline)
+        except BaseException as error:  # noqa: BLE001 - raised again
+            self._fail(error, Collective("all_reduce", tensor, op), sequence, deadline)
+        finally:
+            self._deadline = None
+        if self._first_failure is not None:
+            raise self._first_failure  # it was aborted meanwhile
+
+    def _run_into(
+        self, work: PendingWork, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        try:
+            self._run(call, sequence, body, tensors)
+        except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get it, whatever it is
+            self._in_flight.discard(work)
+            work.fail(error)
+        else:
+            self._in_flight.discard(work)
+            work.succeed()
+
+    def _run(self, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor]) -> None:
+        """Run one collective to its end. What goes wrong is the group's first failure."""
+        if self._first_failure is not None:
+            raise self._failed_before(call, sequence)
+        deadline = self._deadline = Deadline(self.timeout_s)
+        try:
+            if self._check_calls and sequence is not None:
+                compare_calls(self._transport, self.size, call, deadline)
+            if is_tracked(tensors):
+                with untracked():
+                    body(deadline)
+            else:
+                body(deadline)
+        except BaseException as error:  # noqa: BLE001 - raised again
+            self._fail(error, call, sequence, deadline)
+        finally:
+            self._deadline = None
+        if self._first_failure is not None:
+            raise self._first_failure  # it was aborted meanwhile
+
+    def _fail(self, error: BaseException, call: Collective, sequence: int | None, deadline: Deadline) -> NoReturn:
+        """A collective has failed: remember why, tell the other ranks, and raise it in the group's words."""
+        failure = error
+        if isinstance(error, TimeoutError):
+            _given_up.append(error)
+            failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
+        elif isinstance(error, SynclineError):
+            failure = type(error)(f"{self._in_words(call, sequence)}: {error}")
+            failure.__cause__ = error.__cause__
+        else:
+            _given_up.append(error)
+        self._first_failure = failure
+        self._transport.give_up()
+        if failure is error:
+            raise error
+        raise failure from failure.__cause__
+
+    def _check_open(self, call: Collective) -> None:
+        if self._closed:
+            raise GroupClosedError(
+                f"{call.name} on {self.place()}: the group is closed; create it again with init_process_group or new_group"
+            )
+
+    def _check_usable(self, call: Collective) -> None:
+        self._check_open(call)
+        if self._first_failure is not None:
+            raise self._failed_before(call, None)
+
+    def _in_words(self, call: Collective, sequence: int | None) -> str:
+        number = "" if sequence is None else f", number {sequence}"
+        return f"{call.signature()}{number} on {self.place()}"
+
+    def _aborted(self) -> TransportError:
+        return TransportError(f"the group was aborted on {self.place()}")
+
+    def _timed_out(self, call: Collective, sequence: int | None, error: TimeoutError) -> CollectiveTimeout:
+        timeout = CollectiveTimeout(
+            f"{self._in_words(call, sequence)}, did not finish within {self.timeout_s:g} s: {error}. Look for a rank that "
+            "died, left early, or issued other collectives; a longer time limit is the `timeout` of init_process_group"
+        )
+        timeout.__cause__ = error
+        return timeout
+
+    def _failed_before(self, call: Collective, sequence: int | None) -> TransportError:
+        error = TransportError(
+            f"{self._in_words(call, sequence)}, was not started because the group had failed before: {self._first_failure}"
+        )
+        error.__cause__ = self._first_failure
+        return error

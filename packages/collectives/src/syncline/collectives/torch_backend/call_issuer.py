@@ -1,0 +1,67 @@
+"""From a call of torch's to a collective of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..contract.process_group import ProcessGroup
+from ..contract.work import FinishedWork, Work
+from ..errors import MisuseError
+from .options import time_limit_s
+from .works import CoalescedWork, TorchSideWork, profiled
+
+Issue = Callable[[bool], Work]
+
+# What a call that has finished returns: torch asks it for nothing but `wait`.
+_FINISHED = TorchSideWork(FinishedWork([]))
+
+
+class CallIssuer(dist.ProcessGroup):
+    """Issues collectives on the group of ours, `syncline_group`, and gives torch its works.
+
+    Args:
+        ours: the group.
+        backend_name: the name under which torch knows the backend.
+    """
+
+    def __init__(self, ours: ProcessGroup, backend_name: str) -> None:
+        super().__init__(ours.rank, ours.size)  # type: ignore[call-arg]  # the one with a store is not for Python
+        self.syncline_group = ours
+        self._backend_name = backend_name
+        self._coalesced: list[Work] | None = None
+
+    def _issue(self, title: str, issue: Issue, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        if isinstance(opts, timedelta):  # in the place of the options, as some of torch's forms have it
+            opts, timeout = None, opts
+        is_async = getattr(opts, "asyncOp", True)
+        limit_s = time_limit_s(getattr(opts, "timeout", None) if timeout is None else timeout)
+        starts_only = is_async or limit_s is not None or self._coalesced is not None
+        if torch._C._autograd._profiler_enabled():
+            work = profiled(f"{self._backend_name}:{title}", lambda: issue(starts_only), is_async=starts_only)
+        else:
+            work = issue(starts_only)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+            return TorchSideWork(work, limit_s)
+        if is_async:
+            return TorchSideWork(work, limit_s)
+        work.wait(limit_s)
+        return _FINISHED
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """From here on, what is issued is one work for whoever waits. It is issued at once all the same."""
+        if self._coalesced is not None:
+            raise MisuseError(f"coalescing on {self.syncline_group.place()} was started before; end that first")
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """The work of all that was issued since `_start_coalescing`."""
+        works, self._coalesced = self._coalesced, None
+        if works is None:
+            raise MisuseError(f"coalescing on {self.syncline_group.place()} ends, but was not started")
+        return TorchSideWork(CoalescedWork(works))

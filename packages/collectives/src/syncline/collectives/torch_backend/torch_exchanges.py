@@ -1,0 +1,78 @@
+"""Torch's transfers in which a rank says what goes to which other rank, on a group of ours."""
+
+# Each method takes what several overloads of torch's take, and has its older name beside the newer one.
+# mypy: disable-error-code="override, assignment"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..torch_private import disable_dynamo
+from .call_issuer import CallIssuer
+from .options import only
+
+
+class TorchExchanges(CallIssuer):
+    """What torch calls with a tensor for each rank on both sides, and between two ranks."""
+
+    # ---- one tensor for each rank on both sides ----
+
+    @disable_dynamo
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """Send a part of the rows to each rank, and receive rows from each; without sizes the same number."""
+        group, sizes = self.syncline_group, (output_split_sizes or None, input_split_sizes or None)
+        return self._issue(
+            "all_to_all",
+            lambda is_async: group.all_to_all_single(output, input, *sizes, async_op=is_async),
+            opts,
+            timeout,
+        )
+
+    @disable_dynamo
+    def alltoall(
+        self,
+        output_tensors: Sequence[torch.Tensor],
+        input_tensors: Sequence[torch.Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """Send a tensor to each rank and receive one from each."""
+        group = self.syncline_group
+        return self._issue(
+            "all_to_all", lambda is_async: group.all_to_all(output_tensors, input_tensors, async_op=is_async), opts, timeout
+        )
+
+    # ---- two ranks ----
+
+    @disable_dynamo
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
+        """Begin to send a tensor to one rank."""
+        group, tensor = self.syncline_group, only(tensors, "tensor")
+        return self._issue("send", lambda _: group.send(tensor, dst, tag, async_op=True))
+
+    @disable_dynamo
+    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
+        """Begin to receive a tensor from one rank."""
+        group, tensor = self.syncline_group, only(tensors, "tensor")
+        return self._issue("recv", lambda _: group.recv(tensor, src, tag, async_op=True))
+
+    @disable_dynamo
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> dist.Work:
+        """Begin to receive a tensor from any rank; the work's `source_rank` says from which."""
+        group, tensor = self.syncline_group, only(tensors, "tensor")
+        return self._issue("recvAnySource", lambda _: group.recv(tensor, None, tag, async_op=True))
+
+    alltoall_base = all_to_all_single  # its older name, by which C++ calls it

@@ -1,0 +1,337 @@
+"""`cupy.cuda.nccl` for ranks that are threads: the same names and meanings, on the CPU's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from .fake_accelerator import the_rest_is_the_gpus
+
+_TYPES = {
+    0: torch.int8,
+    1: torch.uint8,
+    2: torch.int32,
+    3: torch.uint32,
+    4: torch.int64,
+    5: torch.uint64,
+    6: torch.float16,
+    7: torch.float32,
+    8: torch.float64,
+    9: torch.bfloat16,
+}
+_ABORTED, _MISUSED = 6, 5
+_PATIENCE_S = 60.0
+
+
+class NcclError(RuntimeError):
+    """As CuPy's."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _Call(NamedTuple):
+    """A collective as each rank calls it; `agreed` must be the same everywhere."""
+
+    agreed: tuple[Any, ...]
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass
+class _Clique:
+    """What the communicators of one id share: a place to meet, mailboxes, and who has come to connect with whom."""
+
+    size: int
+    barrier: threading.Barrier = field(init=False)
+    calls: dict[int, Any] = field(default_factory=dict)
+    mail: dict[tuple[int, int], queue.Queue[bytes]] = field(init=False)
+    connecting: set[tuple[int, int, bool]] = field(default_factory=set)
+    is_aborted: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size)
+        self.mail = {pair: queue.Queue() for pair in itertools.permutations(range(self.size), 2)}
+
+    def show(self, rank: int, said: Any) -> list[Any]:
+        """What all ranks said, by rank. Whoever reads memory of others must `meet` before he leaves it."""
+        self.calls[rank] = said
+        self.meet()
+        everything = [self.calls[other] for other in range(self.size)]
+        self.meet()
+        return everything
+
+    def meet(self) -> None:
+        try:
+            self.barrier.wait(_PATIENCE_S)
+        except threading.BrokenBarrierError:
+            raise NcclError(_ABORTED, "remote process exited or there was a network error") from None
+
+    def abort(self) -> None:
+        self.is_aborted.set()
+        self.barrier.abort()
+
+
+class FakeNccl:
+    """Stands for the module `cupy.cuda.nccl`; the ranks, each a thread, share one.
+
+    As in NCCL: calls in a group start at its end, sends and receives together; the first send from one rank to another, and the
+    first receive, keep the CPU until the other rank has called its counterpart; a send is over when it was received; sums are
+    rounded to the dtype at each step; AVG multiplies by 1/size first; MIN and MAX drop a not-a-number; a communicator is not
+    given back while a CUDA graph refers to it.
+
+    Args:
+        version: what `get_version` says.
+    """
+
+    NcclError = NcclError
+
+    def __init__(self, version: int = 22_707) -> None:
+        self._version = version
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._cliques: dict[bytes, _Clique] = {}
+        self._thread = threading.local()
+
+    def get_version(self) -> int:
+        """10000 for the first, 100 for the second, 1 for the third number."""
+        return self._version
+
+    def get_unique_id(self) -> bytes:
+        """128 bytes."""
+        return next(self._numbers).to_bytes(128, "big")
+
+    def groupStart(self) -> None:  # noqa: N802 - CuPy's name
+        """Groups of one thread may be nested."""
+        self._thread.depth = getattr(self._thread, "depth", 0) + 1
+        if self._thread.depth == 1:
+            self._thread.postponed = []
+
+    def groupEnd(self) -> None:  # noqa: N802 - CuPy's name
+        """Start what was called since."""
+        self._thread.depth -= 1
+        if self._thread.depth == 0:
+            _run_group(self._thread.postponed)
+
+    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> FakeCommunicator:  # noqa: N802, N803 - CuPy's names
+        """Meet the others of that id."""
+        return self._join(commId, ndev, rank)
+
+    def _join(self, key: bytes, size: int, rank: int) -> FakeCommunicator:
+        with self._lock:
+            clique = self._cliques.setdefault(key, _Clique(size))
+        clique.meet()
+        return FakeCommunicator(self, clique, key, rank)
+
+    def _call(self, operation: _Operation) -> None:
+        if getattr(self._thread, "depth", 0):
+            self._thread.postponed.append(operation)
+        else:
+            _run_group([operation])
+
+
+@dataclass
+class _Operation:
+    """One call: how it begins and ends on the GPU, and, if it goes between two ranks, how the CPU connects them."""
+
+    begin: Callable[[], None]
+    end: Callable[[], None]
+    connect: Callable[[], None] | None = None
+    sends: bool = False
+
+
+def _run_group(operations: Sequence[_Operation]) -> None:
+    transfers = [operation for operation in operations if operation.connect is not None]
+    for operation in transfers:
+        assert operation.connect is not None
+        operation.connect()
+    the_rest_is_the_gpus()
+    for operation in operations:
+        if operation.connect is None:
+            operation.begin()
+    for operation in transfers:
+        operation.begin()
+    for operation in sorted(transfers, key=lambda operation: operation.sends):
+        operation.end()
+
+
+class FakeCommunicator:
+    """As CuPy's `NcclCommunicator`."""
+
+    def __init__(self, nccl: FakeNccl, clique: _Clique, key: bytes, rank: int) -> None:
+        self._nccl = nccl
+        self._clique = clique
+        self._key = key
+        self._rank = rank
+        self._splits = itertools.count()
+        self._error: NcclError | None = None
+        self._no_graph = threading.Event()
+        self._no_graph.set()
+
+    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:  # noqa: N802, ARG002
+        """Every rank computes the same."""
+        source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count, datatype)
+        self._collective(_Call(("allReduce", count, datatype, op), source, target), lambda terms: _reduce(op, terms))
+
+    def reduce(
+        self,
+        sendbuf: int,
+        recvbuf: int,
+        count: int,
+        datatype: int,
+        op: int,
+        root: int,
+        stream: int,  # noqa: ARG002
+    ) -> None:
+        """Only the root writes."""
+        source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count, datatype)
+        call = _Call(("reduce", count, datatype, op, root), source, target)
+        self._collective(call, lambda terms: _reduce(op, terms) if self._rank == root else None)
+
+    def reduceScatter(  # noqa: N802
+        self,
+        sendbuf: int,
+        recvbuf: int,
+        recvcount: int,
+        datatype: int,
+        op: int,
+        stream: int,  # noqa: ARG002
+    ) -> None:
+        """Part r to rank r."""
+        mine = slice(self._rank * recvcount, (self._rank + 1) * recvcount)
+        source, target = _memory(sendbuf, recvcount * self._clique.size, datatype), _memory(recvbuf, recvcount, datatype)
+        call = _Call(("reduceScatter", recvcount, datatype, op), source, target)
+        self._collective(call, lambda terms: _reduce(op, [term[mine] for term in terms]))
+
+    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:  # noqa: ARG002
+        """From the root."""
+        source, target = _memory(sendbuff, count, datatype), _memory(recvbuff, count, datatype)
+        self._collective(_Call(("broadcast", count, datatype, root), source, target), lambda terms: terms[root].clone())
+
+    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:  # noqa: N802, ARG002
+        """One after the other."""
+        source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count * self._clique.size, datatype)
+        self._collective(_Call(("allGather", count, datatype), source, target), torch.cat)
+
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:  # noqa: ARG002
+        """Over when it was received."""
+        box = self._clique.mail[self._rank, peer]
+        source = _memory(sendbuf, count, datatype)
+        self._nccl._call(
+            _Operation(
+                lambda: box.put(_bytes(source)),
+                lambda: self._until(lambda: box.unfinished_tasks == 0),
+                self._connecting(self._rank, peer, sends=True),
+                sends=True,
+            )
+        )
+
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:  # noqa: ARG002
+        """Blocks until it is there."""
+        target = _memory(recvbuf, count, datatype)
+        connect = self._connecting(peer, self._rank, sends=False)
+        self._nccl._call(_Operation(lambda: None, lambda: self._receive(peer, target), connect))
+
+    def commSplit(self, color: int, key: int) -> FakeCommunicator | None:  # noqa: N802
+        """All ranks call; those of one color meet, in the order of their keys."""
+        said = self._clique.show(self._rank, (color, key))
+        number = next(self._splits)
+        if color < 0:
+            return None
+        members = sorted((theirs, rank) for rank, (other, theirs) in enumerate(said) if other == color)
+        rank = [member for _, member in members].index(self._rank)
+        return self._nccl._join(b"%s/%d.%d" % (self._key, number, color), len(members), rank)
+
+    def check_async_error(self) -> None:
+        """Raise what an operation met, unless it was aborted here."""
+        if self._error is not None:
+            raise self._error
+
+    def abort(self) -> None:
+        """Wake all who are inside an operation."""
+        self._clique.abort()
+
+    def destroy(self) -> None:
+        """Wait until no graph refers to it."""
+        self._no_graph.wait()
+
+    def break_down(self, error: NcclError) -> None:
+        """Let `check_async_error` report an error."""
+        self._error = error
+
+    def enter_a_graph(self) -> Callable[[], None]:
+        """Let a CUDA graph refer to it, until what is returned is called."""
+        self._no_graph.clear()
+        return self._no_graph.set
+
+    def _connecting(self, sender: int, receiver: int, *, sends: bool) -> Callable[[], None]:
+        """Post this side at once, for calls in one group connect together; what is returned waits for the other."""
+        posted = self._clique.connecting
+
+        def connect() -> None:
+            self._until(lambda: (sender, receiver, not sends) in posted)
+
+        posted.add((sender, receiver, sends))
+        return connect
+
+    def _collective(self, call: _Call, compute: Callable[[list[torch.Tensor]], torch.Tensor | None]) -> None:
+        def begin() -> None:
+            calls = self._clique.show(self._rank, call)
+            if any(other.agreed != call.agreed for other in calls):
+                raise NcclError(_MISUSED, f"the ranks called {[other.agreed for other in calls]}")
+            result = compute([other.source for other in calls])
+            self._clique.meet()
+            if result is not None:
+                call.target.copy_(result)
+            self._clique.meet()
+
+        self._nccl._call(_Operation(begin, lambda: None))
+
+    def _receive(self, peer: int, target: torch.Tensor) -> None:
+        box = self._clique.mail[peer, self._rank]
+        self._until(lambda: not box.empty())
+        received = box.get()
+        if len(received) != target.numel() * target.element_size():
+            raise NcclError(
+                _MISUSED, f"rank {peer} sent {len(received)} bytes, expected {target.numel() * target.element_size()}"
+            )
+        ctypes.memmove(target.data_ptr(), received, len(received))
+        box.task_done()
+
+    def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            if self._clique.is_aborted.wait(0.0002):
+                raise NcclError(_ABORTED, "remote process exited or there was a network error")
+
+
+def _memory(address: int, count: int, datatype: int) -> torch.Tensor:
+    dtype = _TYPES[datatype]
+    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def _reduce(op: int, terms: list[torch.Tensor]) -> torch.Tensor:
+    combine: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        0: torch.add,
+        1: torch.mul,
+        2: torch.fmax,
+        3: torch.fmin,
+        4: torch.add,
+    }
+    factor = 1 / len(terms)
+    scaled = [term * torch.tensor(factor, dtype=term.dtype) for term in terms] if op == 4 else terms
+    total = scaled[0].clone()
+    for term in scaled[1:]:
+        total = combine[op](total, term)
+    return total

@@ -1,0 +1,54 @@
+"""Groups over NCCL without a GPU: the group's own logic, over the fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from syncline.collectives.backends.nccl.connector import Connector
+from syncline.collectives.backends.nccl.process_group import NcclGroup
+from syncline.collectives.backends.nccl.rendezvous import MeetInGroup, MeetInStore
+from syncline.collectives.contract.process_group import ProcessGroup
+from syncline.collectives.testing.ranks import run_ranks
+
+from .fake_accelerator import FakeAccelerator
+from .fake_nccl import FakeNccl
+
+
+def run_on_fakes(
+    size: int,
+    body: Callable[[NcclGroup], object],
+    *,
+    reproducible: bool = False,
+    over_host_group: bool = False,
+    timeout_s: float = 30.0,
+    pci_id: Callable[[int], str] = "0000:{:02x}:00.0".format,
+    accelerator: Callable[[str], FakeAccelerator] = FakeAccelerator,
+) -> None:
+    """Run `body(group)` on every rank of a group over NCCL; the ranks are threads, and their GPUs are threads, too.
+
+    Args:
+        size: number of ranks.
+        body: called with the rank's group.
+        reproducible: of the group.
+        over_host_group: whether the ranks meet in a host group rather than in a store.
+        timeout_s: of the group.
+        pci_id: gives each rank its GPU.
+        accelerator: makes that out of it.
+    """
+    nccl, store = FakeNccl(), dist.HashStore()
+
+    def rank_of(outer: ProcessGroup) -> None:
+        rendezvous = MeetInGroup(outer, owned=False) if over_host_group else MeetInStore(store)
+        connector = Connector(nccl, accelerator(pci_id(outer.rank)), rendezvous, range(size), outer.rank, "ranks")
+        group = NcclGroup(connector, timeout_s=timeout_s, reproducible=reproducible)
+        try:
+            body(group)
+        except BaseException:
+            group.abort()
+            raise
+        outer.barrier()
+        group.close()
+
+    run_ranks(size, rank_of)

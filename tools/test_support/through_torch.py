@@ -1,0 +1,148 @@
+"""A group of torch.distributed's, used by torch.distributed's own functions, seen as one of ours: to run our checks over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from syncline.collectives.composed.torch_work import TorchWork
+from syncline.collectives.contract.deadline import DEFAULT_TIMEOUT_S
+from syncline.collectives.contract.process_group import ProcessGroup
+from syncline.collectives.contract.reduce_op import PremulSum, ReduceOp, Reduction
+from syncline.collectives.contract.work import FinishedWork, Work
+
+# torch 2.13 calls them so, and warns of the old names.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class ThroughTorch(ProcessGroup):
+    """Hands each collective to the function of torch.distributed, such as `torch.distributed.all_reduce`.
+
+    `TorchGroup` talks to the torch group itself instead, and does for it what it cannot do; this does neither. Closing it
+    destroys the torch group.
+
+    Args:
+        torch_group: None for the default group.
+    """
+
+    def __init__(self, torch_group: dist.ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        chosen: Any = dist.group.WORLD if torch_group is None else torch_group
+        super().__init__(
+            dist.get_rank(chosen), dist.get_world_size(chosen), timeout_s=timeout_s, ranks=dist.get_process_group_ranks(chosen)
+        )
+        self.torch_group = chosen
+
+    @property
+    def backend_name(self) -> str:
+        """The name under which torch knows the backend."""
+        return str(dist.get_backend(self.torch_group))
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """Those that torch says."""
+        return frozenset(device.type for device in self.torch_group._device_types)
+
+    def describe(self) -> str:
+        """Torch's name."""
+        return f"torch.distributed.* over {self.backend_name}"
+
+    def close(self) -> None:
+        """Destroy the torch group; a second call does nothing."""
+        if self.torch_group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(self.torch_group)
+
+    def abort(self) -> None:
+        """Give up."""
+        self.torch_group.abort()
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        if tensor.is_complex() and op is ReduceOp.PRODUCT:  # which torch's function refuses before it asks the group
+            return self._directly(tensor, dist.ReduceOp.PRODUCT, async_op)
+        return self._work([tensor], dist.all_reduce(tensor, _torchs(op), self.torch_group, async_op))
+
+    def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
+        done = dist.reduce(tensor, op=_torchs(op), group=self.torch_group, async_op=async_op, group_dst=root)
+        return self._work([tensor], done)
+
+    def _broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work:
+        done = dist.broadcast(tensor, group=self.torch_group, async_op=async_op, group_src=root)
+        return self._work([tensor], done)
+
+    def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Work:
+        return self._work(outputs, dist.all_gather(outputs, tensor, self.torch_group, async_op))
+
+    def _all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool) -> Work:
+        return self._work([output], _all_gather_single(output, tensor, self.torch_group, async_op))
+
+    def _gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
+        done = dist.gather(tensor, outputs, group=self.torch_group, async_op=async_op, group_dst=root)
+        return self._work(outputs or [], done)
+
+    def _scatter(self, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
+        done = dist.scatter(tensor, inputs, group=self.torch_group, async_op=async_op, group_src=root)
+        return self._work([tensor], done)
+
+    def _reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: Reduction, async_op: bool) -> Work:
+        return self._work([output], dist.reduce_scatter(output, inputs, _torchs(op), self.torch_group, async_op))
+
+    def _reduce_scatter_tensor(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        return self._work([output], _reduce_scatter_single(output, tensor, _torchs(op), self.torch_group, async_op))
+
+    def _all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool) -> Work:
+        return self._work(outputs, dist.all_to_all(outputs, inputs, self.torch_group, async_op))
+
+    def _all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], async_op: bool
+    ) -> Work:
+        done = dist.all_to_all_single(output, tensor, output_splits, input_splits, self.torch_group, async_op)
+        return self._work([output], done)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
+        return self._transfer(tensor, dist.isend(tensor, group=self.torch_group, tag=tag, group_dst=dst), async_op)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
+        return self._transfer(tensor, dist.irecv(tensor, group=self.torch_group, tag=tag, group_src=src), async_op)
+
+    def _barrier(self, async_op: bool) -> Work:
+        return self._work([], dist.barrier(self.torch_group, async_op))
+
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        """Every rank makes its own group only, together with its members."""
+        given: list[Any] = [None] * self.size
+        dist.all_gather_object(given, (color, key), self.torch_group)
+        chosen = sorted((entry[1], rank) for rank, entry in enumerate(given) if entry[0] == color)
+        if color is None:
+            return None
+        ranks = [self.ranks[rank] for _, rank in chosen]
+        made = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
+        return ThroughTorch(made, timeout_s=timeout_s)
+
+    def _directly(self, tensor: torch.Tensor, op: Any, async_op: bool) -> Work:
+        work = self._work([tensor], self.torch_group.allreduce([tensor], op=op))
+        if not async_op:
+            work.wait(self.timeout_s)
+        return work
+
+    def _work(self, outputs: list[torch.Tensor], torch_work: Any) -> Work:
+        return FinishedWork(outputs) if torch_work is None else TorchWork(outputs, torch_work, None)
+
+    def _transfer(self, tensor: torch.Tensor, torch_work: Any, async_op: bool) -> Work:
+        work = _Transfer([tensor], torch_work, None)
+        if not async_op:
+            work.wait(self.timeout_s)
+        return work
+
+
+class _Transfer(TorchWork):
+    def source_rank(self) -> int | None:
+        """The sender, of a receive that has finished."""
+        return int(self._torch_work._source_rank())
+
+
+def _torchs(op: Reduction) -> Any:
+    if isinstance(op, PremulSum):
+        return dist._make_nccl_premul_sum(op.factor)
+    return getattr(dist.ReduceOp, op.name)
