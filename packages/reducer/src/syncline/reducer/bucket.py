@@ -30,19 +30,12 @@ class Bucket:
     A view has the parameter's shape, and its strides where these are dense (a channels-last parameter has a channels-last
     view), so a gradient fits without a change of layout.
 
-    Args:
+    Attributes:
         indices: the parameters' indices in the reducer.
         parameters: of one dtype and device.
         names: theirs, for errors.
-        group: allocates the memory.
-        as_view: let the parameters' gradients be the views, instead of copying there and back.
-
-    Attributes:
-        indices: the parameters' indices in the reducer.
-        parameters: the parameters.
-        names: theirs.
-        buffer: flat, on the parameters' device; from `ProcessGroup.allocate`.
-        views: one for each parameter.
+        buffer: flat, on the parameters' device; from `group.allocate`.
+        views: one for each parameter; with `as_view` these are the gradients, and nothing is copied back.
     """
 
     def __init__(
@@ -66,8 +59,6 @@ class Bucket:
         self.views = self.views_into(self.buffer)
         self._own_memory = self.buffer, self.views
         self._aliasing = None if as_view else GradientAliasing(self.parameters, self.views)
-        # Biases and norms: to concatenate many small vectors costs a third of copying each (and nothing else can be so joined).
-        self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """One view of a flat buffer for each parameter, shaped and strided like it."""
@@ -161,10 +152,6 @@ class Bucket:
         if set(map(_dtype_of, sources)) != {self.buffer.dtype} or any(map(_requires_grad_of, sources)):
             self._refuse_gradients()
         with torch.inference_mode():  # passes autograd by, which takes a sixth less time for small ones than `no_grad`
-            if self._holds_vectors and len(targets) == len(self.views):
-                with suppress(RuntimeError):  # it refuses what lies in the buffer already, in other tensors than the views
-                    torch.cat(sources, out=self.buffer)
-                    return
             try:
                 torch._foreach_copy_(targets, sources)
             except RuntimeError:

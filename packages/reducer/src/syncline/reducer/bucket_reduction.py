@@ -69,15 +69,10 @@ class BucketReduction:
 
 
 class PendingReduction(ABC):
-    """A bucket whose reduction was issued.
+    """A bucket whose reduction was issued; `times` gets the end.
 
     Attributes:
-        bucket: the bucket.
         shows_bucket: whether somebody was shown the bucket's memory, and may keep it.
-
-    Args:
-        bucket: the bucket.
-        times: gets the end of the reduction.
     """
 
     shows_bucket = False
@@ -121,25 +116,12 @@ class CollectiveReduction(PendingReduction):
 
 
 class HookReduction(PendingReduction):
-    """A bucket that a communication hook reduces.
-
-    Args:
-        bucket: the bucket.
-        times: gets the end of the reduction.
-        future: what the hook returned.
-        shown: what the hook was given.
-        group: its time limit holds for each collective of the hook.
-    """
+    """A bucket that a communication hook reduces: it was given `shown`, and returned `future`."""
 
     shows_bucket = True
 
     def __init__(
-        self,
-        bucket: AnyBucket,
-        times: BucketTimes,
-        future: torch.futures.Future[Any],
-        shown: GradBucket,
-        group: ProcessGroup,
+        self, bucket: AnyBucket, times: BucketTimes, future: torch.futures.Future[Any], shown: GradBucket, group: ProcessGroup
     ) -> None:
         super().__init__(bucket, times)
         self._future = future

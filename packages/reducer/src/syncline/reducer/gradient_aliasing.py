@@ -60,11 +60,7 @@ class GradientAliasing:
         return [position for position in self._aliases if self._is_moved(position, gradients[position])]
 
     def move(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
-        """Move gradients into the bucket's memory, where the reduced ones are.
-
-        Args:
-            gradients: the parameters', before the reduction.
-            untouched: positions of those that shall stay as they are.
+        """Move gradients into the bucket's memory, where the reduced ones are, but for those at `untouched` positions.
 
         Returns:
             The positions of those that lie in the bucket now, so that nothing is to be copied.

@@ -36,12 +36,7 @@ class PendingGradients:
         self.expect(None)
 
     def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
-        """Say how many gradients make the bucket worth a look; None if each does.
-
-        Args:
-            needed: that number.
-            watch_all: wake the reducer at every gradient all the same.
-        """
+        """So many gradients make the bucket worth a look (None: each does); with `watch_all` every one wakes the reducer."""
         self._needed = needed or 1
         self.wake_at: Container[int] = EVERY_GRADIENT if watch_all or needed is None else (1, needed)
 
@@ -51,11 +46,7 @@ class PendingGradients:
         return len(self.indices) >= self._needed
 
     def take(self, *, but_last: bool = False) -> list[int]:
-        """Hand over what has come; any further gradient is worth a look at once.
-
-        Args:
-            but_last: leave the latest one, because users' hooks on it still run.
-        """
+        """Hand over what has come, but for the latest one if users' hooks on it still run. The next is worth a look at once."""
         count = len(self.indices) - but_last
         taken = self.indices[:count]
         del self.indices[:count]
@@ -100,13 +91,9 @@ class GradientHooks:
         self._rivals = _register(self, parameters)
 
     def note(self, buckets: Sequence[Sequence[int]]) -> list[PendingGradients]:
-        """Hook every parameter, after taking off all hooks from before.
+        """Hook every parameter, after taking off all hooks from before; return where the gradients of each bucket are noted.
 
-        Args:
-            buckets: the parameters of each bucket, in the order in which their gradients are expected.
-
-        Returns:
-            Where the gradients of each bucket are noted.
+        The parameters of a bucket stand in the order in which their gradients are expected.
         """
         self._remove()
         pending = [PendingGradients() for _ in buckets]

@@ -106,9 +106,7 @@ class Reducer:
         self._delayed = [self._index(name) for name in delayed]
         self._delayed_until = None if delayed_until is None else self._index(delayed_until)
         if delayed_until is not None and not delayed:
-            raise InvalidArgumentError(
-                f"delayed_until='{delayed_until}' without delayed: name what waits for it, or leave it out"
-            )
+            raise InvalidArgumentError(f"delayed_until='{delayed_until}' without delayed: name what waits, or leave it out")
         self._usage = self._make_usage(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
         self._builder = BucketBuilder(
             self._names,
@@ -256,11 +254,7 @@ class Reducer:
         self._reset()
 
     def check_finalized(self) -> None:
-        """Raise if a backward has begun to reduce and has not ended.
-
-        Raises:
-            MisuseError: so it is.
-        """
+        """Raise a MisuseError if a backward has begun to reduce and has not ended."""
         self._check_idle("check_finalized")
 
     def close(self) -> None:
