@@ -183,7 +183,7 @@ if child == 0:
     server.close()
     assert store.add("count", 1) >= 1
     store.close()
-    raise SystemExit
+    os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 assert store.add("count", 1) == 2
 assert other.add("count", 1) == 3
