@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.collectives.launch import detect_launch
+from syncline.collectives.startup.launch import detect_launch
 
 PLUGIN = "syncline.collectives.testing.pytest_plugin"
 

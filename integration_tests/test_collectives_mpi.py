@@ -29,10 +29,10 @@ from syncline.collectives import (
     init_process_group,
     is_initialized,
 )
-from syncline.collectives.backend import ConnectRequest
 from syncline.collectives.devices.cuda_awareness import CudaAwareness
-from syncline.collectives.launch import detect_launch
-from syncline.collectives.registry import load_backend
+from syncline.collectives.startup.backend import ConnectRequest
+from syncline.collectives.startup.launch import detect_launch
+from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.testing import CHECKS, Check
 from syncline.collectives.testing.conformance.refusals import after_close
 from syncline.collectives.testing.played_device import PlayedDevice

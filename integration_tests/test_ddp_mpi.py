@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import DisagreementError, MisuseError, ProcessGroup
-from syncline.collectives.objects import exchange_objects
+from syncline.collectives import DisagreementError, MisuseError, ProcessGroup, exchange_objects
 from syncline.ddp import DistributedDataParallel
 from syncline.hooks import allreduce_hook, fp16_compress_hook, noop_hook
 from syncline.reducer import GradBucket

@@ -233,8 +233,8 @@ def test_reproducible_reductions_are_in_rank_order(mpi_group: ProcessGroup) -> N
     from mpi4py import MPI
 
     from syncline.collectives.backends.mpi.transport import MPITransport
-    from syncline.collectives.host_group import HostGroup
-    from syncline.collectives.reduction import reduce_in_rank_order
+    from syncline.collectives.host.host_group import HostGroup
+    from syncline.collectives.host.reduction import reduce_in_rank_order
 
     transport = MPITransport(MPI.COMM_WORLD.Dup(), reproducible=True)
     group = HostGroup(transport, mpi_group.rank, mpi_group.size, timeout_s=30)

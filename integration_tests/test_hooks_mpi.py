@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from syncline import hooks
-from syncline.collectives import ProcessGroup
+from syncline.collectives import ProcessGroup, exchange_objects
 from syncline.collectives.backends.in_process import create_groups
-from syncline.collectives.objects import exchange_objects
 from syncline.ddp import DistributedDataParallel
 
 pytestmark = pytest.mark.mpi

@@ -166,7 +166,7 @@ def test_ranks_that_collect_different_tests(run_pytest) -> None:
         2,
         """
 import os
-from syncline.collectives.launch import detect_launch
+from syncline.collectives.startup.launch import detect_launch
 if detect_launch(os.environ).rank == 1:
     def test_only_on_rank_1(): ...
 def test_on_both(): ...

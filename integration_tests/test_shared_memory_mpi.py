@@ -28,10 +28,10 @@ from syncline.collectives import (
 )
 from syncline.collectives.backends.mpi.node.huge_pages import huge_page_bytes
 from syncline.collectives.backends.mpi.node.segment import Segment, create_file
-from syncline.collectives.crossovers import Crossovers
-from syncline.collectives.host_group import HostGroup
-from syncline.collectives.reduce_op import DTYPES_OF, Reduction
-from syncline.collectives.reduction import reduce_in_rank_order
+from syncline.collectives.contract.reduce_op import DTYPES_OF, Reduction
+from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.host.reduction import reduce_in_rank_order
+from syncline.collectives.startup.crossovers import Crossovers
 from syncline.collectives.testing import CHECKS
 from syncline.ddp import DistributedDataParallel
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import syncline.collectives.torch_backend  # noqa: F401 - registers
 from syncline.collectives import ProcessGroup
-from syncline.collectives.launch import detect_launch
+from syncline.collectives.startup.launch import detect_launch
 from syncline.collectives.testing import CHECKS, Check
 from syncline.collectives.testing.through_torch import ThroughTorch
 

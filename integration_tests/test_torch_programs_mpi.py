@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import syncline.collectives.torch_backend  # noqa: F401 - registers
-from syncline.collectives.launch import detect_launch
+from syncline.collectives.startup.launch import detect_launch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit.script

@@ -1,6 +1,10 @@
 """Checks what the house's structure rests on, by reading the source (nothing is imported).
 
 - Arrows: ddp -> reducer, collectives; reducer -> collectives; hooks -> collectives.
+- Floors: inside a package of `FLOORS` an import points down, or stays in its sub-package.
+- No circles: no module imports itself by way of others. Imports in functions and for type checkers count as well, for
+  they tie the two modules together just as much: neither can be read, moved or tested without the other.
+- Of collectives, the other layers use its public names, and `syncline.collectives.internal`.
 - mpi4py and CuPy are imported at module level in their own backends only.
 - Backends are imported by backends, the registry and the instruments that examine them, and by nothing else.
 - An `__init__.py` re-exports and does nothing else; the namespace `syncline` has none at all.
@@ -12,8 +16,9 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,10 +29,34 @@ ARROWS: dict[str, frozenset[str]] = {
     "hooks": frozenset({"collectives"}),
     "ddp": frozenset({"collectives", "reducer"}),
 }
-BACKENDS = "syncline.collectives.backends"
+COLLECTIVES = "syncline.collectives"
+# For each package its modules and sub-packages, the lowest first. What a package's `__init__` imports is not a floor.
+FLOORS: dict[str, tuple[str, ...]] = {
+    COLLECTIVES: (
+        "errors",
+        "torch_private",
+        "contract",
+        "host",
+        "devices",
+        "stores",
+        "composed",
+        "startup",
+        "backends",
+        "default_group",
+        "torch_backend",
+        "internal",
+        "testing",
+        "bench",
+        "doctor",
+        "__main__",
+    ),
+}
+# Where the names are that other layers may import from collectives; everything else in its sub-packages is private.
+PUBLIC_TO_LAYERS = ("internal", "stores", "testing", "torch_backend")
+BACKENDS = f"{COLLECTIVES}.backends"
 # Who may import a backend. The registry does so by name, from entry points.
-_INSTRUMENTS = ("syncline.collectives.testing", "syncline.collectives.doctor", "syncline.collectives.bench")
-MAY_IMPORT_BACKENDS = (BACKENDS, "syncline.collectives.registry", *_INSTRUMENTS)
+_INSTRUMENTS = (f"{COLLECTIVES}.testing", f"{COLLECTIVES}.doctor", f"{COLLECTIVES}.bench")
+MAY_IMPORT_BACKENDS = (BACKENDS, f"{COLLECTIVES}.startup.registry", *_INSTRUMENTS)
 # Optional third-party packages, and the one backend that may import each at module level.
 OPTIONAL = {"mpi4py": f"{BACKENDS}.mpi", "cupy": f"{BACKENDS}.nccl"}
 
@@ -87,6 +116,7 @@ def check_source(source: str, module: Module) -> list[Violation]:
 def check_tree(root: Path) -> list[str]:
     """Every violation under `root`/packages, as `path:line: message`."""
     found = []
+    sources: dict[Module, str] = {}
     for layer in ARROWS:
         source_root = root / "packages" / layer / "src"
         stray = source_root / "syncline" / "__init__.py"
@@ -94,9 +124,31 @@ def check_tree(root: Path) -> list[str]:
             found.append(f"{stray.relative_to(root)}:1: hides the sibling layers; remove it")
         for path in sorted((source_root / "syncline" / layer).rglob("*.py")):
             module = _module_at(path.relative_to(source_root))
-            for violation in check_source(path.read_text(encoding="utf-8"), module):
+            sources[module] = path.read_text(encoding="utf-8")
+            for violation in check_source(sources[module], module):
                 found.append(f"{path.relative_to(root)}:{violation.line}: {violation.message}")
-    return found
+    circle = find_circle(import_graph(sources))
+    return [*found, f"circle of imports: {' -> '.join(circle)}"] if circle else found
+
+
+def import_graph(sources: Mapping[Module, str]) -> dict[str, set[str]]:
+    """For each module the modules among `sources` that it imports, anywhere in its text."""
+    names = {module.name for module in sources}
+    graph = {}
+    for module, source in sources.items():
+        targets = (imported.target for imported in imports(ast.parse(source), module))
+        graph[module.name] = {_module_of(target, names) for target in targets} & names - {module.name}
+    return graph
+
+
+def find_circle(graph: Mapping[str, Collection[str]]) -> list[str] | None:
+    """The modules of one circle, in the order of their imports, the first again at the end; None if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle[::-1]
+    return None
 
 
 def imports(tree: ast.Module, module: Module) -> Iterator[Import]:
@@ -122,12 +174,47 @@ def _objections(imported: Import, module: Module) -> Iterator[str]:
         if layer not in allowed:
             known = ", ".join(sorted(allowed))
             yield f"{module.layer} may import {known}; found syncline.{layer}"
+    if module.layer != "collectives" and _is_private(target):
+        yield f"{target} is private to collectives; import a public name, or one of {COLLECTIVES}.internal"
+    for package, floors in FLOORS.items():
+        yield from _upward(target, module, package, floors)
     if _is_inside(target, BACKENDS) and not module.is_inside(*MAY_IMPORT_BACKENDS):
         yield f"found an import of {BACKENDS}; ask the registry for a backend by name"
     for package, home in OPTIONAL.items():
         outside = imported.at_module_level and not module.is_inside(home)
         if _is_inside(target, package) and outside:
             yield f"found {package} at module level; only {home} may, or import it at first use"
+
+
+def _upward(target: str, module: Module, package: str, floors: tuple[str, ...]) -> Iterator[str]:
+    """What is wrong with an import inside `package`: it points up, or to nothing that has a floor."""
+    if not (_is_inside(target, package) and module.is_inside(package)) or module.name == package:
+        return
+    here, there = _child(module.name, package), _child(target, package)
+    unknown = [name for name in (here, there) if name not in floors]
+    if unknown:
+        yield f"{package}.{unknown[0]} has no floor: add it to FLOORS, or import a name from where it is defined"
+    elif floors.index(there) > floors.index(here):
+        yield f"{package}.{here} lies below {there}; found an import that points up, to {target}"
+
+
+def _is_private(target: str) -> bool:
+    """Whether other layers have no business with this name of collectives: it is in a sub-package that is not public."""
+    inside = target.removeprefix(f"{COLLECTIVES}.").split(".") if target.startswith(f"{COLLECTIVES}.") else []
+    if not inside or inside[0] not in FLOORS[COLLECTIVES]:
+        return False
+    is_reexport = len(inside) <= 2 or inside[0] == "testing"
+    return inside[0] not in PUBLIC_TO_LAYERS or not is_reexport
+
+
+def _child(name: str, package: str) -> str:
+    """The module or sub-package of `package` that `name` is, or is in."""
+    return name.removeprefix(package).lstrip(".").split(".")[0]
+
+
+def _module_of(target: str, names: Collection[str]) -> str:
+    """The module that is loaded for `a.b.c`: that of this name, or `a.b`, where the name is defined."""
+    return target if target in names else target.rpartition(".")[0]
 
 
 def _deferred(tree: ast.Module) -> set[ast.AST]:

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from syncline.collectives import ProcessGroup
+from syncline.collectives import ProcessGroup, placement_of
 from syncline.collectives.bench.results import aligned
-from syncline.collectives.placement import placement_of
 
 from .targets import Target
 

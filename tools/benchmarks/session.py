@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import ProcessGroup, destroy_process_group, init_process_group
+from syncline.collectives import MisuseError, ProcessGroup, destroy_process_group, init_process_group
 from syncline.collectives.bench.plot import require_matplotlib
-from syncline.collectives.errors import MisuseError
-from syncline.collectives.rendezvous import tcp_store_of_rank_0
+from syncline.collectives.startup.rendezvous import tcp_store_of_rank_0
 
 from .cases import FULL, QUICK, Scale
 from .report import Report

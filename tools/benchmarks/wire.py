@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from syncline.collectives import ProcessGroup, exchange_objects
-from syncline.collectives.placement import placement_of
+from syncline.collectives import ProcessGroup, exchange_objects, placement_of
 
 _COUNTERS = Path("/proc/self/net/dev")  # of the network namespace of whoever reads
 _SENT = 8  # receiving has eight columns, then come the bytes sent

@@ -9,7 +9,7 @@ import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
-from syncline.collectives.host_group import HostGroup
+from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 
 pytestmark = pytest.mark.ranks

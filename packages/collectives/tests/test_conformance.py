@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import ProcessGroup, ReduceOp
+from syncline.collectives import ProcessGroup, ReduceOp, TorchGroup
 from syncline.collectives.backends.gloo import GlooTransport
 from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint, create_groups
-from syncline.collectives.host_group import HostGroup
-from syncline.collectives.progress import Progress
-from syncline.collectives.reduction import reduce_in_rank_order
+from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.host.progress import Progress
+from syncline.collectives.host.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS, Check, run_conformance, run_ranks
-from syncline.collectives.torch_group import TorchGroup
 
 pytestmark = pytest.mark.ranks
 

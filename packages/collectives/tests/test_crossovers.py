@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.collectives import InvalidArgumentError
-from syncline.collectives.crossovers import Crossovers
+from syncline.collectives.startup.crossovers import Crossovers
 
 
 def test_the_environment_goes_first() -> None:

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from syncline.collectives import InvalidArgumentError
-from syncline.collectives.deadline import DEFAULT_TIMEOUT_S, Deadline, seconds
+from syncline.collectives.contract.deadline import DEFAULT_TIMEOUT_S, Deadline, seconds
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_seconds_refuses(timeout: timedelta | float) -> None:
 
 def test_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr("syncline.collectives.deadline.monotonic", lambda: now_s)
+    monkeypatch.setattr("syncline.collectives.contract.deadline.monotonic", lambda: now_s)
     deadline = Deadline(5.0)
     assert (deadline.remaining_s(), deadline.expired()) == (5.0, False)
     now_s = 104.0

@@ -5,14 +5,14 @@ import re
 
 import pytest
 
-from syncline.collectives import errors
-from syncline.collectives.errors import (
+from syncline.collectives import (
     CollectiveTimeout,
     DisagreementError,
     InvalidArgumentError,
     MisuseError,
     SynclineError,
     TransportError,
+    errors,
 )
 
 ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, Exception)]

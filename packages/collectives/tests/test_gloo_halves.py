@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
+from syncline.collectives import ProcessGroup, ReduceOp, TorchGroup, premul_sum
 from syncline.collectives.backends.gloo import GlooTransport
-from syncline.collectives.host_group import HostGroup
+from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
-from syncline.collectives.torch_group import TorchGroup
 
 pytestmark = pytest.mark.ranks
 

@@ -13,7 +13,7 @@ def expect_none_loaded(after):
 import syncline.collectives
 expect_none_loaded("the layer")
 
-from syncline.collectives.registry import backend_names, load_backend
+from syncline.collectives.startup.registry import backend_names, load_backend
 for name in backend_names():
     load_backend(name)
 expect_none_loaded("all backends")

@@ -15,9 +15,9 @@ from syncline.collectives import (
     ProcessGroup,
     TransportError,
 )
-from syncline.collectives.backend import ConnectRequest
 from syncline.collectives.backends.in_process import backend, create_groups
-from syncline.collectives.launch import Launch
+from syncline.collectives.startup.backend import ConnectRequest
+from syncline.collectives.startup.launch import Launch
 from syncline.collectives.testing import run_ranks
 
 pytestmark = pytest.mark.ranks

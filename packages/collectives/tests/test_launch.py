@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.collectives import InvalidArgumentError, LaunchError
-from syncline.collectives.launch import Launch, check_init_method, detect_launch
+from syncline.collectives.startup.launch import Launch, check_init_method, detect_launch
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",

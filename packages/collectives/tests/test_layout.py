@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.collectives.layout import bytes_of, in_plain_order, overlaps_itself
+from syncline.collectives.contract.layout import bytes_of, in_plain_order, overlaps_itself
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from syncline.collectives import BackendUnavailableError
-from syncline.collectives.backend import ConnectRequest
 from syncline.collectives.backends.mpi import backend as mpi
-from syncline.collectives.registry import load_backend
+from syncline.collectives.startup.backend import ConnectRequest
+from syncline.collectives.startup.registry import load_backend
 
 module = sys.modules["syncline.collectives.backends.mpi.backend"]
 

@@ -6,11 +6,10 @@ from functools import partial
 
 import pytest
 
-from syncline.collectives import RoundRobinGroup, TransportError
-from syncline.collectives.backend import Backend, ConnectRequest
-from syncline.collectives.backends import per_device
+from syncline.collectives import ProcessGroup, RoundRobinGroup, TransportError
 from syncline.collectives.backends.in_process import backend as in_process
-from syncline.collectives.process_group import ProcessGroup
+from syncline.collectives.startup.backend import Backend, ConnectRequest
+from syncline.collectives.startup.per_device_backend import PerDeviceBackend
 
 REQUEST = ConnectRequest(None, None, None, None, 5.0)
 
@@ -32,15 +31,13 @@ class OnItsDevice(Backend):
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> OnItsDevice:
-    made = OnItsDevice()
-    monkeypatch.setattr(per_device, "load_backend", lambda name: made)
-    return made
+def backend() -> OnItsDevice:
+    return OnItsDevice()
 
 
 def test_each_backend_hears_which_device_it_is_for(backend: OnItsDevice) -> None:
     """MPI need not find out whether it could send CUDA memory if that goes another way."""
-    group = per_device.backend("cuda:nccl,cpu:mpi").connect(REQUEST)
+    group = PerDeviceBackend({"cuda": backend, "cpu": backend}).connect(REQUEST)
     cpu, cuda = backend.requests
     assert (cpu.devices, cuda.devices) == ({"cpu"}, {"cuda"})
     assert (cpu.wants("cuda"), cuda.wants("cuda"), REQUEST.wants("cuda")) == (False, True, True)
@@ -56,7 +53,7 @@ def test_all_are_closed_also_if_one_cannot(backend: OnItsDevice) -> None:
         if name == "cuda":
             raise TransportError("a failure that nobody was told of")
 
-    group = per_device.backend("cuda:a,cpu:b").connect(REQUEST)
+    group = PerDeviceBackend({"cuda": backend, "cpu": backend}).connect(REQUEST)
     for name, part in group.groups.items():
         part.close = partial(close, name)
     with pytest.raises(TransportError, match="nobody was told"):
@@ -65,7 +62,7 @@ def test_all_are_closed_also_if_one_cannot(backend: OnItsDevice) -> None:
 
 
 def test_a_new_time_limit_is_every_groups(backend: OnItsDevice) -> None:
-    group = per_device.backend("cpu:a,cuda:b").connect(REQUEST)
+    group = PerDeviceBackend({"cpu": backend, "cuda": backend}).connect(REQUEST)
     group.set_timeout(3.5)
     assert [part.timeout_s for part in (group, *group.groups.values())] == [3.5] * 3
     in_turn = RoundRobinGroup(list(group.groups.values()))

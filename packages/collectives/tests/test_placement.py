@@ -5,9 +5,11 @@ import threading
 import pytest
 import torch
 
-from syncline.collectives import LaunchError, Placement, default_device, placement, placement_of
+from syncline.collectives import LaunchError, Placement, default_device, placement_of
 from syncline.collectives.backends.in_process import create_groups
-from syncline.collectives.placement import HostIdentity, assign_devices, place
+from syncline.collectives.default_group import placement
+from syncline.collectives.default_group.placement import assign_devices
+from syncline.collectives.startup.nodes import HostIdentity, place
 
 A, B = HostIdentity("a", "1"), HostIdentity("b", "2")
 A_REBOOTED = HostIdentity("a", "3")

@@ -18,13 +18,13 @@ from syncline.collectives import (
     premul_sum,
 )
 from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
-from syncline.collectives.collective import Collective
-from syncline.collectives.deadline import Deadline
-from syncline.collectives.host_group import HostGroup
-from syncline.collectives.layout import flat
-from syncline.collectives.reduce_op import Reduction
+from syncline.collectives.contract.collective import Collective
+from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.contract.layout import flat
+from syncline.collectives.contract.reduce_op import Reduction
+from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.host.transport import PreparedAllReduce
 from syncline.collectives.testing import run_ranks
-from syncline.collectives.transport import PreparedAllReduce
 
 pytestmark = pytest.mark.ranks
 
@@ -256,7 +256,7 @@ def test_it_has_its_place_in_the_total_order() -> None:
 
 
 def test_many_kinds_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives import host_group
+    from syncline.collectives.host import host_group
 
     monkeypatch.setattr(host_group, "_MOST_PREPARED", 4)
     group, transport = make()

@@ -10,7 +10,7 @@ import traceback
 
 import pytest
 
-from syncline.collectives.progress import Progress
+from syncline.collectives.host.progress import Progress
 
 
 class Recorder:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from syncline.collectives import BackendUnavailableError, UnknownBackendError, backend_names
-from syncline.collectives.backend import Backend
-from syncline.collectives.registry import ENTRY_POINT_GROUP, load_backend
+from syncline.collectives.startup.backend import Backend
+from syncline.collectives.startup.registry import ENTRY_POINT_GROUP, load_backend
 
 BUILT_IN = ["gloo", "in_process", "mpi"]
 
@@ -31,7 +31,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 SMOKE = """
-from syncline.collectives.backend import Backend
+from syncline.collectives.startup.backend import Backend
 
 class Smoke(Backend):
     def missing(self):

@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError, LaunchError
-from syncline.collectives.errors import StoreAuthenticationError, StoreTimeout, StoreUnavailableError
-from syncline.collectives.rendezvous import (
+from syncline.collectives import (
+    InvalidArgumentError,
+    LaunchError,
+    StoreAuthenticationError,
+    StoreTimeout,
+    StoreUnavailableError,
+)
+from syncline.collectives.startup.rendezvous import (
     Address,
     address_by_environment,
     find_secret,

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from syncline.collectives import LaunchError, SiteFileError
-from syncline.collectives.crossovers import Crossovers
-from syncline.collectives.deadline import DEFAULT_TIMEOUT_S
-from syncline.collectives.launch import Launch
-from syncline.collectives.site import (
+from syncline.collectives.contract.deadline import DEFAULT_TIMEOUT_S
+from syncline.collectives.startup.crossovers import Crossovers
+from syncline.collectives.startup.launch import Launch
+from syncline.collectives.startup.settings import (
     BACKEND_VARIABLE,
     SITE_VARIABLE,
     BackendChoice,

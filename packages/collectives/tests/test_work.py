@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, TransportError, Work
-from syncline.collectives.work import FinishedWork, PendingWork
+from syncline.collectives.contract.work import FinishedWork, PendingWork
 
 
 def pending(*tensors: torch.Tensor) -> PendingWork:

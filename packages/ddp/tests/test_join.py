@@ -231,3 +231,15 @@ def test_a_static_graph_must_be_learnt_by_all() -> None:
             steps(model, group.rank, group.rank)
 
     run_ranks(2, body)
+
+
+def test_the_group_cannot_change_within_the_context() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(linear(), process_group=group)
+        with model.join():
+            with pytest.raises(MisuseError, match="within join"):
+                model.update_process_group(group)
+            steps(model, group.rank, 1)
+        model.update_process_group(group)
+
+    run_ranks(2, body)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import syncline.collectives.torch_backend  # noqa: F401 - registers
 from syncline.collectives import TorchGroup
-from syncline.collectives.launch import detect_launch
+from syncline.collectives.startup.launch import detect_launch
 from syncline.ddp import DistributedDataParallel
 from syncline.ddp.process_groups import resolve_group
 

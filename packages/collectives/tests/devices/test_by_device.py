@@ -11,7 +11,7 @@ import torch
 from syncline.collectives import ProcessGroup, ReduceOp, TransportError
 from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
 from syncline.collectives.devices import ByDevice
-from syncline.collectives.host_group import HostGroup
+from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import CHECKS, Check, run_ranks
 from syncline.collectives.testing.played_device import PlayedDevice
 

@@ -9,7 +9,7 @@ from syncline.collectives import ProcessGroup, ReduceOp
 from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
 from syncline.collectives.devices import ByDevice
 from syncline.collectives.devices.cuda import CudaLayer, cuda_layer
-from syncline.collectives.host_group import HostGroup
+from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 
 NUMEL = 1 << 20

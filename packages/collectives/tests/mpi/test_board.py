@@ -13,7 +13,7 @@ import torch
 
 from syncline.collectives.backends.mpi.node.board import NOWHERE, Board, GaveUpError, board_bytes, is_ordered
 from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded
-from syncline.collectives.deadline import Deadline
+from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.testing import run_ranks
 
 pytestmark = [

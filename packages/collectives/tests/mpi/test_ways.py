@@ -24,12 +24,12 @@ from syncline.collectives.backends.mpi.node.single_copy import SingleCopy
 from syncline.collectives.backends.mpi.node.staging import Slots, Staged
 from syncline.collectives.backends.mpi.node.way import FullWay, Way
 from syncline.collectives.backends.mpi.node.windows import Place
-from syncline.collectives.collective import Collective
-from syncline.collectives.deadline import Deadline
-from syncline.collectives.reduce_op import DTYPES_OF, Reduction
-from syncline.collectives.reduction import reduce_in_rank_order
+from syncline.collectives.contract.collective import Collective
+from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.contract.reduce_op import DTYPES_OF, Reduction
+from syncline.collectives.host.reduction import reduce_in_rank_order
+from syncline.collectives.host.transport import PreparedAllReduce
 from syncline.collectives.testing import run_ranks
-from syncline.collectives.transport import PreparedAllReduce
 
 pytestmark = [
     pytest.mark.ranks,

@@ -16,7 +16,7 @@ from syncline.collectives.backends.nccl.failure import Failure
 from syncline.collectives.backends.nccl.process_group import NcclGroup
 from syncline.collectives.backends.nccl.rendezvous import MeetInGroup, MeetInStore
 from syncline.collectives.backends.nccl.watchdog import Watchdog
-from syncline.collectives.deadline import Deadline
+from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.testing.stand_in_accelerator import StandInAccelerator, StandInMoment
 from syncline.collectives.testing.stand_in_group import run_on_stand_ins
 from syncline.collectives.testing.stand_in_nccl import NcclError, StandInNccl

@@ -19,7 +19,6 @@ from syncline.collectives import (
     InvalidArgumentError,
     TransportError,
 )
-from syncline.collectives.backend import ConnectRequest
 from syncline.collectives.backends.nccl import library
 from syncline.collectives.backends.nccl.accelerator import Moment
 from syncline.collectives.backends.nccl.claims import claim, objection
@@ -29,8 +28,9 @@ from syncline.collectives.backends.nccl.flight import gpu_fault
 from syncline.collectives.backends.nccl.process_group import NcclGroup
 from syncline.collectives.backends.nccl.rendezvous import MeetInStore
 from syncline.collectives.backends.nccl.watchdog import Watchdog
-from syncline.collectives.deadline import Deadline
-from syncline.collectives.registry import load_backend
+from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.startup.backend import ConnectRequest
+from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.testing.stand_in_accelerator import StandInAccelerator, StandInLane, StandInMoment
 from syncline.collectives.testing.stand_in_group import run_on_stand_ins
 from syncline.collectives.testing.stand_in_nccl import NcclError, StandInNccl

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.collectives.errors import InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
+from syncline.collectives import InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
 from syncline.collectives.stores import FileStore, meet
 from syncline.collectives.stores.file.lock import LinkLock
 from syncline.collectives.stores.file.log import Log, decode, encode

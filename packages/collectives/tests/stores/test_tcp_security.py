@@ -19,7 +19,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from syncline.collectives.errors import InvalidArgumentError, StoreAuthenticationError, StoreError
+from syncline.collectives import InvalidArgumentError, StoreAuthenticationError, StoreError
 from syncline.collectives.stores import TCPStore, TCPStoreServer, new_secret
 from syncline.collectives.stores.messages import Op, Status, pack, unpack
 from syncline.collectives.stores.tcp.secret import private_key

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.collectives.errors import InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
+from syncline.collectives import InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
 from syncline.collectives.stores import TCPStore, TCPStoreServer, new_secret
 from syncline.collectives.stores.store import LONGEST_STORE_TIMEOUT_S
 from syncline.collectives.stores.tcp.sockets import LONGEST_MESSAGE_BYTES

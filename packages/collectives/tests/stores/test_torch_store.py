@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives.errors import InvalidArgumentError, StoreError, StoreTimeout
+from syncline.collectives import InvalidArgumentError, StoreError, StoreTimeout
 from syncline.collectives.stores import AsTorchStore, FromTorchStore, InMemoryStore, TCPStore, TCPStoreServer, new_secret
 
 

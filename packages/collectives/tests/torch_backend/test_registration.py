@@ -20,7 +20,7 @@ from syncline.collectives import (
     TorchGroup,
     as_process_group,
 )
-from syncline.collectives.launch import detect_launch
+from syncline.collectives.startup.launch import detect_launch
 from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.torch_backend import TorchProcessGroup, monitored_barrier, register, registration, rendezvous
 

@@ -1,6 +1,40 @@
 """Process groups and collectives on torch tensors, over MPI, Gloo or threads."""
 
-from .coalescing import all_gather_coalesced, all_reduce_coalesced, broadcast_coalesced
+from .composed.round_robin import RoundRobinGroup
+from .composed.torch_group import TorchGroup, as_process_group
+from .contract.object_exchange import exchange_objects
+from .contract.process_group import ProcessGroup
+from .contract.reduce_op import ReduceOp, premul_sum
+from .contract.work import Work
+from .default_group.coalescing import all_gather_coalesced, all_reduce_coalesced, broadcast_coalesced
+from .default_group.default_group import (
+    NonMember,
+    destroy_process_group,
+    get_default_group,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+)
+from .default_group.functional import (
+    all_gather,
+    all_gather_into_tensor,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+)
+from .default_group.monitored_barrier import monitored_barrier
+from .default_group.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
+from .default_group.placement import default_device, placement_of
+from .default_group.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from .default_group.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
 from .errors import (
     BackendUnavailableError,
     CollectiveTimeout,
@@ -19,46 +53,8 @@ from .errors import (
     TransportError,
     UnknownBackendError,
 )
-from .functional import (
-    all_gather,
-    all_gather_into_tensor,
-    all_reduce,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    gather,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    scatter,
-)
-from .monitored_barrier import monitored_barrier
-from .objects import (
-    all_gather_object,
-    broadcast_object_list,
-    exchange_objects,
-    gather_object,
-    scatter_object_list,
-)
-from .placement import Placement, default_device, placement_of
-from .point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from .process_group import ProcessGroup
-from .reduce_op import ReduceOp, premul_sum
-from .registry import backend_names
-from .round_robin import RoundRobinGroup
-from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
-from .torch_group import TorchGroup, as_process_group
-from .work import Work
-from .world import (
-    NonMember,
-    destroy_process_group,
-    get_default_group,
-    get_rank,
-    get_world_size,
-    init_process_group,
-    is_initialized,
-)
+from .startup.nodes import Placement
+from .startup.registry import backend_names
 
 __all__ = [
     "BackendUnavailableError",

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.utils import _to_kwargs
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
-from syncline.collectives.untraced import untraced, untraced_itself
+from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
 from syncline.reducer import GradBucket, IterationStatistics, Reducer, verify_same_options
 
 from . import arguments, logging_data
@@ -23,7 +23,7 @@ from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, low
 from .module_state import ModuleState
 from .outputs import look_into
 from .process_groups import default_group, resolve_group
-from .uneven_inputs import UnevenInputs
+from .uneven_inputs import Replica, UnevenInputs
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -156,7 +156,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.forward_sync_buffers = value
 
     # A compiler, in torch.compile(ddp), gets the module; what is around it communicates and cannot be traced.
-    @untraced_itself
+    @disable_dynamo_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Every rank calls it equally often (or within `join`); it may be a collective.
 
@@ -176,7 +176,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._after_forward(origins, pending, will_reduce)
         return outputs
 
-    @untraced
+    @disable_dynamo
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
@@ -191,18 +191,18 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             inputs, kwargs = moved[0], moved_kwargs[0]
         return inputs, kwargs, pending
 
-    @untraced
+    @disable_dynamo
     def _withdraw(self) -> None:
         """A forward has failed, so it has no backward."""
         self._reducer.withdraw()
 
-    @untraced_itself
+    @disable_dynamo_here
     def _origins_of_backwards(self, outputs: object) -> list[torch.Tensor]:
         """All tensors in the outputs; none, if there may be some that are not found."""
         tensors, are_all = look_into(outputs)
         return tensors if are_all else []
 
-    @untraced
+    @disable_dynamo
     def _after_forward(
         self, origins: list[torch.Tensor] | None, pending: list[torch.futures.Future[Any]], will_reduce: bool
     ) -> None:
@@ -246,7 +246,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
         """What a rank without inputs does in place of this module; takes `divide_by_initial_world_size`."""
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        self._uneven_inputs = UnevenInputs(self, divide_by_initial_world_size=divide_by_initial_world_size)
+        replica = Replica(self.module, self._state, self._buffer_sync, self._reducer, self.process_group, self.device)
+        self._uneven_inputs = UnevenInputs(replica, divide_by_initial_world_size=divide_by_initial_world_size)
         return self._uneven_inputs
 
     @property
@@ -284,11 +285,17 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         Raises:
             DisagreementError: as at construction.
+            MisuseError: it is called within `join()`, whose group stays.
         """
+        if self._join is not None:
+            raise MisuseError(
+                "update_process_group within join(): leave the context first, for its ranks are those of the group"
+            )
         group = resolve_group(process_group)
         self._state.verify(group, buffers=self.forward_sync_buffers)
         hook, state = self._reducer.hook
         self._reducer.close()
+        self._uneven_inputs = None  # it holds the reducer that was
         self.process_group = group
         self._is_default_group = process_group is None
         self._reducer = self._make_reducer()

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Variable
 from torch.distributed.utils import _cast_forward_inputs
 
-from syncline.collectives.untraced import untraced, untraced_itself
+from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
 
 from .outputs import tensors_in
 
@@ -51,7 +51,7 @@ class LowPrecision:
         self._is_in_backward = False
 
     # A compiler gets the module, as in DistributedDataParallel.forward.
-    @untraced_itself
+    @disable_dynamo_here
     def __call__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module; its outputs are what it makes of inputs and parameters in that dtype."""
         inputs, kwargs = _cast_forward_inputs(self._dtype, *inputs, **kwargs)
@@ -79,7 +79,7 @@ class LowPrecision:
 
         Variable._execution_engine.queue_callback(_Once(leave))
 
-    @untraced
+    @disable_dynamo
     def _put(self, tensors: Tensors) -> Tensors:
         """Put a tensor in each place; returns those that were there."""
         before = [parameters[name] for parameters, name, _ in self._places]

@@ -8,19 +8,19 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from syncline.collectives.untraced import untraced
+from syncline.collectives.internal import disable_dynamo
 
 # Nothing with a graph is in these.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
 
-@untraced
+@disable_dynamo
 def tensors_in(outputs: object) -> list[torch.Tensor]:
     """The tensors in lists, tuples, sets, mappings and dataclasses, however deep."""
     return look_into(outputs)[0]
 
 
-@untraced
+@disable_dynamo
 def look_into(outputs: object) -> tuple[list[torch.Tensor], bool]:
     """The same, and whether these are all: nobody knows what is in other objects, numbers and text apart."""
     if type(outputs) is torch.Tensor and not outputs.__dict__:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
-from syncline.collectives.untraced import untraced
+from syncline.collectives.internal import disable_dynamo
 
 from .batch_normalization import BatchNormalization
 from .batch_statistics import BatchStatistics, gather_statistics, statistics_of
@@ -135,7 +135,7 @@ class SyncBatchNorm(_BatchNorm):
             return None
         return resolve_group(self.process_group)
 
-    @untraced  # a compiler cannot look into a collective
+    @disable_dynamo  # a compiler cannot look into a collective
     def _normalize_together(self, inputs: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         self._check_input_dim(inputs)
         if not self._is_compared:

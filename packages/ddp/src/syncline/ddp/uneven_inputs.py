@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
-from syncline.collectives import MisuseError, ReduceOp
+from syncline.collectives import MisuseError, ProcessGroup, ReduceOp
+from syncline.reducer import Reducer
 
+from .buffers import Buffers
 from .join import JoinHook
+from .module_state import ModuleState
 from .sync_batch_norm import SyncBatchNorm
 
-if TYPE_CHECKING:
-    from .distributed_data_parallel import DistributedDataParallel
+
+@dataclass(frozen=True)
+class Replica:
+    """The parts of one DistributedDataParallel that communicate in an iteration.
+
+    Attributes:
+        module: the wrapped module.
+        state: its parameters and buffers.
+        buffers: when buffers are synchronised.
+        reducer: averages the gradients.
+        process_group: the ranks.
+        device: that of the parameters.
+    """
+
+    module: torch.nn.Module
+    state: ModuleState
+    buffers: Buffers
+    reducer: Reducer
+    process_group: ProcessGroup
+    device: torch.device
 
 
 class UnevenInputs(JoinHook):
@@ -27,30 +48,30 @@ class UnevenInputs(JoinHook):
     Buffers come from the last rank that has inputs. A hook that reduces gradients is called on all ranks.
 
     Args:
-        ddp: the wrapped module.
+        replica: what communicates.
         divide_by_initial_world_size: divide gradients by the number of all ranks, or of those that have inputs.
 
     Raises:
         MisuseError: the module communicates in ways that a rank without inputs cannot take part in.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
-        if ddp._buffer_sync.hook is not None:
+    def __init__(self, replica: Replica, *, divide_by_initial_world_size: bool) -> None:
+        if replica.buffers.hook is not None:
             raise MisuseError(
                 "join() cannot say what a buffer hook shall do on a rank that has no inputs: do without the hook, or "
                 "synchronise buffers in the loop"
             )
-        if ddp._reducer.hook[0] is not None and not divide_by_initial_world_size:
+        if replica.reducer.hook[0] is not None and not divide_by_initial_world_size:
             raise MisuseError(
                 "divide_by_initial_world_size=False means nothing to a communication hook, which divides as it likes: leave "
                 "it out, or do without the hook"
             )
-        if any(isinstance(part, (SyncBatchNorm, torch.nn.SyncBatchNorm)) for part in ddp.module.modules()):
+        if any(isinstance(part, (SyncBatchNorm, torch.nn.SyncBatchNorm)) for part in replica.module.modules()):
             raise MisuseError(
                 "join() cannot run the forward of SyncBatchNorm on a rank that has no inputs: use the module without "
                 "converting it, or give that rank empty batches instead of join()"
             )
-        self._ddp = ddp
+        self._replica = replica
         self._divides_by_all = divide_by_initial_world_size
 
     def before_forward(self, present: Sequence[int], *, will_reduce: bool) -> int:
@@ -63,7 +84,7 @@ class UnevenInputs(JoinHook):
         Returns:
             The rank whose buffers all shall have.
         """
-        self._announce(will_reduce=will_reduce, sends_buffers=self._ddp._buffer_sync.are_due)
+        self._announce(will_reduce=will_reduce, sends_buffers=self._replica.buffers.are_due)
         if will_reduce:
             self._adjust(present)
         return present[-1]
@@ -71,27 +92,26 @@ class UnevenInputs(JoinHook):
     def main_hook(self, present: Sequence[int]) -> None:
         """Called by a rank without inputs, for each forward of the others."""
         will_reduce, sends_buffers = self._announce(will_reduce=False, sends_buffers=False)
-        buffers = self._ddp._buffer_sync
+        buffers = self._replica.buffers
         if sends_buffers:
-            buffers.broadcast(self._ddp.process_group, present[-1])
+            buffers.broadcast(self._replica.process_group, present[-1])
         buffers.are_stale = will_reduce
         if will_reduce:
             self._adjust(present)
-            self._ddp._reducer.sit_out()
+            self._replica.reducer.sit_out()
 
     def post_hook(self, last_rank: int) -> None:
         """Give all ranks the parameters, and buffers if forwards broadcast them, of a rank that was last."""
-        self._ddp._state.broadcast(self._ddp.process_group, last_rank, buffers=self._ddp.forward_sync_buffers)
+        self._replica.state.broadcast(self._replica.process_group, last_rank, buffers=self._replica.buffers.enabled)
 
     def leave(self) -> None:
         """Divide as ever."""
-        self._ddp._reducer.divide_by(None)
-        self._ddp._uneven_inputs = None
+        self._replica.reducer.divide_by(None)
 
     def _announce(self, *, will_reduce: bool, sends_buffers: bool) -> tuple[bool, bool]:
         """Tell the ranks without inputs what is going to be communicated. A collective."""
-        group = self._ddp.process_group
-        device = torch.device("cpu") if "cpu" in group.device_types else self._ddp.device
+        group = self._replica.process_group
+        device = torch.device("cpu") if "cpu" in group.device_types else self._replica.device
         plans = torch.tensor([will_reduce, sends_buffers], dtype=torch.uint8, device=device)
         group.all_reduce(plans, ReduceOp.MAX)
         first, second = plans.tolist()
@@ -99,7 +119,7 @@ class UnevenInputs(JoinHook):
 
     def _adjust(self, present: Sequence[int]) -> None:
         """To the number of ranks that have inputs; the same on all ranks."""
-        group, reducer = self._ddp.process_group, self._ddp._reducer
+        group, reducer = self._replica.process_group, self._replica.reducer
         if len(present) < group.size and reducer.needs_everyone:
             raise MisuseError(
                 f"static_graph=True on {group.place()}: in the first backward all ranks learn the graph, but only "

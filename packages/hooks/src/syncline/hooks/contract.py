@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import MisuseError, ProcessGroup
-from syncline.collectives.torch_group import as_process_group
+from syncline.collectives import MisuseError, ProcessGroup, as_process_group
 
 if TYPE_CHECKING:
     TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]

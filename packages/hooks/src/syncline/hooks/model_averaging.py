@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp
-from syncline.collectives.torch_group import TorchGroup, as_process_group
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp, TorchGroup, as_process_group
 
 
 class ModelAverager(ABC):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from syncline.collectives import MisuseError, ProcessGroup, ReduceOp, TorchGroup, premul_sum
-from syncline.collectives.reduce_op import Reduction
+from syncline.collectives.internal import Reduction
 
 from .flight import AnyBucket, CollectiveFlight, Flight, HookFlight, LateFlight, NamingParameters
 from .grad_bucket import GradBucket

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from syncline.collectives import CollectiveTimeout, ProcessGroup, Work
-from syncline.collectives.reduce_op import Reduction
+from syncline.collectives.internal import Reduction
 
 from . import complaints
 from .bucket import Bucket

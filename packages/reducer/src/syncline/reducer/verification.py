@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
-from syncline.collectives.objects import all_gather_bytes
+from syncline.collectives.internal import all_gather_bytes
 
 Description = dict[str, list[object]]
 

@@ -1,1 +1,7 @@
-"""The backends that come with syncline-collectives. Nothing imports them but the registry, by name."""
+"""The backends that come with syncline-collectives, and what the author of another one needs."""
+
+from ..host.host_group import HostGroup
+from ..host.transport import Request, Transport
+from ..startup.backend import Backend, ConnectRequest
+
+__all__ = ["Backend", "ConnectRequest", "HostGroup", "Request", "Transport"]

@@ -10,18 +10,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..backend import Backend, ConnectRequest
-from ..collective import Collective
-from ..deadline import Deadline
+from ..composed.torch_group import TorchGroup
+from ..contract.collective import Collective
+from ..contract.deadline import Deadline
+from ..contract.reduce_op import HALVES, Reduction
+from ..contract.work import Work
 from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, TransportError
-from ..host_group import HostGroup
-from ..reduce_op import HALVES, Reduction
-from ..registry import load_backend
-from ..rendezvous import store_at, tcp_store_of_rank_0
+from ..host.host_group import HostGroup
+from ..host.transport import Request, Transport
+from ..startup.backend import Backend, ConnectRequest
+from ..startup.registry import load_backend
+from ..startup.rendezvous import store_at, tcp_store_of_rank_0
 from ..stores import AsTorchStore, Store
-from ..torch_group import TorchGroup
-from ..transport import Request, Transport
-from ..work import Work
 
 # The store may outlive a group (torchrun's does), so every connection writes under a number of its own; all ranks connect
 # equally often.

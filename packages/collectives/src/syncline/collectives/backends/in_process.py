@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ..backend import Backend, ConnectRequest
-from ..collective import Collective, different_calls
-from ..deadline import Deadline
+from ..contract.collective import Collective, different_calls
+from ..contract.deadline import Deadline
+from ..contract.reduce_op import Reduction
 from ..errors import DisagreementError, InvalidArgumentError, LaunchError, TransportError
-from ..host_group import HostGroup
-from ..reduce_op import Reduction
-from ..reduction import reduce_in_rank_order
-from ..transport import Request, Transport
+from ..host.host_group import HostGroup
+from ..host.reduction import reduce_in_rank_order
+from ..host.transport import Request, Transport
+from ..startup.backend import Backend, ConnectRequest
 
 
 class MeetingPoint:

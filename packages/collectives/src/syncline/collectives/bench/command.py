@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import torch
 
+from ..contract.process_group import ProcessGroup
+from ..contract.reduce_op import DTYPES_OF, ReduceOp
+from ..default_group.default_group import destroy_process_group, init_process_group
+from ..default_group.placement import default_device, placement_of
 from ..errors import InvalidArgumentError
-from ..placement import default_device, placement_of
-from ..process_group import ProcessGroup
-from ..reduce_op import DTYPES_OF, ReduceOp
-from ..world import destroy_process_group, init_process_group
 from .kinds import CPU, KINDS
 from .measure import Case, measure
 from .plot import require_matplotlib, save_plot

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..backend import ConnectRequest
+from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError
-from ..launch import detect_launch
-from ..process_group import ProcessGroup
-from ..registry import backend_names, load_backend
+from ..startup.backend import ConnectRequest
+from ..startup.launch import detect_launch
+from ..startup.registry import backend_names, load_backend
 from .kinds import ROOT, Allocate, Buffers
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def _mpi_world(control: ProcessGroup) -> MPI.Intracomm:
 
 
 def _torch_gloo(control: ProcessGroup) -> Any:
-    from ..rendezvous import tcp_store_of_rank_0
+    from ..startup.rendezvous import tcp_store_of_rank_0
 
     store = tcp_store_of_rank_0(control, control.timeout_s)
     prefixed = dist.PrefixStore("syncline/bench/torch-gloo", store)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..collective import Collective
-from ..deadline import Deadline
-from ..reduce_op import Reduction
-from ..transport import PreparedAllReduce, Request, Transport
-from .layer import DeviceLayer
+from ..contract.collective import Collective
+from ..contract.deadline import Deadline
+from ..contract.reduce_op import Reduction
+from ..host.device_runtime import DeviceLayer
+from ..host.transport import PreparedAllReduce, Request, Transport
 from .staged_transport import StagedTransport
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from .layer import DeviceLayer, StreamOrder
+from ..host.device_runtime import DeviceLayer, StreamOrder
 
 
 class CudaLayer(DeviceLayer):

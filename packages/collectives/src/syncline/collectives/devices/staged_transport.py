@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from ..collective import Collective
-from ..deadline import Deadline
-from ..reduce_op import Reduction
-from ..transport import Request, Transport
-from .layer import DeviceLayer
+from ..contract.collective import Collective
+from ..contract.deadline import Deadline
+from ..contract.reduce_op import Reduction
+from ..host.device_runtime import DeviceLayer
+from ..host.transport import Request, Transport
 
 
 class StagedTransport(Transport):

@@ -8,14 +8,14 @@ import re
 
 import torch
 
+from ..contract.object_exchange import exchange_objects
+from ..contract.process_group import ProcessGroup
+from ..default_group.default_group import destroy_process_group, init_process_group
 from ..devices.cuda_awareness import try_cuda_awareness
 from ..errors import SynclineError
-from ..launch import detect_launch
-from ..objects import exchange_objects
-from ..process_group import ProcessGroup
-from ..registry import what_is_missing
-from ..site import BackendChoice, choose_backend, load_site
-from ..world import destroy_process_group, init_process_group
+from ..startup.launch import detect_launch
+from ..startup.registry import what_is_missing
+from ..startup.settings import BackendChoice, choose_backend, load_site
 from .diagnosis import diagnose
 from .finding import exit_status, in_text
 from .observation import Observation, observe

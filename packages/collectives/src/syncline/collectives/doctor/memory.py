@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..backends.mpi.node.memory_limit import room_for_each
-from ..placement import place
+from ..startup.nodes import place
 from .finding import Finding, Status, ok, worst
 from .observation import Observation
 

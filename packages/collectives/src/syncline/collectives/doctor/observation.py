@@ -15,8 +15,8 @@ import torch
 
 from ..backends.mpi.node.memory_limit import Limit, memory_limits
 from ..errors import LaunchError
-from ..launch import detect_launch
-from ..placement import HostIdentity, host_identity
+from ..startup.launch import detect_launch
+from ..startup.nodes import HostIdentity, host_identity
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -9,10 +9,10 @@ from datetime import timedelta
 
 import torch
 
-from ..deadline import Deadline
+from ..contract.deadline import Deadline
+from ..contract.process_group import ProcessGroup
+from ..contract.work import Work
 from ..errors import InvalidArgumentError, StoreError
-from ..process_group import ProcessGroup
-from ..work import Work
 from .messages import Op, Status, pack, pack_seconds, unpack
 from .polling import poll
 from .served_store import ServedStore

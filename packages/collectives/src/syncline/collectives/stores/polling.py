@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 
-from ..deadline import Deadline
+from ..contract.deadline import Deadline
 
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.05

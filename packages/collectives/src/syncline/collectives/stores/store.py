@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-from ..deadline import seconds
+from ..contract.deadline import seconds
 from ..errors import InvalidArgumentError, StoreTimeout
 
 DEFAULT_STORE_TIMEOUT_S = 300.0

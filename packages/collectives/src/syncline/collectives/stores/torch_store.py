@@ -34,7 +34,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from ..deadline import Deadline
+from ..contract.deadline import Deadline
 from ..errors import InvalidArgumentError, StoreError, StoreTimeout
 from .polling import poll
 from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, never_came

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..deadline import Deadline
+from ..contract.deadline import Deadline
 
 if TYPE_CHECKING:
     from mpi4py import MPI

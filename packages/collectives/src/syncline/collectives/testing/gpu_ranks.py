@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from ..backends.nccl.claims import HOST_ID_VARIABLE
-from ..process_group import ProcessGroup
-from ..world import init_process_group
+from ..contract.process_group import ProcessGroup
+from ..default_group.default_group import init_process_group
 
 
 def choose_gpu(rank: int, size: int) -> torch.device:

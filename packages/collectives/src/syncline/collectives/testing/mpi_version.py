@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidArgumentError
-from ..launch import detect_launch
+from ..startup.launch import detect_launch
 
 if TYPE_CHECKING:
     import pytest

@@ -22,11 +22,11 @@ from collections.abc import Generator
 
 import pytest
 
-from ..backend import ConnectRequest
-from ..launch import Launch, detect_launch
-from ..process_group import ProcessGroup
-from ..registry import load_backend
-from ..world import destroy_process_group, init_process_group
+from ..contract.process_group import ProcessGroup
+from ..default_group.default_group import destroy_process_group, init_process_group
+from ..startup.backend import ConnectRequest
+from ..startup.launch import Launch, detect_launch
+from ..startup.registry import load_backend
 from .verdicts import RankPlugin
 
 _RANK_PLUGIN = "syncline-ranks"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from ..backends.in_process import create_groups
-from ..deadline import Deadline
-from ..process_group import ProcessGroup
+from ..contract.deadline import Deadline
+from ..contract.process_group import ProcessGroup
 
 T = TypeVar("T")
 

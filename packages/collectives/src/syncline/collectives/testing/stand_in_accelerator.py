@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..backends.nccl.accelerator import Accelerator, Lane, Moment
-from ..work import TensorsFuture
+from ..contract.work import TensorsFuture
 
 
 class StandInMoment(Moment):

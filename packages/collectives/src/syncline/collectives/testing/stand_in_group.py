@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ..backends.nccl.connector import Connector
 from ..backends.nccl.process_group import NcclGroup
 from ..backends.nccl.rendezvous import MeetInGroup, MeetInStore
-from ..process_group import ProcessGroup
+from ..contract.process_group import ProcessGroup
 from .ranks import run_ranks
 from .stand_in_accelerator import StandInAccelerator
 from .stand_in_nccl import StandInNccl

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..deadline import DEFAULT_TIMEOUT_S
-from ..process_group import ProcessGroup
-from ..reduce_op import PremulSum, ReduceOp, Reduction
-from ..torch_work import TorchWork
-from ..work import FinishedWork, Work
+from ..composed.torch_work import TorchWork
+from ..contract.deadline import DEFAULT_TIMEOUT_S
+from ..contract.process_group import ProcessGroup
+from ..contract.reduce_op import PremulSum, ReduceOp, Reduction
+from ..contract.work import FinishedWork, Work
 
 # torch 2.13 calls them so, and warns of the old names.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -11,8 +11,8 @@ from typing import NoReturn, TextIO, TypeVar
 import pytest
 from _pytest.terminal import TerminalReporter  # pytest exports it since 9 only
 
-from ..deadline import Deadline
-from ..process_group import ProcessGroup
+from ..contract.deadline import Deadline
+from ..contract.process_group import ProcessGroup
 from .agreement import Agreement
 from .watchdog import Watchdog
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..coalescing import all_gather_coalesced, all_reduce_coalesced
-from ..deadline import seconds
+from ..contract.deadline import seconds
+from ..contract.process_group import ProcessGroup
+from ..contract.work import FinishedWork, Work
+from ..default_group.coalescing import all_gather_coalesced, all_reduce_coalesced
+from ..default_group.monitored_barrier import monitored_barrier
 from ..errors import MisuseError
-from ..monitored_barrier import monitored_barrier
-from ..process_group import ProcessGroup
-from ..untraced import untraced
-from ..work import FinishedWork, Work
-from .backend_face import BackendFace, UnservedDeviceError
+from ..torch_private import disable_dynamo
+from .backend_shim import TorchBackendShim, UnservedDeviceError
 from .options import listed, only, reduction_of, root_of, time_limit_s
-from .works import SeveralWorks, TorchSideWork, profiled
+from .works import CoalescedWork, TorchSideWork, profiled
 
 Issue = Callable[[bool], Work]
 
@@ -60,7 +60,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # ---- one tensor on each rank ----
 
-    @untraced
+    @disable_dynamo
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> dist.Work:
         """Combine the tensors of all ranks, in place."""
         reduction = reduction_of(opts if op is None else op)
@@ -70,13 +70,13 @@ class TorchProcessGroup(dist.ProcessGroup):
         group, tensor = self.syncline_group, mine[0]
         return self._issue("all_reduce", lambda is_async: group.all_reduce(tensor, reduction, async_op=is_async), opts, timeout)
 
-    @untraced
+    @disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
         """Combine many tensors, in one collective for each dtype."""
         mine, reduction = list(tensors), reduction_of(opts)
         return self._issue("all_reduce_coalesced", lambda _: self._reduced_together(mine, reduction), opts)
 
-    @untraced
+    @disable_dynamo
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
     ) -> dist.Work:
@@ -85,7 +85,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         source = root_of(opts) if root is None else root
         return self._issue("broadcast", lambda is_async: group.broadcast(tensor, source, async_op=is_async), opts, timeout)
 
-    @untraced
+    @disable_dynamo
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, *, root: int | None = None
     ) -> dist.Work:
@@ -97,7 +97,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # ---- one tensor on one side, one for each rank on the other ----
 
-    @untraced
+    @disable_dynamo
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
@@ -106,7 +106,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         outputs = _rows(output_tensors)
         return self._issue("all_gather", lambda is_async: group.all_gather(outputs, tensor, async_op=is_async), opts, timeout)
 
-    @untraced
+    @disable_dynamo
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Give every rank the tensors of all ranks, in one tensor; the input may be a part of it."""
         group = self.syncline_group
@@ -114,7 +114,7 @@ class TorchProcessGroup(dist.ProcessGroup):
             "_all_gather_base", lambda is_async: group.all_gather_into_tensor(output, input, async_op=is_async), opts
         )
 
-    @untraced
+    @disable_dynamo
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[torch.Tensor]], input_list: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -125,7 +125,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
         return self._issue("all_gather_coalesced", issue, opts)
 
-    @untraced
+    @disable_dynamo
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -133,11 +133,11 @@ class TorchProcessGroup(dist.ProcessGroup):
         group, pairs = self.syncline_group, list(zip(outputs, inputs, strict=True))
 
         def issue(_: bool) -> Work:
-            return SeveralWorks([group.all_gather_into_tensor(into, tensor, async_op=True) for into, tensor in pairs])
+            return CoalescedWork([group.all_gather_into_tensor(into, tensor, async_op=True) for into, tensor in pairs])
 
         return self._issue("all_gather_into_tensor_coalesced", issue, opts)
 
-    @untraced
+    @disable_dynamo
     def gather(
         self,
         output_tensors: Any,
@@ -153,7 +153,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         outputs = _rows(output_tensors) if group.rank == target else None
         return self._issue("gather", lambda is_async: group.gather(tensor, outputs, target, async_op=is_async), opts, timeout)
 
-    @untraced
+    @disable_dynamo
     def scatter(
         self,
         output_tensors: Any,
@@ -169,7 +169,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         inputs = _rows(input_tensors) if group.rank == source else None
         return self._issue("scatter", lambda is_async: group.scatter(tensor, inputs, source, async_op=is_async), opts, timeout)
 
-    @untraced
+    @disable_dynamo
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> dist.Work:
@@ -183,7 +183,7 @@ class TorchProcessGroup(dist.ProcessGroup):
             timeout,
         )
 
-    @untraced
+    @disable_dynamo
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Combine the tensors of all ranks and give rank r the r-th part of the result."""
         group, reduction = self.syncline_group, reduction_of(opts)
@@ -193,7 +193,7 @@ class TorchProcessGroup(dist.ProcessGroup):
             opts,
         )
 
-    @untraced
+    @disable_dynamo
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -201,13 +201,15 @@ class TorchProcessGroup(dist.ProcessGroup):
         group, reduction, pairs = self.syncline_group, reduction_of(opts), list(zip(outputs, inputs, strict=True))
 
         def issue(_: bool) -> Work:
-            return SeveralWorks([group.reduce_scatter_tensor(into, tensor, reduction, async_op=True) for into, tensor in pairs])
+            return CoalescedWork(
+                [group.reduce_scatter_tensor(into, tensor, reduction, async_op=True) for into, tensor in pairs]
+            )
 
         return self._issue("reduce_scatter_tensor_coalesced", issue, opts)
 
     # ---- one tensor for each rank on both sides ----
 
-    @untraced
+    @disable_dynamo
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -226,7 +228,7 @@ class TorchProcessGroup(dist.ProcessGroup):
             timeout,
         )
 
-    @untraced
+    @disable_dynamo
     def alltoall(
         self,
         output_tensors: Sequence[torch.Tensor],
@@ -242,19 +244,19 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # ---- two ranks ----
 
-    @untraced
+    @disable_dynamo
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """Begin to send a tensor to one rank."""
         group, tensor = self.syncline_group, only(tensors, "tensor")
         return self._issue("send", lambda _: group.send(tensor, dst, tag, async_op=True))
 
-    @untraced
+    @disable_dynamo
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from one rank."""
         group, tensor = self.syncline_group, only(tensors, "tensor")
         return self._issue("recv", lambda _: group.recv(tensor, src, tag, async_op=True))
 
-    @untraced
+    @disable_dynamo
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from any rank; the work's `source_rank` says from which."""
         group, tensor = self.syncline_group, only(tensors, "tensor")
@@ -262,7 +264,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # ---- no tensor ----
 
-    @untraced
+    @disable_dynamo
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Return on any rank only after all ranks have called it."""
         group = self.syncline_group
@@ -284,7 +286,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         works, self._coalesced = self._coalesced, None
         if works is None:
             raise MisuseError(f"coalescing on {self.syncline_group.place()} ends, but was not started")
-        return TorchSideWork(SeveralWorks(works))
+        return TorchSideWork(CoalescedWork(works))
 
     # ---- other groups ----
 
@@ -310,29 +312,29 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # ---- what torch asks a group ----
 
-    @untraced
+    @disable_dynamo
     def name(self) -> str:
         """The name under which the backend is registered."""
         return self._backend_name
 
     getBackendName = _get_backend_name = name  # noqa: N815 - the name that C++ looks for
 
-    @untraced
+    @disable_dynamo
     def getGroupName(self) -> str:  # noqa: N802 - the name that C++ looks for
         """Torch's name for this group, unique among the groups of a job."""
         return self._group_name
 
-    @untraced
+    @disable_dynamo
     def setGroupName(self, name: str) -> None:  # noqa: N802 - the name that C++ looks for
         """Torch's name for this group."""
         self._group_name = name
 
-    @untraced
+    @disable_dynamo
     def getGroupDesc(self) -> str:  # noqa: N802 - the name that C++ looks for
         """What its maker said of it."""
         return self._group_description
 
-    @untraced
+    @disable_dynamo
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - the name that C++ looks for
         """What its maker says of it."""
         self._group_description = desc
@@ -346,12 +348,12 @@ class TorchProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in sorted(self.syncline_group.device_types)]
 
-    def _get_backend(self, device: torch.device | str) -> BackendFace:
+    def _get_backend(self, device: torch.device | str) -> TorchBackendShim:
         kind = torch.device(device).type
         if kind not in self.syncline_group.device_types:
             served = ", ".join(sorted(self.syncline_group.device_types))
             raise UnservedDeviceError(f"backend '{self._backend_name}' serves tensors on {served}, not on {kind}")
-        return BackendFace(self)
+        return TorchBackendShim(self)
 
     def get_group_store(self) -> dist.Store:
         """Where the ranks of this group may meet."""

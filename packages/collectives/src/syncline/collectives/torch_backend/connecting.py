@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..backend import ConnectRequest
+from ..contract.process_group import ProcessGroup
 from ..errors import BackendUnavailableError, InvalidArgumentError, LaunchError, UnknownBackendError
-from ..launch import detect_launch
-from ..process_group import ProcessGroup
-from ..registry import load_backend
-from ..site import choose_backend, load_site
+from ..startup.backend import ConnectRequest
+from ..startup.launch import detect_launch
+from ..startup.registry import load_backend
+from ..startup.settings import choose_backend, load_site
 from .adapter import TorchProcessGroup
 
 logger = logging.getLogger("syncline.collectives")

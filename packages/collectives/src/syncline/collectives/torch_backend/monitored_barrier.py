@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..monitored_barrier import monitored_barrier as ours
-from ..torch_group import as_process_group
+from ..composed.torch_group import as_process_group
+from ..default_group.monitored_barrier import monitored_barrier as ours
 
 
 def monitored_barrier(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..contract.reduce_op import ReduceOp, Reduction, premul_sum
 from ..errors import InvalidArgumentError
-from ..reduce_op import ReduceOp, Reduction, premul_sum
 
 _OURS: dict[Any, Reduction] = {
     dist.ReduceOp.SUM: ReduceOp.SUM,

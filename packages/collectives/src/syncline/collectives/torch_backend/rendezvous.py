@@ -11,11 +11,11 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
-from ..backend import ConnectRequest
-from ..deadline import DEFAULT_TIMEOUT_S, seconds
+from ..contract.deadline import DEFAULT_TIMEOUT_S, seconds
 from ..errors import InvalidArgumentError, LaunchError
-from ..launch import Launch, detect_launch
-from ..registry import load_backend
+from ..startup.backend import ConnectRequest
+from ..startup.launch import Launch, detect_launch
+from ..startup.registry import load_backend
 from ..stores import AsTorchStore
 from ..stores.over_group import GroupStore
 

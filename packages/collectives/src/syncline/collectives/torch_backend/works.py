@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..contract.work import TensorsFuture, Work
 from ..errors import InvalidArgumentError
-from ..untraced import untraced
-from ..work import TensorsFuture, Work
+from ..torch_private import disable_dynamo
 from .options import time_limit_s
 
 
@@ -30,7 +30,7 @@ class TorchSideWork(dist.Work):
         self.ours = ours
         self._timeout_s = timeout_s
 
-    @untraced
+    @disable_dynamo
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the collective has finished; on CUDA, order the current stream after it instead."""
         limit_s = time_limit_s(timeout)
@@ -73,13 +73,13 @@ class TorchSideWork(dist.Work):
 
     _source_rank = source_rank
 
-    @untraced
+    @disable_dynamo
     def get_future(self) -> TensorsFuture:
         """A future of the output tensors."""
         return self.ours.get_future()
 
 
-class SeveralWorks(Work):
+class CoalescedWork(Work):
     """What was issued between the start and the end of coalescing, as one work."""
 
     def __init__(self, works: list[Work]) -> None:

@@ -8,14 +8,14 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ...backend import Backend, ConnectRequest
 from ...devices import ByDevice, DeviceLayer
 from ...devices.cuda import cuda_layer
 from ...devices.cuda_awareness import CudaAwareness, try_cuda_awareness
 from ...errors import BackendUnavailableError, LaunchError
-from ...host_group import HostGroup
-from ...launch import detect_launch
-from ...transport import Transport
+from ...host.host_group import HostGroup
+from ...host.transport import Transport
+from ...startup.backend import Backend, ConnectRequest
+from ...startup.launch import detect_launch
 
 if TYPE_CHECKING:
     from .leaving import Goodbye

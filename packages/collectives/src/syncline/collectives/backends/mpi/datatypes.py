@@ -7,8 +7,8 @@ import functools
 import torch
 from mpi4py import MPI
 
-from ...reduce_op import ReduceOp, Reduction
-from ...reduction import core_op
+from ...contract.reduce_op import ReduceOp, Reduction
+from ...host.reduction import core_op
 
 # The types that MPI itself can reduce. float16, bfloat16 and float8 are not among them: no MPI type is portable for them,
 # and none may travel as an integer into a reduction. See `MPITransport`, which moves them as bytes and adds in float32.

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-from ...collective import Collective, different_calls
-from ...deadline import Deadline
+from ...contract.collective import Collective, different_calls
+from ...contract.deadline import Deadline
 from ...errors import DisagreementError
 from .inquest import Inquest
 from .library import mapped, mpi_errors

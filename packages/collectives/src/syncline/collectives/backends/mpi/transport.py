@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from ...collective import Collective
-from ...deadline import Deadline
-from ...reduce_op import PremulSum, ReduceOp, Reduction
-from ...reduction import divide, reduce_in_rank_order
-from ...transport import Request, Transport
+from ...contract.collective import Collective
+from ...contract.deadline import Deadline
+from ...contract.reduce_op import PremulSum, ReduceOp, Reduction
+from ...host.reduction import divide, reduce_in_rank_order
+from ...host.transport import Request, Transport
 from .datatypes import memory, mpi_reduction
 from .inquest import Inquest
 from .library import library_name, mapped, mpi_errors

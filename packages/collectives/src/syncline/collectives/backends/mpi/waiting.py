@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
-from ...deadline import Deadline
+from ...contract.deadline import Deadline
 from . import yielding
 
 # Testing costs about 0.3 us; a small collective between ranks of a node is over after a few of them.

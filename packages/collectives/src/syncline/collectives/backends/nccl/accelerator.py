@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ...work import TensorsFuture
+from ...contract.work import TensorsFuture
 
 
 class Moment(ABC):

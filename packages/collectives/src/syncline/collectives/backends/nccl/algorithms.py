@@ -12,9 +12,9 @@ from typing import TypeAlias
 
 import torch
 
-from ...layout import flat, in_plain_order
-from ...reduce_op import Reduction
-from ...reduction import reduce_in_rank_order
+from ...contract.layout import flat, in_plain_order
+from ...contract.reduce_op import Reduction
+from ...host.reduction import reduce_in_rank_order
 from .communicator import Communicator
 from .datatypes import NativeReduction, as_reduced
 

@@ -6,10 +6,10 @@ import itertools
 
 import torch.distributed as dist
 
-from ...backend import Backend, ConnectRequest
+from ...contract.process_group import ProcessGroup
 from ...errors import BackendUnavailableError
-from ...process_group import ProcessGroup
-from ...registry import load_backend
+from ...startup.backend import Backend, ConnectRequest
+from ...startup.registry import load_backend
 from ..gloo import rendezvous as meet_in_store
 from . import library
 from .connector import Connector

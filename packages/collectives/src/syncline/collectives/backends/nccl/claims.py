@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from ...placement import host_identity
+from ...startup.nodes import host_identity
 from .rendezvous import Words
 
 #: Set to a text of its own on each rank, it lets several ranks share one GPU: NCCL takes them for ranks of different hosts,

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from ...collective import Collective
-from ...deadline import Deadline
+from ...contract.collective import Collective
+from ...contract.deadline import Deadline
 from ...errors import InvalidArgumentError, MisuseError, TransportError
 from .attempt import Attempt
 from .communicator import Communicator

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...deadline import Deadline
+from ...contract.deadline import Deadline
 from ...errors import CollectiveTimeout, DisagreementError
 from .accelerator import Accelerator, Lane
 from .attempt import Attempt

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ...work import TensorsFuture
+from ...contract.work import TensorsFuture
 from .accelerator import Accelerator, Lane, Moment
 from .streams import StreamPool
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...layout import bytes_of
-from ...reduce_op import BOOL, COMPLEX, FLOATS, INTEGERS, PremulSum, ReduceOp, Reduction
+from ...contract.layout import bytes_of
+from ...contract.reduce_op import BOOL, COMPLEX, FLOATS, INTEGERS, PremulSum, ReduceOp, Reduction
 
 # The values of ncclDataType_t; a test compares them with CuPy's constants.
 NCCL_TYPES: dict[torch.dtype, int] = {

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import torch
 
-from ...collective import Collective
-from ...deadline import Deadline
+from ...contract.collective import Collective
+from ...contract.deadline import Deadline
+from ...contract.layout import untracked
 from ...errors import GroupClosedError, InvalidArgumentError, MisuseError, SynclineError, TransportError
-from ...layout import untracked
 from .accelerator import Moment
 from .algorithms import Body
 from .batch import Batch

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from ...collective import Collective
-from ...deadline import Deadline
+from ...contract.collective import Collective
+from ...contract.deadline import Deadline
 from ...errors import TransportError
 from .accelerator import Moment
 from .failure import Failure

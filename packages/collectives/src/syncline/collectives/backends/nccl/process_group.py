@@ -11,14 +11,14 @@ from functools import partial
 
 import torch
 
-from ...collective import Collective
-from ...deadline import Deadline
+from ...contract.collective import Collective
+from ...contract.deadline import Deadline
+from ...contract.layout import flat, in_plain_order
+from ...contract.process_group import ProcessGroup
+from ...contract.reduce_op import Reduction
+from ...contract.work import Work
 from ...errors import InvalidArgumentError
-from ...host_group import members_of
-from ...layout import flat, in_plain_order
-from ...process_group import ProcessGroup
-from ...reduce_op import Reduction
-from ...work import Work
+from ...host.host_group import members_of
 from . import algorithms
 from .algorithms import Body
 from .communicator import Communicator

@@ -13,9 +13,9 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from ...deadline import Deadline
+from ...contract.deadline import Deadline
+from ...contract.process_group import ProcessGroup
 from ...errors import DisagreementError, TransportError
-from ...process_group import ProcessGroup
 
 Words: TypeAlias = dict[str, Any]
 # The messages of an agreement; `monitored_barrier` has a tag above these.

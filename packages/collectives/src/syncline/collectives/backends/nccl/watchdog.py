@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
 
-from ...deadline import Deadline
+from ...contract.deadline import Deadline
 from ...errors import CollectiveTimeout, SynclineError, TransportError
 from .attempt import Attempt
 from .failure import Failure

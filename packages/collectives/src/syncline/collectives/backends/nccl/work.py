@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import torch
 
-from ...deadline import Deadline, seconds
+from ...contract.deadline import Deadline, seconds
+from ...contract.work import TensorsFuture, Work
 from ...errors import CollectiveTimeout, MisuseError
-from ...work import TensorsFuture, Work
 from .accelerator import Accelerator, Lane, Moment
 from .batch import Batch
 from .failure import Failure

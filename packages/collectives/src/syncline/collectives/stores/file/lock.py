@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...deadline import Deadline
+from ...contract.deadline import Deadline
 from ...errors import StoreTimeout
 from ..polling import poll
 

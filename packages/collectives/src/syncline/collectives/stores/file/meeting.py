@@ -26,7 +26,7 @@ import os
 import secrets
 from datetime import timedelta
 
-from ...deadline import Deadline
+from ...contract.deadline import Deadline
 from ...errors import InvalidArgumentError, StoreTimeout
 from ..polling import poll
 from .store import FileStore

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from ...deadline import Deadline
+from ...contract.deadline import Deadline
 from ...errors import InvalidArgumentError, StoreError, StoreUnavailableError
 from .. import changes
 from ..locked_store import LockedStore

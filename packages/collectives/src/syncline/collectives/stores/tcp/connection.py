@@ -10,7 +10,7 @@ from math import ceil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ...deadline import Deadline
+from ...contract.deadline import Deadline
 from ...errors import StoreAuthenticationError
 from ..messages import ProtocolError
 from .sockets import endpoint, public_key, set_options, split

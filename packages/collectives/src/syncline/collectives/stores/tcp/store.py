@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
-from ...deadline import Deadline
+from ...contract.deadline import Deadline
 from ...errors import InvalidArgumentError, StoreError, StoreTimeout
 from ..messages import Op, ProtocolError, Status, pack, pack_seconds, unpack
 from ..polling import poll

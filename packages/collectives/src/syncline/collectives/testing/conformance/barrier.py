@@ -6,8 +6,8 @@ import random
 import socket
 import time
 
-from ...objects import exchange_objects
-from ...process_group import ProcessGroup
+from ...contract.object_exchange import exchange_objects
+from ...contract.process_group import ProcessGroup
 from .values import Check, CheckError, expect, expect_equal, sum_of_terms, terms
 
 

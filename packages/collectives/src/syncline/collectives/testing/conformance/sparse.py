@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...process_group import ProcessGroup
-from ...reduce_op import ReduceOp, premul_sum
+from ...contract.process_group import ProcessGroup
+from ...contract.reduce_op import ReduceOp, premul_sum
 from .values import Check, expect, expect_equal
 
 

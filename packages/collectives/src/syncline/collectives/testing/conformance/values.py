@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...layout import bytes_of, in_plain_order
-from ...process_group import ProcessGroup
-from ...reduce_op import BOOL, COMPLEX, FLOATS, INTEGERS
+from ...contract.layout import bytes_of, in_plain_order
+from ...contract.process_group import ProcessGroup
+from ...contract.reduce_op import BOOL, COMPLEX, FLOATS, INTEGERS
 
 Check: TypeAlias = Callable[[ProcessGroup], None]
 

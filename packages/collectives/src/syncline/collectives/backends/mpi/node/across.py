@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....collective import Collective
-from ....deadline import Deadline
-from ....reduce_op import ReduceOp, Reduction
-from ....reduction import combine, core_op, divide
+from ....contract.collective import Collective
+from ....contract.deadline import Deadline
+from ....contract.reduce_op import ReduceOp, Reduction
+from ....host.reduction import combine, core_op, divide
 from .group_meeting import GroupMeeting
 from .hierarchy import Hierarchy
 from .in_window import InWindow

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ....deadline import Deadline
+from ....contract.deadline import Deadline
 from .. import yielding
 from .segment import Segment
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ....reduce_op import Reduction
-from ....reduction import reduce_into
+from ....contract.reduce_op import Reduction
+from ....host.reduction import reduce_into
 from .board import Board
 from .way import Barrier, FullWay
 

@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 from mpi4py import MPI
 
-from ....collective import Collective
-from ....deadline import Deadline
+from ....contract.collective import Collective
+from ....contract.deadline import Deadline
 from ....errors import DisagreementError, TransportError
 from ..inquest import Inquest
 from ..library import mapped, mpi_errors

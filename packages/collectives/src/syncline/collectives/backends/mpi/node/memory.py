@@ -7,8 +7,8 @@ import logging
 import torch
 from mpi4py import MPI
 
-from ....collective import Collective
-from ....deadline import Deadline
+from ....contract.collective import Collective
+from ....contract.deadline import Deadline
 from ..library import mpi_errors
 from ..meeting import Meeting
 from .hierarchy import Hierarchy

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 from mpi4py import MPI
 
-from ....collective import Collective
-from ....crossovers import Crossovers
-from ....deadline import Deadline
-from ....layout import bytes_of
-from ....reduce_op import REDUCIBLE, PremulSum, Reduction
-from ....transport import PreparedAllReduce, Transport
+from ....contract.collective import Collective
+from ....contract.deadline import Deadline
+from ....contract.layout import bytes_of
+from ....contract.reduce_op import REDUCIBLE, PremulSum, Reduction
+from ....host.transport import PreparedAllReduce, Transport
+from ....startup.crossovers import Crossovers
 from .. import transport as by_mpi
 from ..transport import MEETING_BYTES, REDUCES_FAST, MPITransport
 from .across import Crossing

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....collective import Collective
-from ....deadline import Deadline
-from ....layout import flat, mark_written
-from ....reduce_op import Reduction
-from ....reduction import always_of
-from ....transport import AllReduce
+from ....contract.collective import Collective
+from ....contract.deadline import Deadline
+from ....contract.layout import flat, mark_written
+from ....contract.reduce_op import Reduction
+from ....host.reduction import always_of
+from ....host.transport import AllReduce
 from .board import NOWHERE, Board
 from .kept import Kept, view_at
 from .peer_memory import PeerMemory, readable_address

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from mpi4py import MPI
 
-from ....collective import Collective
-from ....deadline import Deadline
-from ....layout import mark_written
-from ....reduce_op import ReduceOp
-from ....reduction import divide
+from ....contract.collective import Collective
+from ....contract.deadline import Deadline
+from ....contract.layout import mark_written
+from ....contract.reduce_op import ReduceOp
+from ....host.reduction import divide
 from ..library import mapped
 from ..transport import BLOCKS_WELL
 from .board import Board

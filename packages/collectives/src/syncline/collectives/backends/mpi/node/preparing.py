@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from ....collective import Collective
-from ....reduce_op import Reduction
-from ....transport import AllReduce
+from ....contract.collective import Collective
+from ....contract.reduce_op import Reduction
+from ....host.transport import AllReduce
 from .board import Board
 from .group_meeting import GroupMeeting
 from .memory import NodeMemory

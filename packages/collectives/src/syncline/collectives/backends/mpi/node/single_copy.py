@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ....layout import mark_written
-from ....reduce_op import Reduction
+from ....contract.layout import mark_written
+from ....contract.reduce_op import Reduction
 from .peer_memory import PeerMemory
 from .slice_reduction import SlicedAllReduce, SliceReduction
 from .way import Barrier, Way

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ....reduce_op import Reduction
-from ....reduction import always_of
+from ....contract.reduce_op import Reduction
+from ....host.reduction import always_of
 from .kept import Kept, view_at
 from .peer_memory import PeerMemory
 from .slicing import chunks, slice_of

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ....reduce_op import Reduction
-from ....reduction import reduce_into
+from ....contract.reduce_op import Reduction
+from ....host.reduction import reduce_into
 from .segment import Segment
 from .slicing import chunks
 from .way import Barrier, Way

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ....reduce_op import Reduction
+from ....contract.reduce_op import Reduction
 
 Barrier = Callable[[], object]
 

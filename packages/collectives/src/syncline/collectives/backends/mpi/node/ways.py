@@ -6,9 +6,9 @@ import enum
 
 import torch
 
-from ....collective import Collective
-from ....crossovers import Crossovers
-from ....deadline import Deadline
+from ....contract.collective import Collective
+from ....contract.deadline import Deadline
+from ....startup.crossovers import Crossovers
 from ..transport import MEETING_BYTES
 from .board import NOWHERE
 from .exchange import MOST_RANKS, Exchange

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from ....reduce_op import Reduction
-from ....reduction import always_of
+from ....contract.reduce_op import Reduction
+from ....host.reduction import always_of
 from .kept import view_at
 from .slicing import chunks, slice_of
 from .windows import Place

@@ -1,0 +1,1 @@
+"""Groups made of other groups, and torch's groups seen as ours."""

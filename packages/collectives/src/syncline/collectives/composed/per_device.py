@@ -1,0 +1,77 @@
+"""Dispatch by the tensor's device: "cpu:mpi,cuda:nccl"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..contract.process_group import ProcessGroup
+from ..errors import InvalidArgumentError
+from .delegating_group import DelegatingGroup, close_all
+
+
+class PerDeviceGroup(DelegatingGroup):
+    """One group for each type of device; a barrier is that of the first.
+
+    Each of the groups has its own total order; collectives on tensors of different devices are not ordered with one another.
+
+    Args:
+        groups: from device type ("cpu", "cuda") to a group with the same ranks.
+    """
+
+    def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
+        first = next(iter(groups.values()))
+        super().__init__(first.rank, first.size, name=first.name, timeout_s=first.timeout_s, ranks=first.ranks)
+        for device_type, group in groups.items():
+            if device_type not in group.device_types:
+                served = ", ".join(sorted(group.device_types))
+                raise InvalidArgumentError(f"backend '{group.backend_name}' moves tensors on {served}, not on {device_type}")
+        self.groups = dict(groups)
+
+    @property
+    def backend_name(self) -> str:
+        """The spelling by which it was asked for."""
+        return ",".join(f"{device_type}:{group.backend_name}" for device_type, group in self.groups.items())
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """Those that have a group."""
+        return frozenset(self.groups)
+
+    def describe(self) -> str:
+        """What each group says."""
+        return "; ".join(f"{device_type} by {group.describe()}" for device_type, group in self.groups.items())
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Memory of the group for that device."""
+        return self.groups[torch.device(device).type].allocate(numel, dtype, device)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set that of each."""
+        super().set_timeout(timeout_s)
+        for group in self.groups.values():
+            group.set_timeout(timeout_s)
+
+    def close(self) -> None:
+        """Close each."""
+        close_all(self.groups.values())
+
+    def abort(self) -> None:
+        """Abort each."""
+        for group in self.groups.values():
+            group.abort()
+
+    def _choose(self, tensor: torch.Tensor | None) -> ProcessGroup:
+        return next(iter(self.groups.values())) if tensor is None else self.groups[tensor.device.type]
+
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        parts = {name: group.split(color, key, timeout_s=timeout_s) for name, group in self.groups.items()}
+        made = {name: part for name, part in parts.items() if part is not None}
+        return PerDeviceGroup(made) if made else None
+
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
+        parts = (
+            (device, group.subset(members, f"{name}/{device}", timeout_s=timeout_s)) for device, group in self.groups.items()
+        )
+        return PerDeviceGroup(dict(parts))

@@ -1,0 +1,79 @@
+"""Several groups of the same ranks used in turn, so that their collectives overlap."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from ..contract.process_group import ProcessGroup
+from ..errors import InvalidArgumentError
+from .delegating_group import DelegatingGroup, close_all
+
+
+class RoundRobinGroup(DelegatingGroup):
+    """Hands the n-th collective to group n modulo their number.
+
+    Each group keeps its own total order; between the groups there is none, which is the point: k collectives run at once.
+    Therefore a collective must not be issued from a future's callback here (whose turn it is would depend on the schedule of
+    threads): issue it on one of `groups`.
+
+    Args:
+        groups: at least one; of the same ranks, in the same order.
+
+    Raises:
+        InvalidArgumentError: no group, or groups of different ranks.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup]) -> None:
+        if not groups or len({(group.ranks, group.rank) for group in groups}) != 1:
+            raise InvalidArgumentError("expected at least one group, all with the same ranks in the same order")
+        first = groups[0]
+        super().__init__(first.rank, first.size, name=first.name, timeout_s=first.timeout_s, ranks=first.ranks)
+        self.groups = list(groups)
+        self._turns = itertools.cycle(self.groups)
+        self._lock = threading.Lock()
+
+    @property
+    def backend_name(self) -> str:
+        """Of the groups."""
+        return f"round_robin({', '.join(group.backend_name for group in self.groups)})"
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """What all of them serve."""
+        return frozenset.intersection(*(group.device_types for group in self.groups))
+
+    def describe(self) -> str:
+        """How many, and of what kind."""
+        return f"{len(self.groups)} groups in turn: {self.groups[0].describe()}"
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Plain memory: whose turn it will be is not known."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set that of each."""
+        super().set_timeout(timeout_s)
+        for group in self.groups:
+            group.set_timeout(timeout_s)
+
+    def close(self) -> None:
+        """Close each."""
+        close_all(self.groups)
+
+    def abort(self) -> None:
+        """Abort each."""
+        for group in self.groups:
+            group.abort()
+
+    def _choose(self, tensor: torch.Tensor | None) -> ProcessGroup:  # noqa: ARG002 - turns do not depend on it
+        with self._lock:
+            return next(self._turns)
+
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        parts = [group.split(color, key, timeout_s=timeout_s) for group in self.groups]
+        made = [part for part in parts if part is not None]
+        return RoundRobinGroup(made) if made else None

@@ -1,0 +1,231 @@
+"""Work: a handle on one collective in flight, and its future."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
+
+import torch
+
+from ..errors import CollectiveTimeout
+from .deadline import seconds
+
+if TYPE_CHECKING:
+    TensorsFuture: TypeAlias = torch.futures.Future[list[torch.Tensor]]
+else:
+    TensorsFuture = torch.futures.Future
+
+
+def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
+    """A future for these tensors; torch wants to know their CUDA devices beforehand."""
+    devices: list[int | str | torch.device] = list({tensor.device for tensor in tensors if tensor.is_cuda})
+    return torch.futures.Future(devices=devices or None)
+
+
+class Work(ABC):
+    """One collective that was issued and may still be running.
+
+    The tensors that were handed to the collective belong to it until `wait` returns: do not read or write them before.
+    A Work has no truth value, because "did it finish?" and "is there one?" are different questions.
+    """
+
+    @abstractmethod
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until the collective has finished; on CUDA, order the current stream after it instead.
+
+        Args:
+            timeout: seconds or a timedelta; None waits as long as the group's own time limit allows.
+
+        Returns:
+            True, as torch.distributed does.
+
+        Raises:
+            CollectiveTimeout: the time ran out. The collective itself goes on.
+            SynclineError: the collective failed.
+        """
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Whether the collective has finished, well or badly. Never blocks."""
+
+    @abstractmethod
+    def exception(self) -> BaseException | None:
+        """The error with which the collective failed, or None if it succeeded or has not finished."""
+
+    @abstractmethod
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors, which are those that were handed in. Call it after `wait`."""
+
+    def source_rank(self) -> int | None:
+        """For a receive that has finished: the rank in the group that sent. None for everything else."""
+        return None
+
+    @abstractmethod
+    def get_future(self) -> TensorsFuture:
+        """The same as a `torch.futures.Future` whose value is the list of output tensors.
+
+        Callbacks that are attached before the collective has finished run on the thread that finishes it; later ones at
+        once on the caller's. Note [One total order] in `progress` says in which order collectives issued from a
+        callback run.
+        """
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            "a Work has no truth value; call wait() to finish it, is_completed() to ask whether it has, or compare with None"
+        )
+
+
+class FinishedWork(Work):
+    """A collective that ran to its end before the call returned."""
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:  # noqa: ARG002 - nothing left to wait for
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Always true."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """Always None: a collective that failed on the caller's thread raised there."""
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._tensors
+
+    def get_future(self) -> TensorsFuture:
+        """A future that is already complete."""
+        future = new_future(self._tensors)
+        future.set_result(self._tensors)
+        return future
+
+
+class PendingWork(Work):
+    """A collective that another thread will finish, by calling `succeed` or `fail`; the first call counts."""
+
+    __slots__ = ("_describe", "_done", "_error", "_future", "_lock", "_tensors")
+
+    def __init__(self, tensors: list[torch.Tensor], describe: Callable[[], str]) -> None:
+        self._tensors = tensors
+        self._describe = describe
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._future: TensorsFuture | None = None
+
+    def succeed(self) -> None:
+        """Finish well: wake the waiters, then run the future's callbacks on this thread."""
+        self._finish(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Finish badly: every waiter raises `error`, and so does the future."""
+        self._finish(error)
+
+    def _finish(self, error: BaseException | None) -> None:
+        """The first call counts: an abort may be faster than the thread that it gives up on."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._error = error
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: TensorsFuture) -> None:
+        if self._error is None:
+            future.set_result(self._tensors)
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]  # torch says "result: T"
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until finished; see `Work.wait`."""
+        timeout_s = None if timeout is None else seconds(timeout)
+        if not self._done.wait(timeout_s):
+            raise CollectiveTimeout(
+                f"{self._describe()} did not finish within the {timeout_s:g} s given to wait(); it goes on, and its "
+                "tensors still belong to it. Wait again, or abort the group."
+            )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `succeed` or `fail` was called."""
+        return self._done.is_set()
+
+    def exception(self) -> BaseException | None:
+        """The error given to `fail`, or None."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._tensors
+
+    def get_future(self) -> TensorsFuture:
+        """The future of this work; the same object at every call."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = new_future(self._tensors)
+            already_done = self._done.is_set()
+        if already_done:
+            self._settle(future)
+        return future
+
+
+class FutureWork(Work):
+    """What a future stands for, seen as a work: several collectives as one, or a collective with something after it.
+
+    Args:
+        future: its value is the list of output tensors.
+        tensors: those tensors.
+        describe: says in words what is waited for.
+    """
+
+    def __init__(self, future: TensorsFuture, tensors: list[torch.Tensor], describe: Callable[[], str]) -> None:
+        self._future = future
+        self._tensors = tensors
+        self._describe = describe
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until the future is there; see `Work.wait`."""
+        if timeout is not None:
+            timeout_s = seconds(timeout)
+            done = threading.Event()
+            self._future.add_done_callback(lambda _: done.set())
+            if not done.wait(timeout_s):
+                raise CollectiveTimeout(f"{self._describe()} did not finish within the {timeout_s:g} s given to wait()")
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the future is there."""
+        return self._future.done()
+
+    def exception(self) -> BaseException | None:
+        """The error of the future, if it has one."""
+        if not self._future.done():
+            return None
+        try:
+            self._future.wait()
+        except Exception as error:  # noqa: BLE001 - it is the caller's to judge
+            return error
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._tensors
+
+    def get_future(self) -> TensorsFuture:
+        """The future itself."""
+        return self._future

@@ -1,0 +1,1 @@
+"""What scripts call: the default group, and functions that use it."""

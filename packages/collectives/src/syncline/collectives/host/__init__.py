@@ -1,0 +1,1 @@
+"""Groups made of blocking transports on host memory."""

@@ -1,0 +1,130 @@
+"""The work of a send or a receive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+from ..contract.deadline import DEFAULT_TIMEOUT_S, Deadline, seconds
+from ..contract.layout import untracked
+from ..contract.work import TensorsFuture, Work, new_future
+from ..errors import CollectiveTimeout
+from .transport import Request
+
+
+class TransferWork(Work):
+    """A send or receive in flight; whoever waits for it drives it.
+
+    Nothing happens behind the caller's back until a future is asked for: then a thread of its own waits. `_driving` lets one
+    thread at a time wait for the request, the only thing that a transport must be spared.
+    """
+
+    def __init__(
+        self, request: Request, tensors: list[torch.Tensor], deliver: Callable[[], object], describe: Callable[[], str]
+    ) -> None:
+        self._request = request
+        self._tensors = tensors
+        self._deliver = deliver
+        self._describe = describe
+        self._driving = threading.Lock()
+        self._settling = threading.Lock()
+        self._done = False
+        self._error: BaseException | None = None
+        self._future: TensorsFuture | None = None
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until the tensor was sent or has arrived; see `Work.wait`."""
+        if not self._done:
+            self._drive_within(seconds(timeout, DEFAULT_TIMEOUT_S))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over, as far as the library can tell without waiting."""
+        if self._driving.acquire(blocking=False):
+            try:
+                if not self._done and self._request.test():
+                    self._finish(None)
+            finally:
+                self._driving.release()
+        return self._done
+
+    def exception(self) -> BaseException | None:
+        """The error with which it failed, or None."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensor that was sent or received, in a list."""
+        return self._tensors
+
+    def source_rank(self) -> int | None:
+        """For a receive that is over: the rank in the group that sent."""
+        return self._request.source()
+
+    def get_future(self) -> TensorsFuture:
+        """The future of this transfer; the first call starts a thread that waits for it."""
+        with self._settling:
+            if self._future is None:
+                self._future = new_future(self._tensors)
+                if self._done:
+                    self._settle()
+                else:
+                    threading.Thread(target=self._wait_quietly, name="syncline-transfer", daemon=True).start()
+            return self._future
+
+    def _wait_quietly(self) -> None:
+        try:
+            self.wait()
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the future must get it
+            if not self._done:
+                self._finish(error)
+
+    def _drive_within(self, timeout_s: float) -> None:
+        deadline = Deadline(timeout_s)
+        if not self._driving.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise self._timed_out(timeout_s)
+        try:
+            if not self._done:
+                self._drive(deadline)
+        except TimeoutError as error:
+            raise self._timed_out(timeout_s) from error
+        finally:
+            self._driving.release()
+
+    def _drive(self, deadline: Deadline) -> None:
+        try:
+            self._request.wait(deadline)
+        except TimeoutError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - every later waiter must get it
+            self._finish(error)
+        else:
+            self._finish(None)
+
+    def _finish(self, error: BaseException | None) -> None:
+        if error is None:
+            with untracked():
+                self._deliver()
+        with self._settling:
+            self._error = error
+            self._done = True
+            future_is_waiting = self._future is not None
+        if future_is_waiting:
+            self._settle()
+
+    def _settle(self) -> None:
+        assert self._future is not None
+        if self._error is None:
+            self._future.set_result(self._tensors)
+        else:
+            self._future.set_exception(self._error)  # type: ignore[arg-type]  # torch says "result: T"
+
+    def _timed_out(self, timeout_s: float) -> CollectiveTimeout:
+        return CollectiveTimeout(
+            f"{self._describe()} was not over within {timeout_s:g} s. Does the other rank call its counterpart, with the same "
+            "tag and size?"
+        )

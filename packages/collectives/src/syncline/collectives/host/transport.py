@@ -1,0 +1,143 @@
+"""Transport: the blocking collectives that a host backend is made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from ..contract.collective import Collective
+from ..contract.deadline import Deadline
+from ..contract.reduce_op import Reduction
+
+
+class Request(ABC):
+    """A send or receive that was started."""
+
+    @abstractmethod
+    def wait(self, deadline: Deadline) -> None:
+        """Block until it is over. Called by one thread at a time.
+
+        Raises:
+            TimeoutError: the deadline passed; it can be waited for again.
+        """
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Whether it is over, without blocking. May be false for ever where the library cannot tell before `wait`."""
+
+    @abstractmethod
+    def source(self) -> int | None:
+        """For a receive that is over: the rank that sent."""
+
+
+AllReduce: TypeAlias = Callable[[torch.Tensor, Reduction, Collective, Deadline], None]
+"""`Transport.all_reduce`."""
+
+PreparedAllReduce: TypeAlias = Callable[[torch.Tensor, Deadline], None]
+"""Like `Transport.all_reduce` of one size, dtype and reduction."""
+
+
+class Transport(ABC):
+    """Blocking collectives on CPU tensors: all that a backend needs to write; `HostGroup` makes a process group of it.
+
+    `HostGroup` calls one collective at a time, in the group's total order, on its progress thread or on the caller's. Each
+    method blocks until this rank's part is done. Tensors are flat, contiguous, on the CPU, of any dtype, and checked; a "block"
+    holds `size` equal parts, one for each rank. A method must give up when the deadline has passed, by raising `TimeoutError`
+    with what it knows of the other ranks; errors of the library underneath are raised as `TransportError`, `from` the original.
+    """
+
+    #: The registry's name of the backend, such as "mpi".
+    backend_name: str
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The library underneath and its version, in a few words."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:  # noqa: ARG002
+        """Memory from which the transport communicates fastest, flat; what it holds is undefined. By default plain memory."""
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """Combine in place; all ranks end with the same bits."""
+
+    def prepared_all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce | None:  # noqa: ARG002
+        """`all_reduce` for more like one that has succeeded, with all decided that can be; None if nothing is gained.
+
+        It takes tensors of any shape, and is as good as `all_reduce` for as long as the transport lives, also if other ranks
+        use that.
+        """
+        return None
+
+    @abstractmethod
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """Combine in place on the root; elsewhere the tensor is not changed."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
+        """Copy the root's tensor to all, in place."""
+
+    @abstractmethod
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+        """Copy rank r's tensor into part r of the block, on every rank. `tensor` may be this rank's part of the block."""
+
+    @abstractmethod
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+        """Copy rank r's tensor into part r of the root's block."""
+
+    @abstractmethod
+    def scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
+    ) -> None:
+        """Copy part r of the root's block into rank r's tensor."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        """Combine the blocks and leave part r in rank r's tensor. The block is not changed, unless `tensor` is part of it."""
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        call: Collective,
+        deadline: Deadline,
+    ) -> None:
+        """Send `input_counts[r]` elements to rank r, receive `output_counts[r]` from it; parts lie one after the other."""
+
+    @abstractmethod
+    def barrier(self, call: Collective, deadline: Deadline) -> None:
+        """Return once all ranks have entered."""
+
+    @abstractmethod
+    def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
+        """Begin to send; must not wait for the receiver. Called from any thread, also while a collective runs."""
+
+    @abstractmethod
+    def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
+        """Begin to receive, from any rank if `src` is None. Called from any thread, also while a collective runs."""
+
+    @abstractmethod
+    def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
+        """A transport between some of the ranks, in the order given. Only the members call it, all of them.
+
+        `name` and `number` (0 or above) are the same for all members. At any time there is only one subset of that name.
+        """
+
+    def give_up(self) -> None:  # noqa: B027 - most have no way to say it
+        """A collective has failed here, and there will be no other: tell the ranks that wait, if possible. Must not block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Nothing is in flight."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Make the other ranks' and other threads' waits end as soon as possible. Must not block."""

@@ -1,0 +1,1 @@
+"""Who this process is, which backend connects it, and where the ranks meet."""

@@ -1,0 +1,78 @@
+"""Backend: how a process group of one kind comes into being."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..contract.process_group import ProcessGroup
+from .crossovers import Crossovers
+from .launch import Launch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from ..stores import Store
+
+
+@dataclass(frozen=True)
+class ConnectRequest:
+    """What `init_process_group` knows when it asks a backend to connect the ranks of the job.
+
+    Attributes:
+        launch: what the launcher says, or None if nothing launched this process.
+        rank, world_size: what the caller said explicitly, or None.
+        init_method: where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
+        store: what the ranks meet in instead of an `init_method`, ours or torch's, or None; nobody else uses its keys.
+        timeout_s: the group's time limit in seconds.
+        group_name: how error messages call the group.
+        reproducible: reductions give the same bits in every run. A backend that cannot must refuse to connect.
+        host_group: a group of the same ranks on host memory, if one was connected just before: a backend for devices may meet
+            there, by `send` and `recv`, as long as it lives.
+        check_calls: the ranks compare each collective before it starts. A backend that cannot must refuse to connect.
+        crossovers: from which sizes on ranks of a node use memory that they share, for a backend that can.
+        devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
+    """
+
+    launch: Launch | None
+    rank: int | None
+    world_size: int | None
+    init_method: str | None
+    timeout_s: float
+    group_name: str = "default"
+    reproducible: bool = False
+    store: Store | dist.Store | None = None
+    host_group: ProcessGroup | None = None
+    check_calls: bool = False
+    crossovers: Crossovers = field(default_factory=Crossovers)
+    devices: frozenset[str] | None = None
+
+    def wants(self, device_type: str) -> bool:
+        """Whether the group will get tensors on that type of device, if it can serve them."""
+        return self.devices is None or device_type in self.devices
+
+
+class Backend(ABC):
+    """One way to connect ranks. An instance is what an entry point of the group "syncline.backends" names.
+
+    Constructing or importing one must be cheap and must not import mpi4py or CuPy.
+    """
+
+    @property
+    def meets_in_store(self) -> bool:
+        """Whether the ranks can meet in a store. If not, `connect` refuses a request with one, for it would be ignored."""
+        return False
+
+    @abstractmethod
+    def missing(self) -> str | None:
+        """What keeps this backend from working here, with the remedy, in one sentence; None if nothing does."""
+
+    @abstractmethod
+    def connect(self, request: ConnectRequest) -> ProcessGroup:
+        """Connect the ranks of the job. All of them call it.
+
+        Raises:
+            BackendUnavailableError: something is missing (see `missing`).
+            LaunchError: the request contradicts the launcher or the library.
+        """

@@ -1,0 +1,66 @@
+"""Which ranks share a node, from what each says of its host."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class HostIdentity:
+    """What tells one node from another.
+
+    The name alone does not: unconfigured machines are all "localhost". The boot id alone does not either: containers with
+    names of their own share it, and may share no memory and no devices.
+    """
+
+    hostname: str
+    boot_id: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one rank of a group is.
+
+    Attributes:
+        local_rank: how many ranks of the group with a lower rank are on this node.
+        local_world_size: how many ranks of the group are on this node.
+        node: the number of this node, counted from 0 in the order of the nodes' lowest ranks.
+        nodes: how many nodes the group spans.
+        hostnames: for each rank of the group the name of its host.
+        node_of: for each rank of the group the number of its node.
+    """
+
+    local_rank: int
+    local_world_size: int
+    node: int
+    nodes: int
+    hostnames: tuple[str, ...]
+    node_of: tuple[int, ...]
+
+    def ranks_on_node(self, node: int) -> list[int]:
+        """The ranks of the group on one node, in order."""
+        return [rank for rank, number in enumerate(self.node_of) if number == node]
+
+
+def place(rank: int, identities: Sequence[HostIdentity]) -> Placement:
+    """Where a rank is, given the host of every rank. A pure function."""
+    numbers: dict[HostIdentity, int] = {}
+    node_of = tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
+    return Placement(
+        local_rank=node_of[:rank].count(node_of[rank]),
+        local_world_size=node_of.count(node_of[rank]),
+        node=node_of[rank],
+        nodes=len(numbers),
+        hostnames=tuple(identity.hostname for identity in identities),
+        node_of=node_of,
+    )
+
+
+def host_identity() -> HostIdentity:
+    """The identity of the host that this process runs on."""
+    return HostIdentity(socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "")

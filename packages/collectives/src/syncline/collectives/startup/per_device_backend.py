@@ -1,0 +1,60 @@
+"""One backend for each type of device: "cpu:mpi,cuda:nccl"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..composed.per_device import PerDeviceGroup
+from ..contract.process_group import ProcessGroup
+from ..errors import InvalidArgumentError
+from .backend import Backend, ConnectRequest
+
+
+class PerDeviceBackend(Backend):
+    """Connects one backend for each type of device.
+
+    Args:
+        backends: from device type ("cpu", "cuda") to its backend.
+    """
+
+    def __init__(self, backends: Mapping[str, Backend]) -> None:
+        self._backends = dict(backends)
+
+    def missing(self) -> str | None:
+        """What the first of them lacks."""
+        lacks = (backend.missing() for backend in self._backends.values())
+        return next((lack for lack in lacks if lack is not None), None)
+
+    @property
+    def meets_in_store(self) -> bool:
+        """Whether any of them does."""
+        return any(backend.meets_in_store for backend in self._backends.values())
+
+    def connect(self, request: ConnectRequest) -> PerDeviceGroup:
+        """Connect each in turn, that of the CPU first: the others may meet over it. A store is for those that meet in one.
+
+        Each is told which device it is for, and need not get ready for others.
+        """
+        groups: dict[str, ProcessGroup] = {}
+        for device in sorted(self._backends, key=lambda device: device != "cpu"):
+            backend = self._backends[device]
+            store = request.store if backend.meets_in_store or not self.meets_in_store else None
+            groups[device] = backend.connect(
+                replace(request, store=store, host_group=groups.get("cpu"), devices=frozenset({device}))
+            )
+        return PerDeviceGroup({device: groups[device] for device in self._backends})
+
+
+def parse(specification: str) -> dict[str, str]:
+    """From "cpu:mpi,cuda:nccl" to {"cpu": "mpi", "cuda": "nccl"}.
+
+    Raises:
+        InvalidArgumentError: it is not of that form, or names a device twice.
+    """
+    pairs = [entry.split(":") for entry in specification.replace(" ", "").split(",")]
+    if any(len(pair) != 2 or not all(pair) for pair in pairs) or len({pair[0] for pair in pairs}) < len(pairs):
+        raise InvalidArgumentError(
+            f"expected devices and backends such as 'cpu:mpi,cuda:nccl', each device once, found {specification!r}"
+        )
+    return dict(pairs)

@@ -1,0 +1,201 @@
+"""Rendezvous: a store that all ranks of a job share, for a backend whose library does not connect them by itself.
+
+Nothing here listens on more than one address or talks to a stranger. torch's own rendezvous does both (its TCPStore listens on
+all addresses and asks for no credential, its FileStore reads what an earlier run has left), so it is used only under torchrun,
+whose agent has opened its store already.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+import torch.distributed as dist
+
+from ..contract.object_exchange import exchange_objects
+from ..contract.process_group import ProcessGroup
+from ..errors import InvalidArgumentError, LaunchError
+from ..stores import AsTorchStore, TCPStore, TCPStoreServer, meet, new_secret
+from .launch import check_init_method
+
+SECRET_VARIABLE = "SYNCLINE_SECRET"
+
+_close_at_exit: list[Callable[[], None]] = []
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where rank 0 serves a TCP store, as a URL says it; `secret_file` is the path given there, or None."""
+
+    host: str
+    port: int
+    secret_file: str | None
+
+
+def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: Mapping[str, str] = os.environ) -> dist.Store:
+    """The store of all ranks that call it with the same URL.
+
+    ``file:///folder``
+        Ranks meet in a folder that all of them reach; see `stores.meet`. It may hold the remains of earlier runs.
+    ``tcp://host:port``
+        Rank 0 serves a store on that address of its machine. All ranks prove the secret that they find in the file named by
+        ``?secret_file=PATH`` or in the variable SYNCLINE_SECRET.
+    ``env://``
+        Under torchrun the store of its agent; else the same as tcp:// with MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        InvalidArgumentError: the URL is not of one of these forms.
+        LaunchError: there is no secret, or more than one, or others could read it.
+        StoreError: the ranks did not find one another; see `TCPStore`, `TCPStoreServer`, `FileStore`.
+    """
+    scheme = check_init_method(init_method)
+    if scheme == "file":
+        return AsTorchStore(meet(parse_folder(init_method), rank, size, timeout=timeout_s))
+    if scheme == "tcp":
+        return _over_tcp(parse_address(init_method), rank, timeout_s, environ)
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
+        return store
+    return _over_tcp(address_by_environment(init_method, environ), rank, timeout_s, environ)
+
+
+def parse_folder(url: str) -> Path:
+    """The folder that a file:// URL names. A pure function.
+
+    Raises:
+        InvalidArgumentError: it names a host, no absolute path, or anything else.
+    """
+    parts = urlsplit(url)
+    if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
+        raise InvalidArgumentError(
+            f"expected an init_method such as 'file:///shared/folder', with nothing after it, found {url!r}"
+        )
+    return Path(parts.path)
+
+
+def parse_address(url: str) -> Address:
+    """Host, port and secret file of a tcp:// URL. A pure function.
+
+    Raises:
+        InvalidArgumentError: there is no host or port, or something that is neither.
+    """
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if not parts.hostname or not port or parts.username is not None or parts.path or parts.fragment:
+        raise InvalidArgumentError(
+            f"expected an init_method such as 'tcp://host:29500' or 'tcp://host:29500?secret_file=PATH', found {url!r}"
+        )
+    return Address(parts.hostname, port, _secret_file(parts))
+
+
+def address_by_environment(url: str, environ: Mapping[str, str]) -> Address:
+    """What MASTER_ADDR and MASTER_PORT say. A pure function.
+
+    Raises:
+        LaunchError: one of them is missing, or the port is no number.
+        InvalidArgumentError: the URL says more than where the secret is.
+    """
+    parts = urlsplit(url)
+    if parts.netloc or parts.path or parts.fragment:
+        raise InvalidArgumentError(f"expected the init_method 'env://' or 'env://?secret_file=PATH', found {url!r}")
+    lacks = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if lacks:
+        raise LaunchError(f"init_method 'env://' needs {' and '.join(lacks)} in the environment; set them, or use another one")
+    host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise LaunchError(f"expected MASTER_PORT to be a port, 1 to 65535, found {port!r}")
+    return Address(host, int(port), _secret_file(parts))
+
+
+def _secret_file(parts: SplitResult) -> str | None:
+    fields = parse_qsl(parts.query, keep_blank_values=True)
+    if [name for name, _ in fields] not in ([], ["secret_file"]) or ("secret_file", "") in fields:
+        raise InvalidArgumentError(
+            f"expected nothing but secret_file=PATH after the question mark, found {parts.query!r} (rank and world_size are "
+            "arguments of init_process_group)"
+        )
+    return fields[0][1] if fields else None
+
+
+def find_secret(secret_file: str | None, environ: Mapping[str, str]) -> str:
+    """What all ranks of the job know and nobody else does.
+
+    Raises:
+        LaunchError: it is nowhere, in two places, or where others could read it.
+    """
+    value = environ.get(SECRET_VARIABLE)
+    if value and secret_file is not None:
+        raise LaunchError(f"found a secret in {SECRET_VARIABLE} and one in secret_file={secret_file}; leave one of the two out")
+    if value:
+        return value
+    if secret_file is not None:
+        return _read_secret(Path(secret_file))
+    raise LaunchError(
+        f"ranks that meet over TCP must share a secret, or any process could join them: found neither {SECRET_VARIABLE} nor a "
+        "secret_file. Put the output of `python -c 'import secrets; print(secrets.token_hex(32))'` into a file that only you "
+        f"may read and add ?secret_file=PATH to the init_method, or export it as {SECRET_VARIABLE} to every rank; or meet in "
+        "a folder (init_method 'file:///shared/folder'), which needs none"
+    )
+
+
+def _read_secret(path: Path) -> str:
+    try:
+        mode, text = path.stat().st_mode, path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"cannot read the secret_file {path}: {error}; every rank needs it") from error
+    if mode & 0o077:
+        raise LaunchError(f"the secret_file {path} is open to other users (mode {mode & 0o777:03o}); run `chmod 600 {path}`")
+    return text
+
+
+def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[str, str]) -> dist.Store:
+    secret = find_secret(address.secret_file, environ)
+    if rank == 0:
+        _serve(address.host, address.port, secret)
+    return _client(address.host, address.port, secret, timeout_s)
+
+
+def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float) -> dist.Store:
+    """A store on rank 0, on one address and a port that the system chose; the group tells the others where, and its secret."""
+    hosts = exchange_objects(socket.gethostname(), group=group)
+    address = "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostbyname(hosts[0])
+    told = None
+    if group.rank == 0:
+        secret = new_secret()
+        server = _serve(address, 0, secret)
+        told = (server.host, server.port, secret)
+    host, port, secret = exchange_objects(told, group=group)[0]
+    return _client(host, port, secret, timeout_s)
+
+
+@functools.cache
+def _serve(host: str, port: int, secret: str) -> TCPStoreServer:
+    """A server until this process exits: as long as a group lives, it may connect subsets of its ranks.
+
+    The second group that meets at an address (after the first was destroyed) finds the server of the first.
+    """
+    server = TCPStoreServer(host, port, secret=secret)
+    _close_at_exit.append(server.close)
+    return server
+
+
+def _client(host: str, port: int, secret: str, timeout_s: float) -> dist.Store:
+    store = TCPStore(host, port, secret=secret, timeout=timeout_s)
+    _close_at_exit.append(store.close)
+    return AsTorchStore(store)
+
+
+@atexit.register
+def _close_all() -> None:
+    while _close_at_exit:
+        _close_at_exit.pop()()
