@@ -233,9 +233,11 @@ class Relay:
             with suppress(OSError):
                 client.shutdown(socket.SHUT_RDWR)
 
-    def _start(self, target: Callable[..., None], *arguments: object) -> None:
-        self._threads.append(threading.Thread(target=target, args=arguments))
-        self._threads[-1].start()
+    def _start(self, target: Callable[..., None], *arguments: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=arguments)
+        self._threads.append(thread)
+        thread.start()
+        return thread
 
     def _take(self, client: socket.socket, said: bytearray) -> None:
         with client, suppress(OSError):
@@ -247,11 +249,15 @@ class Relay:
                         client.sendall(self._answer[GREETING_BYTES:])
                 return
             with socket.create_connection((self._server.host, self._server.port)) as onward:
-                self._start(self._bring_back, onward, client)
-                while data := client.recv(65536):
-                    said += data
-                    onward.sendall(self.change(data))
-                onward.shutdown(socket.SHUT_RDWR)
+                back = self._start(self._bring_back, onward, client)
+                try:
+                    while data := client.recv(65536):
+                        said += data
+                        onward.sendall(self.change(data))
+                finally:  # both sockets stay open as long as the other thread uses them
+                    with suppress(OSError):
+                        onward.shutdown(socket.SHUT_RDWR)
+                    back.join()
 
     def _bring_back(self, onward: socket.socket, client: socket.socket) -> None:
         with suppress(OSError):

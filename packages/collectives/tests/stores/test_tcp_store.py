@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import sys
 import threading
@@ -11,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import zmq
 
 from syncline.collectives import InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
 from syncline.collectives.stores import TCPStore, TCPStoreServer, new_secret
@@ -281,3 +283,15 @@ def test_without_pyzmq_the_error_says_what_to_install(open_one: Callable[..., ob
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(StoreUnavailableError, match=r"needs pyzmq.*pip install 'syncline-collectives\[store\]'"):
         open_one(secret=SECRET)
+
+
+def test_a_client_without_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with TCPStoreServer(secret=SECRET) as server:
+        monkeypatch.setattr(zmq.Context, "socket", none_left)
+        with pytest.raises(StoreTimeout, match="Too many open files"):
+            TCPStore(server.host, server.port, secret=SECRET, timeout=0.05)
+        with pytest.raises(StoreUnavailableError, match="Too many open files"):
+            TCPStoreServer(secret=SECRET)

@@ -49,24 +49,30 @@ class Connection:
     """
 
     def __init__(self, host: str, port: int, secret: bytes, deadline: Deadline) -> None:
-        address = _reach(host, port, deadline)
         self._where = f"TCP store at {host}:{port}"
-        self._socket = _context().socket(zmq.DEALER)
-        set_options(self._socket, secret, "client")
-        self._socket.curve_serverkey = public_key(secret, "server")
-        self._socket.reconnect_ivl = -1
-        self._socket.ipv6 = True
-        # From here on there is something to hear as soon as the connection ends, and only then.
-        self._events = self._socket.get_monitor_socket(sum(_HANDSHAKE_ENDED | _CONNECTION_ENDED))
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._events, zmq.POLLIN)
+        address = _reach(host, port, deadline)
+        try:
+            self._make_sockets(secret)
+        except zmq.ZMQError as error:  # no descriptor is left, say
+            raise OSError(error.errno, error.strerror) from error
         try:
             self._socket.connect(address)
             self._shake_hands(deadline)
         except BaseException:
             self.close()
             raise
+
+    def _make_sockets(self, secret: bytes) -> None:
+        self._socket = _context().socket(zmq.DEALER)
+        set_options(self._socket, secret, "client")
+        self._socket.curve_serverkey = public_key(secret, "server")
+        self._socket.reconnect_ivl = -1
+        self._socket.ipv6 = True
+        # After the handshake there is something to hear there as soon as the connection ends, and only then.
+        self._events = self._socket.get_monitor_socket(sum(_HANDSHAKE_ENDED | _CONNECTION_ENDED))
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._events, zmq.POLLIN)
 
     def is_open(self) -> bool:
         """Whether the server has not hung up since the last exchange."""

@@ -39,10 +39,10 @@ class ServerLoop:
         self._service: Service[bytes] = Service()
         self._table = secrets.token_bytes(8)  # no other server has the table that this one has
         self._context = zmq.Context()
-        self._gate = self._context.socket(zmq.REP)
-        self._clients = self._context.socket(zmq.ROUTER)
         try:
+            self._gate = self._context.socket(zmq.REP)
             self._gate.bind(_ASKS_AT)
+            self._clients = self._context.socket(zmq.ROUTER)
             set_options(self._clients, secret, "server")
             self._clients.curve_server = True
             self._clients.zap_domain = b"store"
@@ -52,8 +52,7 @@ class ServerLoop:
             self._clients.ipv6 = "[" in endpoint
             self._clients.bind(endpoint)
         except BaseException:
-            self._close()
-            self._context.term()
+            self._context.destroy(0)
             raise
 
     @property
@@ -81,7 +80,8 @@ class ServerLoop:
         except zmq.ContextTerminated:
             pass
         finally:
-            self._close()
+            self._clients.close(0)
+            self._gate.close(0)
 
     def _pause_ms(self) -> int | None:
         """Until a wait runs out."""
@@ -113,7 +113,3 @@ class ServerLoop:
         """To those that have gone, and to those that do not read their answers, nothing is sent."""
         for client, message in replies:
             self._clients.send_multipart([client, self._table, *split(message)])
-
-    def _close(self) -> None:
-        self._clients.close(0)
-        self._gate.close(0)
