@@ -36,7 +36,7 @@ from syncline.collectives.stores import AsTorchStore, meet
 rank, size = map(int, sys.argv[1:3])
 
 for run in ("first", "second"):
-    store = meet(sys.argv[3], rank, size, timeout=60)
+    store = meet(sys.argv[3], rank, size, timeout=100)
     store.set(f"seen/{rank}", store.get("run") if rank else "nothing")
     if rank == 0:
         assert not store.check(["run"]), "an earlier run shows through"
@@ -165,7 +165,7 @@ threading.Thread(target=store.get, args=("never", 3600), daemon=True).start()
 
 
 def test_a_process_that_closes_nothing_can_end() -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -194,5 +194,5 @@ for one in (store, other, server):
 
 def test_what_a_forked_child_closes_stays_open_in_its_parent() -> None:
     command = [sys.executable, "-W", "error::ResourceWarning", "-W", "ignore::DeprecationWarning", "-c", FORKING]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
