@@ -5,7 +5,7 @@
 - No circles: no module imports itself by way of others. Imports in functions and for type checkers count as well, for
   they tie the two modules together just as much: neither can be read, moved or tested without the other.
 - Of collectives, the other layers use its public names, and `syncline.collectives.internal`.
-- mpi4py and CuPy are imported at module level in their own backends only.
+- mpi4py, CuPy and pyzmq are imported at module level in the packages made for them only.
 - Backends are imported by backends, the registry and the instruments that examine them, and by nothing else.
 - An `__init__.py` re-exports and does nothing else; the namespace `syncline` has none at all.
 
@@ -57,8 +57,8 @@ BACKENDS = f"{COLLECTIVES}.backends"
 # Who may import a backend. The registry does so by name, from entry points.
 _INSTRUMENTS = (f"{COLLECTIVES}.testing", f"{COLLECTIVES}.doctor", f"{COLLECTIVES}.bench")
 MAY_IMPORT_BACKENDS = (BACKENDS, f"{COLLECTIVES}.startup.registry", *_INSTRUMENTS)
-# Optional third-party packages, and the one backend that may import each at module level.
-OPTIONAL = {"mpi4py": f"{BACKENDS}.mpi", "cupy": f"{BACKENDS}.nccl"}
+# Optional third-party packages, and the one package of ours that may import each at module level.
+OPTIONAL = {"mpi4py": f"{BACKENDS}.mpi", "cupy": f"{BACKENDS}.nccl", "zmq": f"{COLLECTIVES}.stores.tcp"}
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,11 @@ IMPI = InstallSet(
     home=IMPI_PREFIX,
 )
 # What every layer may assume, and the test runner; no mpi4py, and none of our layers. No layer asks
-# for NumPy, but torch warns where it is missing, and in tests a warning is an error.
+# for NumPy, but torch warns where it is missing, and in tests a warning is an error. The tests of the
+# TCP store need pyzmq, which is optional; that the layer works without it has a test of its own.
 BASE = InstallSet(
     "wheel-base",
-    ("torch", "numpy", "pytest", "pytest-timeout", "hypothesis"),
+    ("torch", "numpy", "pytest", "pytest-timeout", "hypothesis", "pyzmq>=26"),
     home=WHEEL_BASE,
 )
 

@@ -26,6 +26,7 @@ GOOD = [
     ("syncline.collectives.contract.work", "if TYPE_CHECKING:\n    from mpi4py import MPI"),
     ("syncline.collectives.backends.mpi.progress", "from mpi4py import MPI"),
     ("syncline.collectives.backends.nccl.watchdog", "import cupy.cuda"),
+    ("syncline.collectives.stores.tcp.loop", "import zmq"),
     ("syncline.collectives.backends.gloo", "from ..composed.torch_group import TorchGroup"),
     ("syncline.collectives.testing.ranks", "from ..backends.in_process import World"),
 ]
@@ -42,6 +43,7 @@ BAD = [
     ("syncline.collectives.startup.launch", "try:\n    import cupy\nexcept E: ...", "found cupy"),
     ("syncline.collectives.backends.nccl.x", "import mpi4py", "found mpi4py"),
     ("syncline.collectives.backends.mpi_like", "import mpi4py", "found mpi4py"),
+    ("syncline.collectives.stores.torch_store", "from zmq import Context", "found zmq at module level"),
     ("syncline.hooks.cast", "class C:\n    import cupy", "found cupy"),
     ("syncline.collectives.default_group.default_group", "from ..backends.mpi import x", "ask the registry"),
     ("syncline.collectives.default_group.default_group", "from .. import backends", "ask the registry"),

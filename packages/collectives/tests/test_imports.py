@@ -7,7 +7,7 @@ SCRIPT = """
 import sys
 
 def expect_none_loaded(after):
-    loaded = {"mpi4py", "cupy", "pytest"} & set(sys.modules)
+    loaded = {"mpi4py", "cupy", "pytest", "zmq"} & set(sys.modules)
     assert not loaded, (after, loaded)
 
 import syncline.collectives

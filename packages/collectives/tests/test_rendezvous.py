@@ -209,3 +209,41 @@ init_process_group("gloo", "tcp://127.0.0.1:{port}?secret_file={secret_file}", w
 """
     done = subprocess.run([sys.executable, "-W", "always", "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- without pyzmq ----
+
+
+def test_without_pyzmq_ranks_meet_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    meet_as_threads(f"file://{tmp_path}/meeting", {})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_pyzmq_every_rank_is_told_what_an_address_needs(port: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(StoreUnavailableError, match=r"pip install 'syncline-collectives\[store\]'.*file:///shared/folder"):
+        store_at(f"tcp://127.0.0.1:{port}", rank, 2, 3600.0, {"SYNCLINE_SECRET": new_secret()})
+
+
+UNDER_TORCHRUN = """
+import sys
+sys.modules["zmq"] = None
+import torch
+from syncline.collectives import all_reduce, destroy_process_group, init_process_group
+group = init_process_group("gloo", timeout=60)
+tensor = torch.tensor([group.rank + 1.0])
+all_reduce(tensor)
+assert tensor.item() == 3
+destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["--standalone"]], ids=["static", "standalone"])
+def test_without_pyzmq_ranks_meet_under_torchrun(tmp_path: Path, port: int, words: list[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNDER_TORCHRUN)
+    place = words or ["--master-port", str(port)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *place, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from syncline.collectives import InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
 from syncline.collectives.stores import FileStore, meet
+from syncline.collectives.stores.file.folder import Folder
 from syncline.collectives.stores.file.lock import LinkLock
 from syncline.collectives.stores.file.log import Log, decode, encode
 
@@ -43,7 +48,7 @@ def test_a_read_only_folder_is_an_error_at_once(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_hard_links_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_links(*_: object) -> None:
+    def no_links(*_: object, **__: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
@@ -56,6 +61,151 @@ def test_only_the_owner_may_look(tmp_path: Path) -> None:
     FileStore(tmp_path / "new", "run").set("key", "1")
     assert (tmp_path / "new" / "run").stat().st_mode & 0o077 == 0
     assert (tmp_path / "new" / "run" / "log").stat().st_mode & 0o077 == 0
+
+
+def test_every_folder_that_is_made_is_for_its_owner_only(tmp_path: Path) -> None:
+    FileStore(tmp_path / "above" / "new", "run")
+    for folder in ("above", "above/new", "above/new/run"):
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("reach", [lambda path: FileStore(path, "lobby"), lambda path: meet(path, 0, 1)])
+def test_a_link_in_place_of_the_log_is_not_followed(tmp_path: Path, reach: Callable[[Path], object]) -> None:
+    treasure = tmp_path / "treasure"
+    treasure.write_bytes(encode("key", b"1") + b"what would be cut off as a torn record")
+    before = treasure.read_bytes()
+    (tmp_path / "meeting" / "lobby").mkdir(parents=True, mode=0o700)
+    (tmp_path / "meeting" / "lobby" / "log").symlink_to(treasure)
+    with pytest.raises(StoreUnavailableError, match=r"lobby/log is not used: it is a symbolic link.*Give another folder"):
+        reach(tmp_path / "meeting")
+    assert treasure.read_bytes() == before
+
+
+def test_a_link_that_comes_later_is_not_followed_either(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, "run")
+    treasure = tmp_path / "treasure"
+    treasure.write_bytes(b"not to be cut off")
+    log = tmp_path / "run" / "log"
+    log.unlink()
+    log.symlink_to(treasure)
+    for call in (lambda: store.set("key", "1"), lambda: store.check(["key"])):
+        with pytest.raises(StoreError, match="run/log is not used: it is a symbolic link"):
+            call()
+    assert treasure.read_bytes() == b"not to be cut off"
+
+
+def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir(mode=0o700)
+    (tmp_path / "project" / "log").write_bytes(b"of another program")
+    (tmp_path / "run").symlink_to(tmp_path / "project")
+    with pytest.raises(StoreUnavailableError, match="run is not used: it is a symbolic link"):
+        FileStore(tmp_path, "run")
+    (tmp_path / "run").unlink()
+    store = FileStore(tmp_path, "run")
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    (tmp_path / "run").symlink_to(tmp_path / "project")
+    with pytest.raises(StoreError, match="run is not used: it is a symbolic link"):
+        store.set("key", "1")
+    assert (tmp_path / "project" / "log").read_bytes() == b"of another program"
+
+
+def test_a_link_above_the_folder_is_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "far away").mkdir()
+    (tmp_path / "scratch").symlink_to(tmp_path / "far away")
+    FileStore(tmp_path / "scratch", "run").set("key", "1")
+    assert (tmp_path / "far away" / "run" / "log").exists()
+
+
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+@pytest.mark.parametrize("name", ["run", "run/log"])
+def test_what_others_can_write_is_refused(tmp_path: Path, name: str, mode: int) -> None:
+    store = FileStore(tmp_path, "run")
+    path = tmp_path / name
+    path.chmod(path.stat().st_mode | mode)
+    refusal = rf"{path} is not used: others can write it \(mode .*run `chmod go-w {path}`"
+    with pytest.raises(StoreUnavailableError, match=refusal):
+        FileStore(tmp_path, "run")
+    for call in (lambda: store.set("key", "1"), lambda: store.check(["key"])):
+        with pytest.raises(StoreError, match=refusal):
+            call()
+    path.chmod(path.stat().st_mode & ~mode)
+    store.set("key", "1")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give something away")
+@pytest.mark.parametrize("name", ["run", "run/log"])
+def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path, name: str) -> None:
+    store = FileStore(tmp_path, "run")
+    os.chown(tmp_path / name, 12345, -1)
+    refusal = rf"{tmp_path / name} is not used: it belongs to user 12345, and this process is user 0"
+    with pytest.raises(StoreUnavailableError, match=refusal):
+        FileStore(tmp_path, "run")
+    with pytest.raises(StoreError, match=refusal):
+        store.check(["key"])
+
+
+def test_a_pipe_in_place_of_the_log_holds_up_nobody(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    os.mkfifo(tmp_path / "run" / "log", 0o600)
+    with pytest.raises(StoreUnavailableError, match="run/log is not used: it is no regular file"):
+        FileStore(tmp_path, "run")
+
+
+def test_the_name_of_a_locks_holder_may_be_anything(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, "run", timeout=0.05)
+    (tmp_path / "run" / "lock").write_bytes(b"\xff\xfe" * 1000)
+    with pytest.raises(StoreTimeout, match=r"delete .*/run/lock"):
+        store.set("key", "2")
+
+
+def sealed(body: bytes) -> bytes:
+    """A record with a right length and checksum, whatever is in it."""
+    return struct.pack(">II", len(body), zlib.crc32(body)) + body
+
+
+BAD_RECORDS = {
+    "a key that is not UTF-8": sealed(struct.pack(">?I", True, 2) + b"\xff\xfe" + b"1"),
+    "a key longer than its record": sealed(struct.pack(">?I", True, 100) + b"key"),
+}
+
+
+@pytest.mark.parametrize("record", BAD_RECORDS.values(), ids=BAD_RECORDS.keys())
+def test_a_record_that_is_not_ours_is_an_error_that_names_the_file(tmp_path: Path, record: bytes) -> None:
+    store = FileStore(tmp_path, "run", timeout=3600)
+    with open(tmp_path / "run" / "log", "ab") as file:
+        file.write(record)
+    late = FileStore(tmp_path, "run", timeout=3600)
+    for handle in (store, late):
+        for call in (
+            lambda handle=handle: handle.get("key"),
+            lambda handle=handle: handle.check(["key"]),
+            lambda handle=handle: handle.set("key", "1"),
+        ):
+            with pytest.raises(StoreError, match=rf"{tmp_path}/run: the file log holds a record .*Remove the folder"):
+                call()
+
+
+BAD_MEETINGS = {
+    "an offer that is no JSON": ("offer", b"{"),
+    "an offer that is not UTF-8": ("offer", b"\xff\xfe"),
+    "an offer that is a list": ("offer", b"[]"),
+    "an offer without a run": ("offer", b'{"joined": {}}'),
+    "an offer of a run that is no name": ("offer", b'{"run": "../elsewhere", "joined": {}}'),
+    "an offer to a list": ("offer", b'{"run": "run-' + b"0" * 32 + b'", "joined": []}'),
+    "an offer without bottom": ("offer", b"[" * 100_000),
+    "a number that is not UTF-8": ("join/1", b"\xff\xfe"),
+    "a number that is none": ("join/2", b"none"),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_MEETINGS.values(), ids=BAD_MEETINGS.keys())
+def test_a_bad_record_in_the_lobby_is_an_error_on_all_ranks_at_once(tmp_path: Path, key: str, value: bytes) -> None:
+    FileStore(tmp_path, "lobby").set(key, value)
+    with ThreadPoolExecutor(3) as ranks:
+        meetings = [ranks.submit(meet, tmp_path, rank, 3, timeout=3600) for rank in range(3)]
+        for meeting in meetings:
+            with pytest.raises(StoreError, match=rf"{tmp_path}/lobby: the record '{key}' .*Remove that folder"):
+                meeting.result(60)
 
 
 def test_a_removed_folder_is_explained(tmp_path: Path) -> None:
@@ -85,7 +235,7 @@ def test_the_lock_excludes(tmp_path: Path) -> None:
     def enter() -> None:
         nonlocal inside, most
         for _ in range(20):
-            with LinkLock(tmp_path).held(60):
+            with LinkLock(Folder(tmp_path)).held(60):
                 inside += 1
                 most = max(most, inside)
                 (tmp_path / "something").write_text("to do")
@@ -103,18 +253,18 @@ def test_the_lock_excludes(tmp_path: Path) -> None:
 def test_a_lost_answer_to_link_still_means_that_the_lock_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
-    def link_then_lose_the_answer(*arguments: str) -> None:
-        link(*arguments)
+    def link_then_lose_the_answer(*arguments: str, **where: int) -> None:
+        link(*arguments, **where)
         raise FileExistsError
 
     monkeypatch.setattr(os, "link", link_then_lose_the_answer)
-    with LinkLock(tmp_path).held(1):
+    with LinkLock(Folder(tmp_path)).held(1):
         assert (tmp_path / "lock").exists()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_who_waits_in_vain_does_not_take_the_lock_away(tmp_path: Path) -> None:
-    lock = LinkLock(tmp_path)
+    lock = LinkLock(Folder(tmp_path))
     with lock.held(1):
         with pytest.raises(StoreTimeout), lock.held(0.02):
             pass
@@ -138,7 +288,7 @@ def test_a_record_counts_only_when_it_is_whole() -> None:
 
 
 def test_a_torn_record_is_waited_for_by_readers_and_cut_off_by_the_next_writer(tmp_path: Path) -> None:
-    writer, reader = Log(tmp_path / "log"), Log(tmp_path / "log")
+    writer, reader = Log(Folder(tmp_path)), Log(Folder(tmp_path))
     writer.append("a", b"1")
     next_one, ghost = encode("b", b"2"), encode("ghost", b"part of the torn value that looks like a record")
     torn = encode("torn", b"x" * 1000)[: len(next_one)] + ghost + b"x" * 10
@@ -149,7 +299,7 @@ def test_a_torn_record_is_waited_for_by_readers_and_cut_off_by_the_next_writer(t
     writer.refresh()
     writer.append("b", b"2")
     reader.refresh()
-    late = Log(tmp_path / "log")
+    late = Log(Folder(tmp_path))
     late.refresh()
     assert reader.values == late.values == {"a": b"1", "b": b"2"}
 

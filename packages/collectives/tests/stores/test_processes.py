@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from syncline.collectives.errors import StoreError, StoreTimeout
 from syncline.collectives.stores import FileStore, Store, TCPStore, TCPStoreServer, new_secret
 
 PROCESSES = 3
 
 SHARING = """
 import os, sys
+from syncline.collectives.errors import StoreError, StoreTimeout
 from syncline.collectives.stores import FileStore, TCPStore
 rank, size = map(int, sys.argv[1:3])
 over_tcp = TCPStore("127.0.0.1", int(sys.argv[3]), secret=os.environ["THE_SECRET"])
@@ -33,7 +36,7 @@ from syncline.collectives.stores import AsTorchStore, meet
 rank, size = map(int, sys.argv[1:3])
 
 for run in ("first", "second"):
-    store = meet(sys.argv[3], rank, size, timeout=60)
+    store = meet(sys.argv[3], rank, size, timeout=100)
     store.set(f"seen/{rank}", store.get("run") if rank else "nothing")
     if rank == 0:
         assert not store.check(["run"]), "an earlier run shows through"
@@ -121,3 +124,75 @@ def test_a_forked_child_does_not_use_its_parents_connection() -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert store.get("count") == b"100"
         store.close()
+
+
+SERVING = """
+import sys
+from syncline.collectives.stores import TCPStoreServer
+server = TCPStoreServer(secret=sys.argv[1])
+print(server.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_waits_for_a_server_that_is_killed_is_told_at_once() -> None:
+    secret = new_secret()
+    command = [sys.executable, "-c", SERVING, secret]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        store = TCPStore("127.0.0.1", int(process.stdout.readline()), secret=secret, timeout=3600)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(store.get, "never")
+            with pytest.raises(StoreTimeout):
+                store.get("never either", 0.05)
+            process.kill()
+            with pytest.raises(StoreError, match="has the process that serves it ended"):
+                waiting.result(60)
+        with pytest.raises(StoreError, match="has the process that serves it ended"):
+            store.set("key", "1")
+        store.close()
+
+
+LEAVING = """
+import threading
+from syncline.collectives.stores import TCPStore, TCPStoreServer, new_secret
+secret = new_secret()
+server = TCPStoreServer(secret=secret)
+store = TCPStore(server.host, server.port, secret=secret)
+store.set("key", "1")
+threading.Thread(target=store.get, args=("never", 3600), daemon=True).start()
+"""
+
+
+def test_a_process_that_closes_nothing_can_end() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+FORKING = """
+import gc, os
+from syncline.collectives.stores import TCPStore, TCPStoreServer, new_secret
+secret = new_secret()
+server = TCPStoreServer(secret=secret)
+store, other = (TCPStore(server.host, server.port, secret=secret) for _ in range(2))
+child = os.fork()
+if child == 0:
+    other.close()
+    del other
+    gc.collect()
+    server.close()
+    assert store.add("count", 1) >= 1
+    store.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert store.add("count", 1) == 2
+assert other.add("count", 1) == 3
+for one in (store, other, server):
+    one.close()
+"""
+
+
+def test_what_a_forked_child_closes_stays_open_in_its_parent() -> None:
+    command = [sys.executable, "-W", "error::ResourceWarning", "-W", "ignore::DeprecationWarning", "-c", FORKING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,12 +1,11 @@
-"""The TCP store's pure parts as tables: who is answered what and when, with a clock made of numbers."""
+"""What serves a table, as a table: who is answered what and when, with a clock made of numbers."""
 
 from __future__ import annotations
 
 import pytest
 
-from syncline.collectives.stores.tcp.sealing import HEAD_BYTES, Opener, Sealer
-from syncline.collectives.stores.tcp.service import Service
-from syncline.collectives.stores.tcp.wire import Op, ProtocolError, Status, pack, pack_seconds, unpack
+from syncline.collectives.stores.messages import Op, ProtocolError, Status, pack, pack_seconds, unpack
+from syncline.collectives.stores.service import LONGEST_WAIT_S, Service
 
 DONE = pack(Status.DONE)
 
@@ -68,6 +67,14 @@ def test_what_is_there_is_answered_at_once_and_what_may_not_wait_too() -> None:
     assert service.request("ann", wait(0, b"b"), now=0) == [("ann", pack(Status.TIMED_OUT, b"b"))]
 
 
+def test_what_a_client_that_has_gone_waited_for_is_not_kept_for_long() -> None:
+    service: Service[str] = Service()
+    assert service.request("ann", wait(3600, b"a"), now=0) == []
+    assert service.next_expiry() == LONGEST_WAIT_S
+    assert service.expire(now=LONGEST_WAIT_S) == [("ann", pack(Status.TIMED_OUT, b"a"))]
+    assert service.next_expiry() is None
+
+
 def test_who_is_gone_is_not_answered() -> None:
     service: Service[str] = Service()
     service.request("ann", wait(5, b"a"), now=0)
@@ -86,56 +93,3 @@ def test_one_request_at_a_time() -> None:
 @pytest.mark.parametrize("fields", [[], [b""], [b"a", b"", b"ccc"], [bytes(1000)]])
 def test_messages_survive_packing(fields: list[bytes]) -> None:
     assert unpack(pack(7, *fields)) == (7, fields)
-
-
-def test_messages_survive_sealing_in_any_pieces() -> None:
-    bodies = [b"", b"one", bytes(range(256))]
-    sealer = Sealer(b"key")
-    data = b"".join(sealer.seal(body) for body in bodies)
-    for step in (1, 7, len(data)):
-        opener, found = Opener(b"key", 1000), []
-        for start in range(0, len(data), step):
-            opener.feed(data[start : start + step])
-            while (body := opener.next()) is not None:
-                found.append(body)
-        assert found == bodies
-
-
-def test_every_flipped_bit_breaks_the_seal() -> None:
-    sealed = Sealer(b"key").seal(b"body")
-    for index in range(4, len(sealed)):  # the length itself is the next test's
-        broken = bytearray(sealed)
-        broken[index] ^= 1
-        opener = Opener(b"key", 1000)
-        opener.feed(bytes(broken))
-        with pytest.raises(ProtocolError, match="wrong seal"):
-            opener.next()
-
-
-def test_a_shortened_message_breaks_the_seal() -> None:
-    sealed = bytearray(Sealer(b"key").seal(b"body"))
-    sealed[3] -= 1
-    opener = Opener(b"key", 1000)
-    opener.feed(bytes(sealed))
-    with pytest.raises(ProtocolError, match="wrong seal"):
-        opener.next()
-
-
-def test_messages_cannot_be_reordered_or_sent_back() -> None:
-    sealer = Sealer(b"key")
-    first, second = sealer.seal(b"first"), sealer.seal(b"second")
-    for key, data in ((b"key", second), (b"other direction", first)):
-        opener = Opener(key, 1000)
-        opener.feed(data)
-        with pytest.raises(ProtocolError, match="wrong seal"):
-            opener.next()
-
-
-def test_a_length_above_the_limit_is_refused_before_the_rest_has_come() -> None:
-    opener = Opener(b"key", 10)
-    opener.feed(Sealer(b"key").seal(bytes(11))[:HEAD_BYTES])
-    with pytest.raises(ProtocolError, match="11 bytes, where 10 are allowed"):
-        opener.next()
-    opener = Opener(b"key", 10)
-    opener.feed(Sealer(b"key").seal(bytes(10)))
-    assert opener.next() == bytes(10)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import sys
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import zmq
 
 from syncline.collectives import InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
 from syncline.collectives.stores import TCPStore, TCPStoreServer, new_secret
 from syncline.collectives.stores.store import LONGEST_STORE_TIMEOUT_S
-from syncline.collectives.stores.tcp.sealing import LONGEST_MESSAGE_BYTES
+from syncline.collectives.stores.tcp.sockets import LONGEST_MESSAGE_BYTES
 
 SECRET = new_secret()
 
@@ -80,6 +85,27 @@ def test_an_impossible_port_is_named(port: int) -> None:
         TCPStoreServer(port=port, secret=SECRET)
 
 
+@contextmanager
+def listener_of(greet: Callable[[socket.socket], object]) -> Iterator[int]:
+    """The port of a server that does with each client what `greet` says, each on a thread of its own."""
+
+    def take(client: socket.socket) -> None:
+        with client, suppress(OSError):
+            greet(client)
+
+    def listen() -> None:
+        with suppress(OSError):  # until the listener is shut down
+            while True:
+                threading.Thread(target=take, args=listener.accept()[:1]).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listening = threading.Thread(target=listen)
+        listening.start()
+        yield int(listener.getsockname()[1])
+        listener.shutdown(socket.SHUT_RDWR)
+        listening.join()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -105,19 +131,23 @@ def test_a_client_waits_for_a_server_that_starts_later() -> None:
             store.close()
 
 
-def test_what_listens_but_is_no_store_is_named() -> None:
-    def greet(impostor: socket.socket) -> None:
-        client, _ = impostor.accept()
-        with client:
-            client.sendall(b"HTTP/1.1 400 Bad Request\r\n".ljust(100))
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n".ljust(100), b"SSH-2.0-OpenSSH_9.2\r\n"])
+def test_what_listens_but_is_no_store_is_named(greeting: bytes) -> None:
+    def greet(client: socket.socket) -> None:
+        client.sendall(greeting)
+        client.recv(1)
 
-    with socket.create_server(("127.0.0.1", 0)) as impostor:
-        greeter = threading.Thread(target=greet, args=(impostor,))
-        greeter.start()
-        with pytest.raises(StoreError, match="what listens there is no store") as caught:
-            TCPStore("127.0.0.1", impostor.getsockname()[1], secret=SECRET, timeout=60)
-        greeter.join()
+    with listener_of(greet) as port, pytest.raises(StoreError, match="what listens there is no store") as caught:
+        TCPStore("127.0.0.1", port, secret=SECRET, timeout=60)
     assert not isinstance(caught.value, StoreTimeout)
+
+
+def test_what_listens_and_says_nothing_is_given_up_after_the_limit() -> None:
+    with (
+        listener_of(lambda client: client.recv(1000, socket.MSG_WAITALL)) as port,
+        pytest.raises(StoreTimeout, match=rf"127\.0\.0\.1:{port}: no server was there within 0\.2 s .*said nothing"),
+    ):
+        TCPStore("127.0.0.1", port, secret=SECRET, timeout=0.2)
 
 
 def test_a_server_that_ends_ends_the_waits_of_its_clients() -> None:
@@ -181,7 +211,7 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_sent() -> None:
 def test_a_server_may_allow_less_than_the_client() -> None:
     with TCPStoreServer(secret=SECRET, max_message_bytes=1000) as server:
         store = TCPStore(server.host, server.port, secret=SECRET)
-        with pytest.raises(StoreError, match="longer than that server allows"):
+        with pytest.raises(InvalidArgumentError, match=r"10000012 bytes, where this server allows 1000"):
             store.set("key", bytes(10_000_000))
         assert not store.check(["key"])
         store.set("key", bytes(900))
@@ -209,3 +239,59 @@ def test_after_a_refusal_the_connection_is_still_good() -> None:
         assert store.get("number") == str(2**63 - 1).encode()
         assert len(store._idle) == 1, "the connection was given up"
         store.close()
+
+
+def test_it_works_over_ipv6() -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    with TCPStoreServer("::1", secret=SECRET) as server:
+        assert {address for address, port in listening() if port == server.port} == {"00000000000000000000000001000000"}
+        store = TCPStore("::1", server.port, secret=SECRET)
+        store.set("key", "1")
+        assert store.get("key") == b"1"
+        store.close()
+
+
+def test_a_name_leads_to_whichever_address_listens() -> None:
+    """A name may stand for several addresses, of which the server has one."""
+    with TCPStoreServer("127.0.0.1", secret=SECRET) as server:
+        store = TCPStore("localhost", server.port, secret=SECRET)
+        assert store.add("count", 1) == 1
+        store.close()
+
+
+def test_many_waits_that_clients_gave_up_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.collectives.stores.service.LONGEST_WAIT_S", 0.05)
+    with TCPStoreServer(secret=SECRET) as server:
+        store = TCPStore(server.host, server.port, secret=SECRET)
+        with pytest.raises(StoreTimeout, match=r"nobody set 'never' within 0\.3 s"):
+            store.get("never", 0.3)  # asked for again and again
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(store.get, "late", 60)
+            with pytest.raises(StoreTimeout):
+                store.get("never", 0.3)
+            store.set("late", "1")
+            assert waiting.result(60) == b"1"
+        store.close()
+
+
+@pytest.mark.parametrize("open_one", [TCPStoreServer, lambda secret: TCPStore("127.0.0.1", 1, secret=secret)])
+def test_without_pyzmq_the_error_says_what_to_install(open_one: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(StoreUnavailableError, match=r"needs pyzmq.*pip install 'syncline-collectives\[store\]'"):
+        open_one(secret=SECRET)
+
+
+def test_a_client_without_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with TCPStoreServer(secret=SECRET) as server:
+        monkeypatch.setattr(zmq.Context, "socket", none_left)
+        with pytest.raises(StoreTimeout, match="Too many open files"):
+            TCPStore(server.host, server.port, secret=SECRET, timeout=0.05)
+        with pytest.raises(StoreUnavailableError, match="Too many open files"):
+            TCPStoreServer(secret=SECRET)

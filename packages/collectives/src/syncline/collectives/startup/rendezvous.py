@@ -23,6 +23,7 @@ from ..contract.object_exchange import exchange_objects
 from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError, LaunchError
 from ..stores import AsTorchStore, TCPStore, TCPStoreServer, meet, new_secret
+from ..stores.tcp.secret import require_pyzmq
 from .launch import check_init_method
 
 SECRET_VARIABLE = "SYNCLINE_SECRET"
@@ -167,6 +168,7 @@ def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[st
 
 def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float) -> dist.Store:
     """A store on rank 0, on one address and a port that the system chose; the group tells the others where, and its secret."""
+    require_pyzmq()  # before anybody waits for rank 0
     hosts = exchange_objects(socket.gethostname(), group=group)
     address = "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostbyname(hosts[0])
     told = None

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from operator import index
 
 import torch
 
@@ -14,10 +13,11 @@ from ..contract.deadline import Deadline
 from ..contract.process_group import ProcessGroup
 from ..contract.work import Work
 from ..errors import InvalidArgumentError, StoreError
+from .messages import Op, Status, pack, pack_seconds, unpack
 from .polling import poll
-from .store import Store, as_bytes, as_key, as_keys, never_came
-from .tcp.service import Service
-from .tcp.wire import Op, Status, pack, pack_seconds, unpack
+from .served_store import ServedStore
+from .service import Service
+from .store import as_key, as_keys, never_came
 
 # Messages on the group: the length of a request and then the request, the length of an answer and then the answer.
 _ASK_LENGTH, _ASK, _ANSWER_LENGTH, _ANSWER = 1, 2, 3, 4
@@ -26,7 +26,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
 _GOODBYES_S = 5.0
 
 
-class GroupStore(Store):
+class GroupStore(ServedStore):
     """A store for the ranks of a group that has no other use.
 
     Rank 0 serves the others from a thread that looks for requests every 0.2 ms to 20 ms, rarer the longer none came. Cost of
@@ -48,10 +48,6 @@ class GroupStore(Store):
         """The group."""
         return f"store on rank 0 of group '{self._group.name}'"
 
-    def set(self, key: str, value: bytes | str) -> None:
-        """See `Store.set`."""
-        self._call(Op.SET, as_key(key).encode(), as_bytes(value))
-
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
         """See `Store.get`."""
         deadline = Deadline(self._limit_s(timeout))
@@ -66,31 +62,11 @@ class GroupStore(Store):
             raise never_came([name], self.describe(), deadline.timeout_s)
         return value[0]
 
-    def add(self, key: str, amount: int) -> int:
-        """See `Store.add`."""
-        return int(self._call(Op.ADD, as_key(key).encode(), b"%d" % index(amount))[0])
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """See `Store.check`."""
-        return self._call(Op.CHECK, *(key.encode() for key in as_keys(keys)))[0] == b"1"
-
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         """See `Store.wait`."""
         deadline, names = Deadline(self._limit_s(timeout)), as_keys(keys)
         if not poll(lambda: self.check(names), deadline):
             raise never_came((key for key in names if not self.check([key])), self.describe(), deadline.timeout_s)
-
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """See `Store.compare_set`."""
-        return self._call(Op.COMPARE_SET, as_key(key).encode(), as_bytes(expected), as_bytes(desired))[0]
-
-    def delete_key(self, key: str) -> bool:
-        """See `Store.delete_key`."""
-        return self._call(Op.DELETE_KEY, as_key(key).encode())[0] == b"1"
-
-    def num_keys(self) -> int:
-        """See `Store.num_keys`."""
-        return int(self._call(Op.NUM_KEYS)[0])
 
     def close(self) -> None:
         """Say goodbye to rank 0, which waits for that of all ranks, a few seconds at most; close the group. May be repeated."""

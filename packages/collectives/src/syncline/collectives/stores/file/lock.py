@@ -24,24 +24,26 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 
 from ...contract.deadline import Deadline
 from ...errors import StoreTimeout
 from ..polling import poll
+from .folder import Folder
+
+_LOCK = "lock"
+_LONGEST_NAME = 200
 
 
 class LinkLock:
     """A lock called `lock` in `folder`; see Note [Locking by link]. It may be used by any thread or process.
 
     Args:
-        folder: an existing folder on a file system with hard links.
+        folder: on a file system with hard links.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._path = folder / "lock"
 
     @contextmanager
     def held(self, timeout_s: float) -> Iterator[None]:
@@ -51,45 +53,52 @@ class LinkLock:
             StoreTimeout: another process held it for all of `timeout_s` seconds.
             OSError: the folder cannot be written, or its file system has no hard links.
         """
-        ticket = self._write_ticket()
-        try:
-            if not poll(lambda: self._take(ticket), Deadline(timeout_s)):
-                raise StoreTimeout(
-                    f"file store {self._folder}: its lock was not free within {timeout_s:g} s; it is held by {self._holder()}. "
-                    f"If that process is no longer running, it was killed while it wrote: delete {self._path}"
-                )
-            yield
-        finally:
-            self._release(ticket)
+        with self._folder.opened() as folder:
+            ticket = self._write_ticket(folder)
+            try:
+                if not poll(lambda: _take(folder, ticket), Deadline(timeout_s)):
+                    raise self._not_free(timeout_s, self._holder(folder))
+                yield
+            finally:
+                _release(folder, ticket)
 
-    def _write_ticket(self) -> Path:
-        ticket = self._folder / f"ticket-{secrets.token_hex(8)}"
-        descriptor = os.open(ticket, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+    def _write_ticket(self, folder: int) -> str:
+        ticket = f"ticket-{secrets.token_hex(8)}"
+        with os.fdopen(self._folder.open_file(folder, ticket, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         return ticket
 
-    def _take(self, ticket: Path) -> bool:
+    def _holder(self, folder: int) -> str:
         try:
-            os.link(ticket, self._path)
-        except FileExistsError:
-            return _has_two_names(ticket)
-        return True
-
-    def _release(self, ticket: Path) -> None:
-        if _has_two_names(ticket):
-            self._path.unlink(missing_ok=True)
-        ticket.unlink(missing_ok=True)
-
-    def _holder(self) -> str:
-        try:
-            return self._path.read_text() or "a process that left no name"
+            with os.fdopen(self._folder.open_file(folder, _LOCK, os.O_RDONLY), errors="replace") as file:
+                return file.read(_LONGEST_NAME) or "a process that left no name"
         except OSError:
             return "a process that has just released it"
 
+    def _not_free(self, timeout_s: float, holder: str) -> StoreTimeout:
+        return StoreTimeout(
+            f"file store {self._folder.path}: its lock was not free within {timeout_s:g} s; it is held by {holder}. "
+            f"If that process is no longer running, it was killed while it wrote: delete {self._folder.path / _LOCK}"
+        )
 
-def _has_two_names(ticket: Path) -> bool:
+
+def _take(folder: int, ticket: str) -> bool:
     try:
-        return ticket.stat().st_nlink == 2
+        os.link(ticket, _LOCK, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError:
+        return _has_two_names(folder, ticket)
+    return True
+
+
+def _release(folder: int, ticket: str) -> None:
+    if _has_two_names(folder, ticket):
+        os.unlink(_LOCK, dir_fd=folder)
+    with suppress(FileNotFoundError):
+        os.unlink(ticket, dir_fd=folder)
+
+
+def _has_two_names(folder: int, ticket: str) -> bool:
+    try:
+        return os.stat(ticket, dir_fd=folder, follow_symlinks=False).st_nlink == 2
     except FileNotFoundError:  # somebody removed the folder while we were in it
         return False

@@ -19,9 +19,14 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import BinaryIO
 
+from ...errors import StoreError
+from .folder import Folder
+
+_LOG = "log"
 _HEAD = struct.Struct(">II")  # bytes of the body, and their CRC-32
 _BODY = struct.Struct(">?I")  # whether there is a value, and bytes of the key
 
@@ -34,7 +39,11 @@ def encode(key: str, value: bytes | None) -> bytes:
 
 
 def decode(data: bytes) -> tuple[list[tuple[str, bytes | None]], int]:
-    """The whole records at the beginning of `data`, and how many bytes they take."""
+    """The whole records at the beginning of `data`, and how many bytes they take.
+
+    Raises:
+        ValueError: a record is whole, and not one that `encode` makes.
+    """
     records: list[tuple[str, bytes | None]] = []
     start = 0
     while (body := _whole_body(data, start)) is not None:
@@ -55,27 +64,42 @@ def _whole_body(data: bytes, start: int) -> bytes | None:
 def _split(body: bytes) -> tuple[str, bytes | None]:
     has_value, key_bytes = _BODY.unpack_from(body)
     end = _BODY.size + key_bytes
+    if end > len(body):
+        raise ValueError("a key is longer than its record")
     return body[_BODY.size : end].decode(), body[end:] if has_value else None
 
 
 class Log:
-    """The table that a log file describes. Not for several threads at once.
+    """The table that the file `log` describes. Not for several threads at once.
 
     Args:
-        path: the file; created, for the owner only, if it is not there.
+        folder: where the file is; it is created, for the owner only, if it is not there.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
         self._end = 0
         self.values: dict[str, bytes] = {}
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        with self._open(os.O_RDWR | os.O_CREAT):
+            pass
 
     def refresh(self) -> None:
-        """Bring `values` up to date with what others appended."""
-        with open(self._path, "rb") as file:
+        """Bring `values` up to date with what others appended.
+
+        Raises:
+            StoreError: a record is not one of ours.
+        """
+        with self._open(os.O_RDONLY) as file:
             file.seek(self._end)
-            records, size = decode(file.read())
+            data = file.read()
+        try:
+            records, size = decode(data)
+        except ValueError as error:  # a UnicodeDecodeError is one
+            raise StoreError(
+                f"file store {self._folder.path}: the file {_LOG} holds a record that this version of Syncline does not "
+                f"understand ({error}); it was damaged, or written by something else. Remove the folder if no job uses it, or "
+                "give another"
+            ) from error
         for key, value in records:
             self._note(key, value)
         self._end += size
@@ -83,10 +107,17 @@ class Log:
     def append(self, key: str, value: bytes | None) -> None:
         """Write one change. Call it with the lock held, after `refresh`."""
         record = encode(key, value)
-        with open(self._path, "r+b") as file:
+        with self._open(os.O_RDWR) as file:
             self._write(file, record)
         self._end += len(record)
         self._note(key, value)
+
+    @contextmanager
+    def _open(self, flags: int) -> Iterator[BinaryIO]:
+        with self._folder.opened() as folder:
+            descriptor = self._folder.open_file(folder, _LOG, flags)
+        with os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b") as file:
+            yield file
 
     def _write(self, file: BinaryIO, record: bytes) -> None:
         file.truncate(self._end)

@@ -3,7 +3,8 @@
 Note [Meeting among leftovers]
 ------------------------------
 Nobody can tell by looking whether a file is of this run. So nobody believes a file unless it repeats a random number that
-he himself has just drawn. The folder has a store, the *lobby*, which lives for ever; nothing in it needs to be true::
+he himself has just drawn. The folder has a store, the *lobby*, which lives for ever; nothing in it needs to be true, if only
+it has the form of what a meeting writes::
 
     rank r > 0                                   rank 0
     1. draws a number, sets join/r to it
@@ -23,13 +24,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from datetime import timedelta
+from typing import NamedTuple
 
 from ...contract.deadline import Deadline
-from ...errors import InvalidArgumentError, StoreTimeout
+from ...errors import InvalidArgumentError, StoreError, StoreTimeout
 from ..polling import poll
 from .store import FileStore
+
+_NUMBER = re.compile(rb"[0-9a-f]{32}")
+_RUN = re.compile(r"run-[0-9a-f]{32}")
 
 
 def meet(
@@ -53,13 +59,14 @@ def meet(
 
     Raises:
         StoreTimeout: not all came in time; on rank 0, the message names the missing ranks.
-        StoreUnavailableError: the folder cannot be written.
+        StoreUnavailableError: the folder cannot be written, or others can write it.
+        StoreError: a record there is not one that a meeting writes; all ranks are told so at once.
         InvalidArgumentError: `rank` is not below `world_size`.
     """
     if not 0 <= rank < world_size:
         raise InvalidArgumentError(f"rank={rank}: expected a rank from 0 to {world_size - 1}, as world_size is {world_size}")
     hall = FileStore(path, lobby, timeout)
-    run = _host(hall, world_size) if rank == 0 else _join(hall, rank)
+    run = _host(hall, world_size) if rank == 0 else _join(hall, rank, world_size)
     return FileStore(path, run, timeout)
 
 
@@ -70,7 +77,8 @@ def _host(hall: FileStore, world_size: int) -> str:
 
     def all_here() -> bool:
         nonlocal answered
-        joined = {str(rank): hall.get(f"join/{rank}").decode() for rank in here.values() if hall.check([f"join/{rank}"])}
+        joined = _read_joined(hall, world_size)
+        _read_offer(hall)
         if joined != answered:
             hall.set("offer", json.dumps({"run": run, "joined": joined}))
             answered = joined
@@ -87,22 +95,58 @@ def _host(hall: FileStore, world_size: int) -> str:
     return run
 
 
-def _join(hall: FileStore, rank: int) -> str:
+def _join(hall: FileStore, rank: int, world_size: int) -> str:
+    _read_joined(hall, world_size)  # what is bad there ends all ranks, before one of them writes over it
     number = secrets.token_hex(16)
     hall.set(f"join/{rank}", number)
-    offer: dict[str, object] = {}
+    offer = _Offer("", {})
 
     def answered() -> bool:
         nonlocal offer
-        offer = json.loads(hall.get("offer")) if hall.check(["offer"]) else {}
-        joined = offer.get("joined")
-        return isinstance(joined, dict) and joined.get(str(rank)) == number
+        offer = _read_offer(hall)
+        return offer.joined.get(str(rank)) == number
 
     if not poll(answered, Deadline(hall.timeout.total_seconds())):
         raise StoreTimeout(
             f"{hall.describe()}: rank 0 did not answer rank {rank} within {hall.timeout.total_seconds():g} s; either it failed "
             "or never started, or it was given another path, or it does not see this file system"
         )
-    run = str(offer["run"])
-    hall.set(f"here/{run}/{rank}", b"")
-    return run
+    hall.set(f"here/{offer.run}/{rank}", b"")
+    return offer.run
+
+
+class _Offer(NamedTuple):
+    """The id of a run, and the numbers of the ranks that rank 0 has seen."""
+
+    run: str
+    joined: dict[str, str]
+
+
+def _read_joined(hall: FileStore, world_size: int) -> dict[str, str]:
+    """The numbers of the ranks above 0 that have come, by rank."""
+    numbers = {str(rank): hall.get(f"join/{rank}") for rank in range(1, world_size) if hall.check([f"join/{rank}"])}
+    for rank, number in numbers.items():
+        if not _NUMBER.fullmatch(number):
+            raise _bad_record(hall, f"join/{rank}")
+    return {rank: number.decode() for rank, number in numbers.items()}
+
+
+def _read_offer(hall: FileStore) -> _Offer:
+    """What rank 0 has offered; nothing to nobody if it has not."""
+    if not hall.check(["offer"]):
+        return _Offer("", {})
+    try:
+        offer = json.loads(hall.get("offer"))
+        run, joined = offer["run"], offer["joined"]
+    except (ValueError, TypeError, LookupError, RecursionError) as error:  # no JSON, no UTF-8, not these fields
+        raise _bad_record(hall, "offer") from error
+    if not (isinstance(run, str) and _RUN.fullmatch(run) and isinstance(joined, dict)):
+        raise _bad_record(hall, "offer")
+    return _Offer(run, joined)
+
+
+def _bad_record(hall: FileStore, key: str) -> StoreError:
+    return StoreError(
+        f"{hall.describe()}: the record {key!r} in its log is not what Syncline writes there; it was damaged, or written by "
+        "something else. Remove that folder if no job uses it, or meet in another"
+    )

@@ -17,6 +17,7 @@ from .. import changes
 from ..locked_store import LockedStore
 from ..polling import poll
 from ..store import as_key, as_keys, never_came
+from .folder import Folder
 from .lock import LinkLock
 from .log import Log
 
@@ -28,14 +29,14 @@ class FileStore(LockedStore):
 
     It needs no daemon, no port and no lock server: hard links and close-to-open consistency are enough, so NFS, Lustre,
     BeeGFS, GPFS and local file systems will do (Note [Locking by link], Note [A log on a shared file system]). A change
-    costs about ten operations on the file system, one of them a sync; a look costs one open and one read. Waiting asks
+    costs about twenty operations on the file system, one of them a sync; a look costs two opens and one read. Waiting asks
     again every 1 to 50 ms. The log grows with every change: this is a place to meet, not a database.
 
     What an earlier run left behind is in the folder of *its* run and is never read. That is why there is no default for
     `run_id`: give what names this run and no other, such as the scheduler's job and step number together. Where there is
     no such thing, `meet` finds one.
 
-    Who may read or write is the folder's business; it is made for its owner only.
+    What others can write is refused, see Note [A folder of our own]; what is made is for its owner only.
 
     Args:
         path: a folder that all processes reach under this name.
@@ -43,7 +44,8 @@ class FileStore(LockedStore):
         timeout: seconds or a timedelta; see `Store`. It also limits how long a change waits for its turn.
 
     Raises:
-        StoreUnavailableError: the folder cannot be made or written, or its file system has no hard links.
+        StoreUnavailableError: the folder cannot be made or written, others can write it, it is a symbolic link, or its file
+            system has no hard links.
         InvalidArgumentError: `run_id` cannot be the name of a folder.
     """
 
@@ -116,10 +118,10 @@ class FileStore(LockedStore):
     def _open(self) -> tuple[LinkLock, Log]:
         """Make the folder and its log, and try everything once that a change will need."""
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = LinkLock(self._folder)
+            folder = Folder(self._folder)
+            lock = LinkLock(folder)
             with lock.held(self._timeout_s):
-                return lock, Log(self._folder / "log")
+                return lock, Log(folder)
         except StoreError:
             raise
         except OSError as error:

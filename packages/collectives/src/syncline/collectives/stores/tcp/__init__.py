@@ -1,4 +1,4 @@
-"""A store that one process serves to the others over TCP, behind a shared secret."""
+"""A store that one process serves to the others over TCP, behind a shared secret. Needs pyzmq, from the first use on."""
 
 from .secret import new_secret
 from .server import TCPStoreServer

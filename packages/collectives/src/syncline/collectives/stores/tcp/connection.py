@@ -1,75 +1,151 @@
-"""Connection: the server's side of one client, as a state machine without input or output."""
+"""Connection: the client's side of one connection to a TCP store."""
 
 from __future__ import annotations
 
-import hmac
-import secrets
+import errno
+import os
+import socket
+from math import ceil
 
-from .sealing import Opener, Sealer
-from .secret import ANSWER_BYTES, MAGIC, NONCE_BYTES, REFUSAL, Handshake
-from .wire import ProtocolError
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-_CHUNK_BYTES = 256 * 1024
+from ...contract.deadline import Deadline
+from ...errors import StoreAuthenticationError
+from ..messages import ProtocolError
+from .sockets import endpoint, public_key, set_options, split
+
+_HANDSHAKE_ENDED = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+}
+_CONNECTION_ENDED = {zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED}
+
+_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # of each process that is a fork of this one, by process id
+
+
+class HungUpError(ConnectionError):
+    """The server ended the connection during the handshake: it has another secret, or it is just ending."""
 
 
 class Connection:
-    """Begins with the server's challenge in the outbox; see Note [Challenge and response].
+    """A connection whose two ends have proved to hold the same secret. For one thread at a time.
+
+    It does not reconnect: who sends a request again cannot know whether it was carried out already.
 
     Args:
+        host: the server's address or name.
+        port: the server's port.
         secret: the shared secret.
-        limit_bytes: the longest message that a client may send once it has proved to hold the secret.
-        proof_until: when it must have proved it, on the monotonic clock.
+        deadline: for connecting and for the handshake.
+
+    Raises:
+        HungUpError: the server hung up on us.
+        StoreAuthenticationError: the server does not hold our secret.
+        ProtocolError: what listens there is no store.
+        OSError: nobody listens, or the connection broke (ConnectionError), or the time is up (TimeoutError).
     """
 
-    def __init__(self, secret: bytes, limit_bytes: int, proof_until: float) -> None:
-        self._secret = secret
-        self._limit_bytes = limit_bytes
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._inbox = bytearray()
-        self._seals: tuple[Opener, Sealer] | None = None
-        self.outbox = bytearray(MAGIC + self._nonce)
-        self.proof_until = proof_until
-        self.refused = False
+    def __init__(self, host: str, port: int, secret: bytes, deadline: Deadline) -> None:
+        self._where = f"TCP store at {host}:{port}"
+        address = _reach(host, port, deadline)
+        try:
+            self._make_sockets(secret)
+        except zmq.ZMQError as error:  # no descriptor is left, say
+            raise OSError(error.errno, error.strerror) from error
+        try:
+            self._socket.connect(address)
+            self._shake_hands(deadline)
+        except BaseException:
+            self.close()
+            raise
 
-    @property
-    def proved(self) -> bool:
-        """Whether the client has proved to hold the secret."""
-        return self._seals is not None
+    def _make_sockets(self, secret: bytes) -> None:
+        self._socket = _context().socket(zmq.DEALER)
+        set_options(self._socket, secret, "client")
+        self._socket.curve_serverkey = public_key(secret, "server")
+        self._socket.reconnect_ivl = -1
+        self._socket.ipv6 = True
+        # After the handshake there is something to hear there as soon as the connection ends, and only then.
+        self._events = self._socket.get_monitor_socket(sum(_HANDSHAKE_ENDED | _CONNECTION_ENDED))
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._events, zmq.POLLIN)
 
-    def room(self) -> int:
-        """How many bytes to read at most; a stranger gets room for his answer and no more."""
-        return _CHUNK_BYTES if self.proved else ANSWER_BYTES - len(self._inbox)
+    def is_open(self) -> bool:
+        """Whether the server has not hung up since the last exchange."""
+        return not self._events.poll(0, zmq.POLLIN)
 
-    def feed(self, data: bytes) -> None:
-        """Take at most `room()` bytes as they came."""
-        if self._seals is not None:
-            self._seals[0].feed(data)
-            return
-        self._inbox += data
-        if len(self._inbox) == ANSWER_BYTES:
-            self._judge(bytes(self._inbox))
+    def exchange(self, table: bytes, message: bytes, deadline: Deadline) -> tuple[bytes, bytes]:
+        """Send a request for `table` and wait for its answer; the table that it is from, and the answer.
 
-    def next(self) -> bytes | None:
-        """The next request, or None. Nothing until the client has proved itself, or while it has not read its answer.
+        After an error, close the connection: the answer may still be on its way.
 
         Raises:
-            ProtocolError: too long, or not sealed by this client.
+            OSError: the connection broke (ConnectionError), or the time is up (TimeoutError).
         """
-        if self._seals is None or self.outbox:
-            return None
-        return self._seals[0].next()
+        try:
+            self._socket.send_multipart([table, *split(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            raise ConnectionResetError("the server hung up") from None
+        ready = dict(self._poller.poll(_left_ms(deadline)))
+        if not ready:
+            raise TimeoutError
+        if self._socket not in ready and not self._socket.poll(0, zmq.POLLIN):  # an answer may have come just before the end
+            raise ConnectionResetError("the server hung up")
+        answered_by, *parts = self._socket.recv_multipart()
+        return answered_by, b"".join(parts)
 
-    def reply(self, message: bytes) -> None:
-        """Put an answer into the outbox."""
-        if self._seals is None:
-            raise ProtocolError("an answer to a stranger")
-        self.outbox += self._seals[1].seal(message)
+    def close(self) -> None:
+        """Hang up. Only in the process that connected, not in its forks."""
+        self._socket.disable_monitor()
+        self._events.close(0)
+        self._socket.close(0)
 
-    def _judge(self, answer: bytes) -> None:
-        handshake = Handshake(self._secret, self._nonce, answer[:NONCE_BYTES])
-        if not hmac.compare_digest(answer[NONCE_BYTES:], handshake.client_proof()):
-            self.refused = True
-            self.outbox += REFUSAL
+    def _shake_hands(self, deadline: Deadline) -> None:
+        if not self._events.poll(_left_ms(deadline), zmq.POLLIN):
+            raise TimeoutError("it took the connection and said nothing")
+        message = recv_monitor_message(self._events)
+        event, value = message["event"], message["value"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return
-        self._seals = Opener(handshake.client_key(), self._limit_bytes), Sealer(handshake.server_key())
-        self.outbox += handshake.server_proof()
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            raise HungUpError(f"it hung up ({errno.errorcode.get(value, value)})")
+        if event in _HANDSHAKE_ENDED:
+            raise other_secret(self._where)
+        if event == zmq.EVENT_CLOSED:
+            raise ConnectionRefusedError("connection refused")
+        raise ProtocolError("it does not speak the protocol of this version of Syncline's store")
+
+
+def other_secret(where: str) -> StoreAuthenticationError:
+    """The error for two ends that cannot convince each other."""
+    return StoreAuthenticationError(
+        f"{where}: this process and the server do not hold the same secret, so nothing was read or written; "
+        "give both the same one, and check that the port belongs to a server of this job"
+    )
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    """ZeroMQ's one thread for all connections of this process. It lives as long as the process."""
+    pid = os.getpid()
+    if pid not in _contexts:
+        made = zmq.Context()
+        if _contexts.setdefault(pid, made) is not made:  # another thread was faster
+            made.term()
+    return _contexts[pid]
+
+
+def _reach(host: str, port: int, deadline: Deadline) -> str:
+    """Which of the addresses of `host` takes connections. Unlike ZeroMQ, the system says why none does."""
+    with socket.create_connection((host, port), max(deadline.remaining_s(), 1e-3)) as probe:
+        if probe.getsockname() == probe.getpeername():  # nobody listens, and the system gave us that very port for ours
+            raise ConnectionRefusedError("connection refused")
+        number, _ = socket.getnameinfo(probe.getpeername(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+    return endpoint(number, port)
+
+
+def _left_ms(deadline: Deadline) -> int:
+    return ceil(1000 * deadline.remaining_s())

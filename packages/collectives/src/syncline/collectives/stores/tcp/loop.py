@@ -2,159 +2,114 @@
 
 from __future__ import annotations
 
-import selectors
-import socket
+import hmac
+import secrets
 import time
+from math import ceil
 
-from .connection import Connection
-from .service import Service
-from .wire import ProtocolError
+import zmq
+from zmq.utils import z85
 
-MOST_STRANGERS = 128
-"""How many clients may be connected that have not proved to hold the secret; for one more, the oldest is dropped."""
+from ..messages import ProtocolError, Status, pack
+from ..service import Service
+from .sockets import public_key, set_options, split
 
-_PAUSE_WITHOUT_DESCRIPTORS_S = 0.05
-
-
-class Peer:
-    """A client's socket and the state of its connection."""
-
-    def __init__(self, sock: socket.socket, connection: Connection) -> None:
-        self.sock = sock
-        self.connection = connection
+_LONGEST_PROOF_TIMEOUT_S = 86400.0
+_BACKLOG = 1024
+# Where ZeroMQ asks whether a client with that public key may come in (RFC 27); within this loop's context.
+_ASKS_AT = "inproc://zeromq.zap.01"
 
 
 class ServerLoop:
-    """Accepts, reads, answers and drops. Everything but `stop` happens on the thread that calls `run`.
+    """Lets clients in, reads and answers. Sockets are made by the caller's thread and then belong to that of `run`.
 
     Args:
-        listener: a listening socket; closed at the end.
+        endpoint: the one address to listen on, as ZeroMQ writes it.
         secret: the shared secret.
-        limit_bytes: the longest message of a client that has proved itself.
-        proof_timeout_s: how long a client may take to do so.
+        limit_bytes: the longest message of a client.
+        proof_timeout_s: how long a client may take to prove that it holds the secret.
+
+    Raises:
+        zmq.ZMQError: it cannot listen there.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, limit_bytes: int, proof_timeout_s: float) -> None:
-        self._secret = secret
+    def __init__(self, endpoint: str, secret: bytes, limit_bytes: int, proof_timeout_s: float) -> None:
+        self._client_key = public_key(secret, "client")
         self._limit_bytes = limit_bytes
-        self._proof_timeout_s = proof_timeout_s
-        self._listener = listener
-        self._service: Service[Peer] = Service()
-        self._strangers: dict[Peer, None] = {}  # in order of arrival
-        self._bell, self._ear = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._ear, selectors.EVENT_READ)
+        self._service: Service[bytes] = Service()
+        self._table = secrets.token_bytes(8)  # no other server has the table that this one has
+        self._context = zmq.Context()
+        try:
+            self._gate = self._context.socket(zmq.REP)
+            self._gate.bind(_ASKS_AT)
+            self._clients = self._context.socket(zmq.ROUTER)
+            set_options(self._clients, secret, "server")
+            self._clients.curve_server = True
+            self._clients.zap_domain = b"store"
+            self._clients.zap_enforce_domain = True  # whom nobody judges does not come in
+            self._clients.handshake_ivl = ceil(1000 * min(proof_timeout_s, _LONGEST_PROOF_TIMEOUT_S))
+            self._clients.backlog = _BACKLOG
+            self._clients.ipv6 = "[" in endpoint
+            self._clients.bind(endpoint)
+        except BaseException:
+            self._context.destroy(0)
+            raise
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return int(self._clients.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def stop(self) -> None:
-        """Make `run` return. From any thread."""
-        self._bell.close()  # the other end becomes readable
+        """Make `run` return, and wait until it has closed the sockets. From any thread but that of `run`, once."""
+        self._context.term()
 
     def run(self) -> None:
         """Serve until `stop`, then close every socket."""
+        poller = zmq.Poller()
+        poller.register(self._gate, zmq.POLLIN)
+        poller.register(self._clients, zmq.POLLIN)
         try:
-            while self._turn():
-                pass
+            while True:
+                ready = dict(poller.poll(self._pause_ms()))
+                if self._gate in ready:
+                    self._judge()
+                if self._clients in ready:
+                    self._serve()
+                self._answer(self._service.expire(time.monotonic()))
+        except zmq.ContextTerminated:
+            pass
         finally:
-            for key in list(self._selector.get_map().values()):
-                if isinstance(key.fileobj, socket.socket):
-                    key.fileobj.close()
-            self._selector.close()
+            self._clients.close(0)
+            self._gate.close(0)
 
-    def _turn(self) -> bool:
-        for key, _ in self._selector.select(self._pause_s()):
-            if key.fileobj is self._ear:
-                return False
-            if key.data is None:
-                self._accept()
-            elif self._is_open(key.data):  # an earlier event of this turn may have ended it
-                self._step(key.data)
-        now = time.monotonic()
-        for peer in [peer for peer in self._strangers if peer.connection.proof_until <= now]:
-            self._drop(peer)
-        self._answer(self._service.expire(now))
-        return True
-
-    def _pause_s(self) -> float | None:
-        """Until the next thing happens by the clock: a wait runs out, or a stranger's time to prove himself."""
-        times = [peer.connection.proof_until for peer in self._strangers]
+    def _pause_ms(self) -> int | None:
+        """Until a wait runs out."""
         expiry = self._service.next_expiry()
-        if expiry is not None:
-            times.append(expiry)
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        return None if expiry is None else ceil(1000 * max(0.0, expiry - time.monotonic()))
 
-    def _accept(self) -> None:
+    def _judge(self) -> None:
+        """ZeroMQ asks about a client that has the private key to `key`."""
+        version, number, _domain, _address, _identity, _mechanism, key, *_ = self._gate.recv_multipart()
+        is_ours = hmac.compare_digest(z85.encode(key), self._client_key)
+        verdict = (b"200", b"OK") if is_ours else (b"400", b"another secret")
+        self._gate.send_multipart([version, number, *verdict, b"", b""])
+
+    def _serve(self) -> None:
+        """Take one request. What is none is answered with what is wrong with it; nothing was changed."""
+        client, table, *parts = self._clients.recv_multipart()
+        if table not in (b"", self._table):
+            self._answer([(client, pack(Status.OTHER_TABLE))])
+            return
+        message = b"".join(parts)
         try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:  # no descriptors left, or the client is gone already: do not turn at full speed
-            time.sleep(_PAUSE_WITHOUT_DESCRIPTORS_S)
-            return
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a client whose machine died is dropped in the end
-        peer = Peer(sock, Connection(self._secret, self._limit_bytes, time.monotonic() + self._proof_timeout_s))
-        self._selector.register(sock, selectors.EVENT_READ, peer)
-        self._strangers[peer] = None
-        if len(self._strangers) > MOST_STRANGERS:
-            self._drop(next(iter(self._strangers)))
-        self._step(peer)
+            if len(message) > self._limit_bytes:
+                raise ProtocolError(f"a message of {len(message)} bytes, where this server allows {self._limit_bytes}")
+            self._answer(self._service.request(client, message, time.monotonic()))
+        except ProtocolError as error:
+            self._answer([(client, pack(Status.REFUSED, str(error).encode()))])
 
-    def _step(self, peer: Peer) -> None:
-        """Whatever is possible now: send what is due, or read and answer."""
-        try:
-            if not peer.connection.outbox:
-                self._read(peer)
-            self._advance(peer)
-        except (OSError, ProtocolError):
-            self._drop(peer)
-
-    def _read(self, peer: Peer) -> None:
-        try:
-            data = peer.sock.recv(peer.connection.room())
-        except BlockingIOError:
-            return
-        if not data:
-            raise ProtocolError("the client hung up")
-        peer.connection.feed(data)
-        if peer.connection.proved:
-            self._strangers.pop(peer, None)
-
-    def _advance(self, peer: Peer) -> None:
-        """Send, and answer what has come in full, until the socket is full or there is nothing more to do."""
-        self._send(peer)
-        while self._is_open(peer) and (message := peer.connection.next()) is not None:
-            self._answer(self._service.request(peer, message, time.monotonic()))
-
-    def _answer(self, replies: list[tuple[Peer, bytes]]) -> None:
-        for peer, message in replies:
-            if self._is_open(peer):
-                peer.connection.reply(message)
-                try:
-                    self._send(peer)
-                except (OSError, ProtocolError):
-                    self._drop(peer)
-
-    def _send(self, peer: Peer) -> None:
-        outbox = peer.connection.outbox
-        while outbox:
-            try:
-                del outbox[: peer.sock.send(outbox)]
-            except BlockingIOError:
-                break
-        if peer.connection.refused and not outbox:
-            raise ProtocolError("a wrong proof")
-        self._selector.modify(peer.sock, selectors.EVENT_WRITE if outbox else selectors.EVENT_READ, peer)
-
-    def _is_open(self, peer: Peer) -> bool:
-        return peer.sock.fileno() >= 0
-
-    def _drop(self, peer: Peer) -> None:
-        if not self._is_open(peer):
-            return
-        self._service.forget(peer)
-        self._strangers.pop(peer, None)
-        self._selector.unregister(peer.sock)
-        peer.sock.close()
+    def _answer(self, replies: list[tuple[bytes, bytes]]) -> None:
+        """To those that have gone, and to those that do not read their answers, nothing is sent."""
+        for client, message in replies:
+            self._clients.send_multipart([client, self._table, *split(message)])

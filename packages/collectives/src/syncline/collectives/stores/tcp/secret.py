@@ -1,27 +1,18 @@
-"""How client and server convince each other that they hold the same secret, which itself never travels.
+"""The secret that server and clients share, and the two private keys that follow from it.
 
-Note [Challenge and response]
------------------------------
-::
+Note [Keys from a secret]
+-------------------------
+Server and clients talk through ZeroMQ's CURVE (CurveZMQ, RFC 26: Curve25519, XSalsa20, Poly1305; fresh keys for each
+connection). It encrypts, authenticates, and refuses what is forged, altered, repeated or reordered. Both key pairs follow
+from the secret, so that nothing but the secret must be handed around::
 
-    server                                            client
-       ── magic, nonce S (32 random bytes) ──────────►
-       ◄── nonce C (32 random bytes), proof("client") ──      wrong: the server answers 32 zeros and hangs up
-       ── proof("server") ───────────────────────────►        wrong: the client hangs up
-       ◄══ sealed messages from here on ══════════════►       Note [Sealed messages]
+    server's private key = HMAC-SHA256(secret, "... server")      client's private key = HMAC-SHA256(secret, "... client")
 
-    proof(role) = HMAC-SHA256(secret, magic + role + S + C)
-
-* **Replay:** S is new for every connection, so a recorded answer proves nothing to the server; C does the same for the client.
-* **Reflection:** the role is part of what is hashed, so nobody's proof can be sent back to him.
-* **A stranger learns nothing:** the server says nothing that depends on the secret before the client has proved to hold it.
-* **Relaying** the handshake between two honest parties gains nothing: the messages after it are sealed with keys that the
-  relay does not have.
-* **Guessing:** whoever stands in for the server gets one proof, on which he can try secrets at leisure. Hence the least
+* A client without the secret does not know the server's public key, which never travels: the server hangs up on it. One
+  that knew that key would still lack the client's private key, without which the server's loop refuses it.
+* A server without the secret cannot open what the client says first: the client leaves before it has sent a request.
+* **Guessing:** whoever stands in for the server can try secrets at leisure on what a client says first. Hence the least
   length; `new_secret` gives 256 random bits.
-* Lengths are fixed, so nothing a stranger sends makes the server keep more than 64 bytes of him.
-
-Messages are authenticated, not encrypted: who can listen on the wire can read the keys and values.
 """
 
 from __future__ import annotations
@@ -29,15 +20,11 @@ from __future__ import annotations
 import hmac
 import secrets
 
-from ...errors import InvalidArgumentError
+from ...errors import InvalidArgumentError, StoreUnavailableError
 
-MAGIC = b"syncline-store-1"
-NONCE_BYTES = 32
-PROOF_BYTES = 32
-HELLO_BYTES = len(MAGIC) + NONCE_BYTES
-ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
-REFUSAL = bytes(PROOF_BYTES)
 SHORTEST_SECRET_BYTES = 16
+# Of both ends; another version of what they say to each other gets another number, and so other keys.
+_PROTOCOL = b"syncline store 2 "
 
 
 def new_secret() -> str:
@@ -60,34 +47,25 @@ def as_secret(secret: bytes | str) -> bytes:
     return raw
 
 
-class Handshake:
-    """What both sides can compute once both nonces are known.
+def private_key(secret: bytes, role: str) -> bytes:
+    """The 32 bytes of the private key of `role` ("server" or "client")."""
+    return hmac.digest(secret, _PROTOCOL + role.encode(), "sha256")
 
-    Args:
-        secret: the shared secret.
-        server_nonce: 32 bytes drawn by the server for this connection.
-        client_nonce: 32 bytes drawn by the client for this connection.
+
+def require_pyzmq() -> None:
+    """Raise unless ZeroMQ can be used, with CURVE.
+
+    Raises:
+        StoreUnavailableError: pyzmq is missing, or was built without CURVE.
     """
+    try:
+        import zmq
 
-    def __init__(self, secret: bytes, server_nonce: bytes, client_nonce: bytes) -> None:
-        self._secret = secret
-        self._nonces = server_nonce + client_nonce
-
-    def client_proof(self) -> bytes:
-        """Only who has the secret can say this; said by the client."""
-        return self._derive(b"client proof")
-
-    def server_proof(self) -> bytes:
-        """Only who has the secret can say this; said by the server."""
-        return self._derive(b"server proof")
-
-    def client_key(self) -> bytes:
-        """Seals what the client says."""
-        return self._derive(b"client seals")
-
-    def server_key(self) -> bytes:
-        """Seals what the server says."""
-        return self._derive(b"server seals")
-
-    def _derive(self, role: bytes) -> bytes:
-        return hmac.digest(self._secret, MAGIC + role + self._nonces, "sha256")
+        lack = None if zmq.has("curve") else "is built on a ZeroMQ without CURVE"
+    except ImportError as error:
+        lack = f"cannot be imported ({error})"
+    if lack is not None:
+        raise StoreUnavailableError(
+            f"a TCP store needs pyzmq, which {lack}: pip install 'syncline-collectives[store]'; or let the ranks meet in a "
+            "folder (init_method 'file:///shared/folder'), which needs nothing"
+        )

@@ -8,13 +8,17 @@ import threading
 from datetime import timedelta
 from ipaddress import ip_address
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...contract.deadline import seconds
 from ...errors import InvalidArgumentError, StoreUnavailableError
-from .loop import ServerLoop
-from .sealing import LONGEST_MESSAGE_BYTES
-from .secret import as_secret
+from .secret import as_secret, require_pyzmq
+from .sockets import LONGEST_MESSAGE_BYTES, endpoint
+
+if TYPE_CHECKING:
+    import zmq
+
+    from .loop import ServerLoop
 
 DEFAULT_PROOF_TIMEOUT_S = 10.0
 
@@ -22,9 +26,8 @@ DEFAULT_PROOF_TIMEOUT_S = 10.0
 class TCPStoreServer:
     """Serves a table to every `TCPStore` that holds the same secret, on a thread of its own, until `close`.
 
-    It listens on exactly one address. A client that does not prove to hold the secret can neither read nor write, cannot
-    make the server keep more than 64 bytes, is dropped after `proof_timeout`, and delays nobody. See Note [Challenge and
-    response].
+    It listens on exactly one address. A client that does not prove to hold the secret can neither read nor write, makes the
+    server keep some 100 KiB at most, is dropped after `proof_timeout`, and delays nobody. See Note [Keys from a secret].
 
     Args:
         host: the one address to listen on, as number or name; not a wildcard such as ``0.0.0.0``.
@@ -34,7 +37,7 @@ class TCPStoreServer:
         proof_timeout: seconds or a timedelta that a client may take to prove that it holds the secret; 10 s if None.
 
     Raises:
-        StoreUnavailableError: the port is in use, or the address is not one of this machine.
+        StoreUnavailableError: the port is in use, the address is not one of this machine, or pyzmq is missing.
         InvalidArgumentError: a wildcard, an impossible port, or a short secret.
     """
 
@@ -48,26 +51,32 @@ class TCPStoreServer:
         proof_timeout: timedelta | float | None = None,
     ) -> None:
         raw_secret, proof_timeout_s = as_secret(secret), seconds(proof_timeout, DEFAULT_PROOF_TIMEOUT_S)
-        listener = _listen(host, port)
-        self._host, self._port = listener.getsockname()[:2]
-        self._loop = ServerLoop(listener, raw_secret, max_message_bytes, proof_timeout_s)
+        require_pyzmq()
+        self._host = _address(host, port)
+        self._loop = _listen(self._host, port, raw_secret, max_message_bytes, proof_timeout_s)
+        self._port = self._loop.port
+        self._closing = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._loop.run, name=f"syncline store :{self._port}", daemon=True)
         self._thread.start()
 
     @property
     def host(self) -> str:
         """The address that it listens on, as number."""
-        return str(self._host)
+        return self._host
 
     @property
     def port(self) -> int:
         """The port that it listens on."""
-        return int(self._port)
+        return self._port
 
     def close(self) -> None:
         """Hang up on all clients and forget the table. What waits then fails with a StoreError. May be repeated."""
-        self._loop.stop()
-        self._thread.join()
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._loop.stop()
+                self._thread.join()
 
     def __enter__(self) -> TCPStoreServer:
         return self
@@ -76,27 +85,12 @@ class TCPStoreServer:
         self.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _address(host: str, port: int) -> str:
+    """The one address that `host` stands for, as number."""
     if not 0 <= port <= 65535:
         raise InvalidArgumentError(f"port={port}: expected 0 to 65535, where 0 takes a free port")
-    family, address = _resolve(host, port)
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not two listeners: a port that has just been left
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(host, port, error) from error
-    return listener
-
-
-def _resolve(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
-    """The family and the one address that `host` stands for."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+        address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0][4]
     except socket.gaierror as error:
         raise StoreUnavailableError(f"TCP store: {host!r} is not an address or a name that is known here: {error}") from error
     if ip_address(str(address[0])).is_unspecified:
@@ -104,14 +98,25 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
             f"host={host!r} means every address of this machine; a store listens on one. Give the address by which the other "
             "processes reach this machine, or 127.0.0.1 if they all run on it"
         )
-    return family, address
+    return str(address[0])
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> StoreUnavailableError:
+def _listen(host: str, port: int, secret: bytes, limit_bytes: int, proof_timeout_s: float) -> ServerLoop:
+    import zmq
+
+    from .loop import ServerLoop
+
+    try:
+        return ServerLoop(endpoint(host, port), secret, limit_bytes, proof_timeout_s)
+    except zmq.ZMQError as error:
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: zmq.ZMQError) -> StoreUnavailableError:
     if error.errno == errno.EADDRINUSE:
         return StoreUnavailableError(
             f"TCP store: port {port} of {host} is in use by another socket; give port 0 to take a free one, or end the other"
         )
-    if error.errno == errno.EADDRNOTAVAIL:
+    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return StoreUnavailableError(f"TCP store: {host} is not an address of this machine; give one that is")
     return StoreUnavailableError(f"TCP store: cannot listen on port {port} of {host}: {error}")

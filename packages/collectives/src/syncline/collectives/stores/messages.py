@@ -1,4 +1,4 @@
-"""What client and server say to each other, as bytes: a code, then fields, each with its length before it.
+"""What the client and the server of a table say to each other, as bytes: a code, then fields, each after its length.
 
 Nothing in it is code: no field is ever unpickled or evaluated.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 
-from ..store import LONGEST_STORE_TIMEOUT_S
+from .store import LONGEST_STORE_TIMEOUT_S
 
 _LENGTH = struct.Struct(">I")
 _SECONDS = struct.Struct(">d")
 
 
 class ProtocolError(Exception):
-    """The other side said something that it may not say. The connection is of no further use."""
+    """The other side said something that it may not say."""
 
 
 class Op(IntEnum):
@@ -37,6 +37,7 @@ class Status(IntEnum):
     DONE = 1  # as the operation says
     TIMED_OUT = 2  # the keys that are missing
     REFUSED = 3  # what the caller did wrong, in words
+    OTHER_TABLE = 4  # (nothing): not the table that the client has spoken to so far
 
 
 def pack(code: int, *fields: bytes) -> bytes:

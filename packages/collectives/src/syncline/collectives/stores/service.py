@@ -1,4 +1,4 @@
-"""Service: the table of a TCP store and the clients that wait for it, without any input or output.
+"""Service: a table that is served to clients, and the clients that wait for it, without any input or output.
 
 Time comes in as an argument and answers go out as return values, so it can be tested as a table.
 """
@@ -9,11 +9,15 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ...errors import InvalidArgumentError
-from .. import changes
-from .wire import Op, ProtocolError, Status, pack, unpack, unpack_int, unpack_seconds, unpack_text
+from ..errors import InvalidArgumentError
+from . import changes
+from .messages import Op, ProtocolError, Status, pack, unpack, unpack_int, unpack_seconds, unpack_text
 
 Client = TypeVar("Client", bound=Hashable)
+
+LONGEST_WAIT_S = 30.0
+"""After this long a client is told that its keys are missing, however long it would wait; it asks again. So the server does
+not keep for long what a client waited for that has gone."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,9 @@ class Service(Generic[Client]):
 def _waiting(op: int, fields: list[bytes], now: float) -> _Waiting:
     if not fields or (op == Op.GET and len(fields) != 2):
         raise ProtocolError("a wait without its fields")
-    return _Waiting([unpack_text(key) for key in fields[1:]], now + unpack_seconds(fields[0]), op == Op.GET)
+    return _Waiting(
+        [unpack_text(key) for key in fields[1:]], now + min(unpack_seconds(fields[0]), LONGEST_WAIT_S), op == Op.GET
+    )
 
 
 def _take(fields: list[bytes], count: int) -> list[bytes]:

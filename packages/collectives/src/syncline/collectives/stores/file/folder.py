@@ -1,0 +1,108 @@
+"""Folder: a folder in which nobody but this user can have put, changed or replaced anything.
+
+Note [A folder of our own]
+--------------------------
+Who can write into a folder can put a symbolic link there under the name of a file that we are about to truncate, or
+records that we are about to believe. So:
+
+1. What we make is for its owner only, the folders above it included (0700; files 0600).
+2. The folder itself and the files in it are opened without following symbolic links, and the files relative to the opened
+   folder, so that neither can be exchanged between look and use. Links above it are the user's business: `~/scratch` is one.
+3. What was opened must belong to this user, and nobody else may write it. Who this user is says the file system, by the
+   owner of a file that we make: NFS maps root, or everybody, to another number.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...errors import StoreUnavailableError
+
+
+class Folder:
+    """See Note [A folder of our own]. Any thread or process may use it.
+
+    Args:
+        path: made, for the owner only, if it is not there.
+
+    Raises:
+        StoreUnavailableError: it is a symbolic link, belongs to somebody else, or others can write it.
+        OSError: it cannot be made or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._owner: int | None = None
+        _make(path)
+        self._owner = self._who_we_are()
+        with self.opened():
+            pass
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """A descriptor of the folder, for the length of a `with` statement; names are looked up in it by `dir_fd`."""
+        descriptor = _open_here(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._check(self.path, descriptor)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def open_file(self, folder: int, name: str, flags: int) -> int:
+        """A descriptor of the file `name`, with the `flags` of `os.open`; `folder` is what `opened` gave."""
+        path = self.path / name
+        descriptor = _open_here(path, flags | os.O_NONBLOCK, folder)  # a pipe would keep us waiting
+        try:
+            self._check(path, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _check(self, path: Path, descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if self._owner is not None and status.st_uid != self._owner:
+            raise _refused(path, f"it belongs to user {status.st_uid}, and this process is user {self._owner}")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise _refused(path, f"others can write it (mode {stat.S_IMODE(status.st_mode):03o}); run `chmod go-w {path}`")
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise _refused(path, "it is no regular file")
+
+    def _who_we_are(self) -> int:
+        name = f"ticket-{secrets.token_hex(8)}"
+        with self.opened() as folder:
+            descriptor = self.open_file(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                return os.fstat(descriptor).st_uid
+            finally:
+                os.close(descriptor)
+                os.unlink(name, dir_fd=folder)
+
+
+def _make(path: Path) -> None:
+    if not path.parent.is_dir():
+        _make(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _open_here(path: Path, flags: int, folder: int | None = None) -> int:
+    """Open without following a link; in `folder` if it is given."""
+    try:
+        return os.open(path if folder is None else path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
+            raise _refused(path, "it is a symbolic link") from error
+        raise
+
+
+def _refused(path: Path, reason: str) -> StoreUnavailableError:
+    return StoreUnavailableError(
+        f"file store: {path} is not used: {reason}; expected a folder and files of this user that nobody else can write. Give "
+        "another folder, or remove this one if no job uses it"
+    )
