@@ -1,4 +1,4 @@
-"""What is found in a forward's outputs, and what the reducer makes of it."""
+"""The tensors in a forward's outputs, and backwards from whatever a forward returns or keeps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from syncline.collectives import ProcessGroup
+from syncline.collectives import MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel
-from syncline.ddp.outputs import look_into, tensors_in
+from syncline.ddp.outputs import tensors_in
 
 pytestmark = pytest.mark.ranks
 
@@ -55,9 +55,7 @@ SHAPES: dict[str, Callable[[object, object], Any]] = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_tensors_are_found_in_containers(shape: Callable[[object, object], object]) -> None:
     a, b = torch.ones(1), torch.ones(1)
-    tensors, are_all = look_into(shape(a, b))
-    assert sorted(map(id, tensors)) == sorted([id(a), id(b)])
-    assert are_all
+    assert sorted(map(id, tensors_in(shape(a, b)))) == sorted([id(a), id(b)])
 
 
 def test_one_tensor_is_found_as_it_is() -> None:
@@ -68,31 +66,29 @@ def test_one_tensor_is_found_as_it_is() -> None:
 @pytest.mark.parametrize(
     "outputs", [None, 3, 2.5, True, "text", b"", (), {}, [torch.float32, torch.device("cpu"), torch.Size([1])]]
 )
-def test_there_is_nothing(outputs: object) -> None:
-    assert look_into(outputs) == ([], True)
+def test_plain_values_hold_no_tensors(outputs: object) -> None:
+    assert tensors_in(outputs) == []
 
 
 @pytest.mark.parametrize("outputs", [Record, Opaque(torch.ones(1), None), iter([torch.ones(1)]), torch.nn.Linear(1, 1)])
-def test_nobody_knows_what_there_is(outputs: object) -> None:
-    assert look_into(outputs) == ([], False)
+def test_other_objects_are_not_looked_into(outputs: object) -> None:
+    assert tensors_in(outputs) == []
     tensor = torch.ones(1)
-    tensors, are_all = look_into([tensor, {"other": outputs}])
-    assert [id(found) for found in tensors] == [id(tensor)]
-    assert not are_all
+    assert [id(found) for found in tensors_in([tensor, {"other": outputs}])] == [id(tensor)]
 
 
 class Derived(dict[str, object]):
     """With an attribute besides."""
 
 
-def test_attributes_of_derived_containers() -> None:
+def test_tensors_are_found_in_attributes_of_derived_containers() -> None:
     a, b = torch.ones(1), torch.ones(1)
     outputs = Derived(a=a)
     outputs.other = [b]  # type: ignore[attr-defined]
     assert {id(found) for found in tensors_in(outputs)} == {id(a), id(b)}
 
 
-def test_attributes_of_tensors() -> None:
+def test_tensors_are_found_in_attributes_of_tensors() -> None:
     a, b = torch.ones(1), torch.ones(1)
     a.other = b  # type: ignore[attr-defined]
     assert {id(found) for found in tensors_in((a,))} == {id(a), id(b)}
@@ -106,21 +102,19 @@ class Unfinished:
     loss: torch.Tensor = dataclasses.field(init=False)
 
 
-def test_a_dataclass_with_a_field_that_is_not_set_yet() -> None:
+def test_a_dataclass_may_have_a_field_that_is_not_set_yet() -> None:
     tensor = torch.ones(1)
-    tensors, are_all = look_into(Unfinished(tensor))
-    assert [id(found) for found in tensors] == [id(tensor)]
-    assert are_all
+    assert [id(found) for found in tensors_in(Unfinished(tensor))] == [id(tensor)]
 
 
-def test_what_is_found_was_not_used_up() -> None:
+def test_generators_are_not_used_up() -> None:
     """A generator stays as it is for its user."""
     outputs = iter([torch.ones(1)])
     list(tensors_in([outputs]))
     assert len(list(outputs)) == 1
 
 
-def test_containers_that_hold_themselves() -> None:
+def test_containers_may_hold_themselves() -> None:
     a = torch.ones(1)
     outputs: list[object] = [a]
     outputs.append(outputs)
@@ -129,7 +123,7 @@ def test_containers_that_hold_themselves() -> None:
     assert [id(found) for found in tensors_in(record)] == [id(a)]
 
 
-# ---- what it is for ----
+# ---- backwards from them ----
 
 
 class TwoHeads(torch.nn.Module):
@@ -174,10 +168,9 @@ def check(
     loss: Loss,
     *,
     steps: int = 4,
-    is_noted: bool | None = False,
     **options: Any,
 ) -> None:
-    """Train on two ranks, and see which parameters have hooks in the end."""
+    """Train on two ranks, and compare gradients with those of one process."""
 
     def body(group: ProcessGroup) -> None:
         model = DistributedDataParallel(make(), process_group=group, bucket_cap_mb=1e-4, **options)
@@ -186,35 +179,33 @@ def check(
             loss(model, batch(group.rank, step)).backward()  # type: ignore[no-untyped-call]
             for parameter, wanted in zip(model.parameters(), averages(make, step, loss), strict=True):
                 torch.testing.assert_close(parameter.grad, wanted)
-        hooked = [parameter._post_accumulate_grad_hooks is not None for parameter in model.parameters()]
-        if is_noted is not None:
-            assert all(hooked) == is_noted
 
     run_ranks(2, body)
 
 
-KINDS = {"dynamic": {}, "find-unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
+KINDS = {"complete": {}, "find-unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_outputs_in_containers_are_watched(shape: Callable[[object, object], object], options: dict[str, bool]) -> None:
+def test_backwards_from_outputs_in_containers_are_averaged(
+    shape: Callable[[object, object], object], options: dict[str, bool]
+) -> None:
     check(lambda: TwoHeads(shape), lambda model, inputs: torch.stack(list(losses(model(inputs)))).sum(), **options)
 
 
-@pytest.mark.parametrize("options", [KINDS["dynamic"], KINDS["find-unused"]], ids=["dynamic", "find-unused"])
-def test_outputs_that_nobody_sees_let_each_gradient_be_noted(options: dict[str, bool]) -> None:
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_backwards_from_outputs_in_other_objects_are_averaged(options: dict[str, bool]) -> None:
     check(
         lambda: TwoHeads(Opaque),
         lambda model, inputs: torch.stack(list(losses(model(inputs)))).sum(),
-        is_noted=True,
         **options,
     )
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_loss_of_one_output_after_the_order_was_learnt(shape: Callable[[object, object], object]) -> None:
-    """Whether it reaches a hooked parameter or not, and another one on each rank: it goes through outputs."""
+def test_a_loss_of_one_output_is_averaged_after_the_rebuild(shape: Callable[[object, object], object]) -> None:
+    """Of another output on each rank."""
 
     def body(group: ProcessGroup) -> None:
         def loss(model: torch.nn.Module, inputs: torch.Tensor, rank: int, step: int) -> torch.Tensor:
@@ -236,8 +227,8 @@ def test_a_loss_of_one_output_after_the_order_was_learnt(shape: Callable[[object
     run_ranks(2, body)
 
 
-def test_a_loss_of_what_nobody_sees_besides_a_tensor() -> None:
-    """It goes through no output that was found."""
+def test_a_loss_of_a_tensor_in_another_object_is_averaged() -> None:
+    """It goes through no tensor that can be found in the outputs."""
 
     def body(group: ProcessGroup) -> None:
         model = DistributedDataParallel(
@@ -258,7 +249,7 @@ def test_a_loss_of_what_nobody_sees_besides_a_tensor() -> None:
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("first", [0, 3], ids=["always", "later"])
-def test_a_checkpoint_around_the_model(first: int, options: dict[str, bool]) -> None:
+def test_a_checkpoint_around_the_model_is_averaged(first: int, options: dict[str, bool]) -> None:
     """Its backward runs forward again, before any gradient is there."""
 
     def loss(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
@@ -266,7 +257,7 @@ def test_a_checkpoint_around_the_model(first: int, options: dict[str, bool]) -> 
         outputs = checkpoint(model, inputs, use_reentrant=False) if model.calls > first else model(inputs)  # type: ignore[operator]
         return torch.stack(list(losses(outputs))).sum()
 
-    check(lambda: TwoHeads(lambda a, b: (a, b)), loss, steps=6, is_noted=None, **options)
+    check(lambda: TwoHeads(lambda a, b: (a, b)), loss, steps=6, **options)
 
 
 class SometimesOpaque(TwoHeads):
@@ -282,8 +273,8 @@ class SometimesOpaque(TwoHeads):
         return self.heads[1](features), Opaque(self.heads[0](features.detach()), None)
 
 
-def test_a_forward_that_hides_its_outputs_later() -> None:
-    """Its own backward is noted already, though it goes neither through the tensor that is found nor to a hooked parameter."""
+def test_a_forward_may_return_other_objects_after_the_first_steps() -> None:
+    """A backward goes neither through the tensor that is returned nor to the parameters that others end with."""
 
     def body(group: ProcessGroup) -> None:
         model = DistributedDataParallel(SometimesOpaque(), process_group=group, find_unused_parameters=True)
@@ -294,33 +285,6 @@ def test_a_forward_that_hides_its_outputs_later() -> None:
         _, hidden = model(batch(group.rank, 3), hides=True)
         (hidden.first.sum() * (group.rank + 1)).backward()
         assert model.module.heads[0].bias.grad.tolist() == [4.5, 4.5]
-
-    run_ranks(2, body)
-
-
-class FailsToBeRead(dict[str, object]):
-    """A container that raises an error when it is looked into."""
-
-    def values(self) -> Any:
-        raise LookupError("no values")
-
-
-def test_outputs_that_cannot_be_looked_into() -> None:
-    """Their forward does not count: the next backward, in no_sync, stays this rank's own."""
-
-    def body(group: ProcessGroup) -> None:
-        inner = TwoHeads(lambda a, b: FailsToBeRead(a=a, b=b))
-        model = DistributedDataParallel(inner, process_group=group)
-        with pytest.raises(LookupError, match="no values"):
-            model(batch(group.rank, 0))
-        inner.shape = lambda a, b: (a, b)
-        with model.no_sync():
-            outputs = model(batch(group.rank, 0))
-        (torch.stack(list(losses(outputs))).sum() * (group.rank + 1)).backward()
-        mine = inner.heads[0].weight.grad.clone()
-        everyones = [torch.empty_like(mine) for _ in range(2)]
-        group.all_gather(everyones, mine)
-        assert not torch.equal(*everyones)
 
     run_ranks(2, body)
 
@@ -338,7 +302,7 @@ class ReturnsAParameter(TwoHeads):
         return first * self.scale + self.bias, second, self.scale
 
 
-def test_a_parameter_among_the_outputs() -> None:
+def test_a_parameter_may_be_among_the_outputs() -> None:
     def body(group: ProcessGroup) -> None:
         model = DistributedDataParallel(ReturnsAParameter(), process_group=group, find_unused_parameters=True)
         for step in range(6):
@@ -356,8 +320,8 @@ def test_a_parameter_among_the_outputs() -> None:
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("as_view", [False, True])
-def test_a_penalty_on_the_gradients_of_inputs(as_view: bool, options: dict[str, bool]) -> None:
-    """`torch.autograd.grad` goes through the outputs, and accumulates nothing. From then on each gradient is noted."""
+def test_a_penalty_on_the_gradients_of_inputs_is_averaged(as_view: bool, options: dict[str, bool]) -> None:
+    """`torch.autograd.grad` goes through the outputs, and accumulates nothing."""
 
     def loss(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         inputs.requires_grad_()
@@ -365,5 +329,83 @@ def test_a_penalty_on_the_gradients_of_inputs(as_view: bool, options: dict[str, 
         (slope,) = torch.autograd.grad(total, inputs, create_graph=True)
         return total + slope.square().sum()
 
-    is_noted = "static_graph" not in options
-    check(lambda: TwoHeads(lambda a, b: (a, b)), loss, is_noted=is_noted, gradient_as_bucket_view=as_view, **options)
+    check(lambda: TwoHeads(lambda a, b: (a, b)), loss, gradient_as_bucket_view=as_view, **options)
+
+
+class FailsToBeRead(dict[str, object]):
+    """A container that raises an error when it is looked into."""
+
+    def values(self) -> Any:
+        raise LookupError("no values")
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_outputs_are_not_looked_into(options: dict[str, bool]) -> None:
+    check(
+        lambda: TwoHeads(lambda a, b: FailsToBeRead(a=a, b=b)),
+        lambda model, inputs: torch.stack([tensor.square().sum() for tensor in map(model(inputs).__getitem__, "ab")]).sum(),
+        **options,
+    )
+
+
+# ---- tensors that a forward keeps aside, gradients that users put there ----
+
+
+class KeepsAside(torch.nn.Module):
+    """Returns a tensor of five scales, and may keep that of one where a training loop finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = torch.nn.ParameterList(torch.ones(1, dtype=torch.float64) for _ in range(5))
+
+    def forward(self, factor: float, aside: int | None = None) -> torch.Tensor:
+        scaled = [scale * factor for scale in self.scales]
+        self.kept_aside = None if aside is None else scaled.pop(aside)
+        return torch.cat(scaled)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("aside", range(5))
+def test_a_backward_from_a_tensor_that_forward_kept_aside_is_averaged(as_view: bool, steps: int, aside: int) -> None:
+    """It does not go through the outputs; each rank's own gradient is 1 or 2."""
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(
+            KeepsAside(), process_group=group, find_unused_parameters=True, gradient_as_bucket_view=as_view
+        )
+        for _ in range(steps):
+            model.zero_grad()
+            model(group.rank + 1.0).sum().backward()
+            assert [parameter.grad.tolist() for parameter in model.parameters()] == [[1.5]] * 5
+        for _ in range(3):
+            model.zero_grad()
+            model(group.rank + 1.0, aside)
+            model.module.kept_aside.sum().backward()
+            found = [None if parameter.grad is None else parameter.grad.tolist() for parameter in model.parameters()]
+            assert found == [[1.5] if index == aside else None for index in range(5)]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("aside", range(5))
+@pytest.mark.parametrize("options", [KINDS["complete"], KINDS["static"]], ids=["complete", "static"])
+def test_a_gradient_that_is_put_there_by_hand_does_not_count_as_computed(
+    as_view: bool, steps: int, aside: int, options: dict[str, bool]
+) -> None:
+    """Backward does not reach its parameter, which is an error by name."""
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(KeepsAside(), process_group=group, gradient_as_bucket_view=as_view, **options)
+        for _ in range(steps):
+            model.zero_grad()
+            model(group.rank + 1.0).sum().backward()
+        model.zero_grad()
+        output = model(group.rank + 1.0, aside)
+        model.module.scales[aside].grad = torch.full((1,), group.rank + 1.0, dtype=torch.float64)
+        with pytest.raises(MisuseError, match=rf"got no gradient in it: 'scales\.{aside}'"):
+            output.sum().backward()
+
+    run_ranks(2, body)

@@ -71,7 +71,7 @@ def test_the_views_tile_the_buffer_without_gap_or_overlap() -> None:
     assert bucket.buffer.tolist() == expected
 
 
-def test_collect_copies_gradients_of_any_stride_and_write_back_returns_them() -> None:
+def test_collect_copies_gradients_of_any_stride_and_deliver_copies_them_back() -> None:
     bucket = make_bucket(torch.zeros(2, 3), torch.zeros(4))
     first, second = bucket.parameters
     first.grad, second.grad = numbered(3, 2).t(), numbered(4)
@@ -87,10 +87,10 @@ def test_collect_copies_gradients_of_any_stride_and_write_back_returns_them() ->
     assert second.grad.tolist() == [10, 20, 30, 40]
 
 
-def test_collect_leaves_aliased_gradients_where_they_are() -> None:
-    bucket = make_bucket(torch.zeros(2), torch.zeros(2))
+def test_collect_copies_only_gradients_that_are_no_views_of_the_bucket() -> None:
+    bucket = make_bucket(torch.zeros(2), torch.zeros(2), as_view=True)
     first, second = bucket.parameters
-    bucket.alias()
+    bucket.deliver()
     assert first.grad is bucket.views[0]
     bucket.buffer.copy_(numbered(4))
     version = bucket.views[0]._version
@@ -100,8 +100,8 @@ def test_collect_leaves_aliased_gradients_where_they_are() -> None:
 
     assert bucket.buffer.tolist() == [1, 2, 8, 9]
     assert bucket.views[0]._version == version + 1, "one copy, of the second gradient only"
+    assert second.grad is bucket.views[1]
 
-    bucket.alias()
     bucket.collect()
     assert bucket.views[0]._version == version + 1, "both are in place: nothing to copy"
 
@@ -144,7 +144,7 @@ def test_vectors_come_and_go_like_other_shapes(as_view: bool, missing: bool) -> 
 
 @pytest.mark.parametrize("vectors", [False, True])
 @pytest.mark.parametrize(
-    ("gradient", "complaint"),
+    ("gradient", "error"),
     [
         pytest.param(
             torch.eye(2).double(),
@@ -155,17 +155,17 @@ def test_vectors_come_and_go_like_other_shapes(as_view: bool, missing: bool) -> 
         pytest.param(torch.eye(2, requires_grad=True), "'p1' itself requires a gradient.*create_graph", id="requires grad"),
     ],
 )
-def test_collect_refuses(gradient: torch.Tensor, complaint: str, vectors: bool) -> None:
+def test_collect_refuses(gradient: torch.Tensor, error: str, vectors: bool) -> None:
     example = torch.zeros(2) if vectors else torch.zeros(2, 2)
     bucket = make_bucket(example, example)
     first, second = bucket.parameters
     second.grad_dtype = None  # any: what a cast after wrapping and some tensor subclasses bring
     if vectors:
         gradient = gradient.detach().to_dense()[0].requires_grad_(gradient.requires_grad)
-        gradient = gradient.to_sparse() if "sparse" in complaint else gradient
+        gradient = gradient.to_sparse() if "sparse" in error else gradient
     first.grad, second.grad = torch.ones_like(example), gradient
 
-    with pytest.raises(MisuseError, match=complaint):
+    with pytest.raises(MisuseError, match=error):
         bucket.collect()
 
 

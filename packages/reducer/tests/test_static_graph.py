@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from syncline.collectives import MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
-from syncline.reducer import Reducer, StaticGraph
+from syncline.reducer import Reducer, StaticUsage
 
 pytestmark = pytest.mark.ranks
 
@@ -138,7 +138,7 @@ def test_a_graph_that_was_not_static_after_all(first: tuple[int, int], then: tup
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
-def test_what_only_an_unsynchronised_backward_uses_is_refused(as_view: bool) -> None:
+def test_what_only_an_unsynchronised_backward_uses_is_refused_by_the_next_forward(as_view: bool) -> None:
     """No later backward would reduce it, and replicas would drift apart."""
 
     def body(group: ProcessGroup) -> None:
@@ -148,8 +148,9 @@ def test_what_only_an_unsynchronised_backward_uses_is_refused(as_view: bool) -> 
         reducer.prepare_for_backward()
         a.sum().backward()
         reducer.prepare_for_backward(synchronizes=False)
+        (a.sum() + (b * (group.rank + 1)).sum()).backward()
         with pytest.raises(MisuseError, match=r"'b' on rank .*had none in the first backward.*find_unused_parameters=True"):
-            (a.sum() + (b * (group.rank + 1)).sum()).backward()
+            reducer.prepare_for_backward()
 
     run_ranks(2, body)
 
@@ -221,20 +222,20 @@ def test_a_block_that_is_checkpointed_re_entrantly_once_needs_no_static_graph() 
     run_ranks(2, body)
 
 
-def test_the_states_as_a_table() -> None:
-    """Without ranks: the first backward learns counts, the second is held to them."""
+def test_the_first_backward_teaches_counts_that_the_others_are_held_to() -> None:
+    """Without ranks."""
 
     class Alone:
         device_types = frozenset({"cpu"})
 
-    graph = StaticGraph([torch.nn.Parameter(torch.ones(1))] * 3, Alone())  # type: ignore[arg-type]  # it is not used here
-    assert list(graph.begin()) == []
-    assert [graph.arrived([index], ()) for index in (0, 2, 0)] == [()] * 3
-    assert graph.needed([0, 1]) == 1
-    assert list(graph.ended()) == [2, 0, 1]
-    graph.forget()
-    assert list(graph.begin()) == [1]
-    assert (graph.needed([0, 1]), graph.needed([2])) == (2, 1)
-    assert [list(graph.arrived(indices, ())) for indices in ([0, 2], [0])] == [[2], [0]]
-    assert list(graph.ended()) == []
-    assert graph.unused_here([0, 1]) == {1}
+    usage = StaticUsage([torch.nn.Parameter(torch.ones(1))] * 3, Alone())  # type: ignore[arg-type]  # it is not used here
+    assert list(usage.begin()) == []
+    assert usage.needed([0, 1]) is None
+    assert [list(usage.arrived([index], ())) for index in (0, 2, 0)] == [[], [], []]
+    assert list(usage.ended()) == [0, 1, 2]
+    usage.reset()
+    assert list(usage.begin()) == [1]
+    assert (usage.needed([0, 1]), usage.needed([2])) == (2, 1)
+    assert [list(usage.arrived(indices, ())) for indices in ([0, 2], [0])] == [[2], [0]]
+    assert list(usage.ended()) == []
+    assert usage.locally_unused([0, 1]) == {1}

@@ -15,7 +15,7 @@ from syncline.reducer import GradBucket, Reducer
 pytestmark = pytest.mark.ranks
 
 VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
-OWN = 7.0  # what a rank that sits out holds before
+OWN = 7.0  # what a rank that shadows a backward holds before
 
 
 def make_parameters(count: int = 4) -> list[tuple[str, torch.nn.Parameter]]:
@@ -46,7 +46,7 @@ def step_with_gradients(reducer: Reducer, parameters: Any, rank: int, step: int,
     ids=["complete", "unused", "skipped", "delayed"],
 )
 def test_it_adds_zeros_and_keeps_its_gradients(world_size: int, as_view: bool, options: Any, used: set[int]) -> None:
-    """Rank 0 never has gradients, so that the rebuild's order is that of a rank that sat out."""
+    """Rank 0 never has gradients, so that the rebuild's order is that of a rank that shadowed backwards."""
 
     def body(group: ProcessGroup) -> list[torch.Tensor | None]:
         parameters = make_parameters()
@@ -55,7 +55,7 @@ def test_it_adds_zeros_and_keeps_its_gradients(world_size: int, as_view: bool, o
             for _, parameter in parameters:
                 parameter.grad = torch.full_like(parameter, OWN) if group.rank == 0 else None
             if group.rank == 0:
-                reducer.sit_out()
+                reducer.shadow_backward()
             else:
                 step_with_gradients(reducer, parameters, group.rank, step, used)
             assert reducer.statistics.finished > 0.0
@@ -84,7 +84,7 @@ def test_views_keep_their_values() -> None:
         step_with_gradients(reducer, parameters, group.rank, 0, {0, 1, 2, 3})
         before = [parameter.grad.clone() for _, parameter in parameters]  # type: ignore[union-attr]
         if group.rank == 0:
-            reducer.sit_out()
+            reducer.shadow_backward()
             for (_, parameter), expected in zip(parameters, before, strict=True):
                 assert torch.equal(parameter.grad, expected)  # type: ignore[arg-type]
         else:
@@ -101,7 +101,7 @@ def test_it_does_what_the_last_forward_announced() -> None:
         reducer = Reducer(parameters, group)
         if group.rank == 1:
             reducer.prepare_for_backward()
-            reducer.sit_out()
+            reducer.shadow_backward()
         else:
             step_with_gradients(reducer, parameters, group.rank, 0, {0, 1, 2, 3})
         for _, parameter in parameters:
@@ -121,7 +121,7 @@ def test_sums_are_divided_by_those_who_have_gradients() -> None:
         reducer = Reducer(parameters, group)
         reducer.divide_by(2)
         if group.rank == 1:
-            reducer.sit_out()
+            reducer.shadow_backward()
         else:
             step_with_gradients(reducer, parameters, group.rank, 0, {0, 1, 2, 3})
         return parameters[3][1].grad
@@ -145,7 +145,7 @@ def test_hooks_are_called_with_zeros() -> None:
 
         reducer.set_hook(hook)
         if group.rank == 0:
-            reducer.sit_out()
+            reducer.shadow_backward()
         else:
             step_with_gradients(reducer, parameters, 1, 0, {0, 1, 2, 3})
             assert torch.equal(parameters[0][1].grad, coefficient(1, 0, 0))  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ def test_a_static_graph_needs_everyone_once() -> None:
         step_with_gradients(reducer, parameters, group.rank, 0, {0, 1, 3})
         needed.append(reducer.needs_everyone)
         if group.rank == 1:
-            reducer.sit_out()
+            reducer.shadow_backward()
         else:
             parameters[0][1].grad = None
             step_with_gradients(reducer, parameters, group.rank, 1, {0, 1, 3})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.reducer.expectation import Expectation
+from syncline.reducer.sync_policy import GradSyncPolicy
 
 # Forwards that announce a reduction (F) or none (f), forwards that raise (X, x), and backwards: reduced (R) or not (-).
 HISTORIES = [
@@ -26,13 +26,13 @@ HISTORIES = [
 
 @pytest.mark.parametrize("history", HISTORIES)
 def test_which_backward_is_reduced(history: str) -> None:
-    expectation = Expectation()
+    policy = GradSyncPolicy()
     for event in history:
         if event in "FfXx":
-            expectation.forward(event.isupper())
+            policy.forward(event.isupper())
             if event in "Xx":
-                expectation.withdraw()
+                policy.cancel_forward()
         else:
-            assert ("R" if expectation.is_due else "-") == event
-            if expectation.is_due:
-                expectation.fulfil()
+            assert ("R" if policy.is_due else "-") == event
+            if policy.is_due:
+                policy.reduced()

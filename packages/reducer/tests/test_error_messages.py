@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout, MisuseError, TransportError
-from syncline.reducer import complaints
+from syncline.reducer import error_messages
 
 
 class TwoArgumentsError(TransportError):
@@ -28,22 +28,22 @@ def through_futures(error: Exception, times: int) -> Exception:
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("kind", [TransportError, CollectiveTimeout])
 def test_type_and_text_are_found_again(kind: type[TransportError], times: int) -> None:
-    found = complaints.not_arrived(through_futures(kind("rank 1 is silent:\nno word"), times), ["a", "b"])
+    found = error_messages.with_parameter_names(through_futures(kind("rank 1 is silent:\nno word"), times), ["a", "b"])
     assert type(found) is kind
     assert str(found) == "rank 1 is silent:\nno word. It was the reduction of the gradients of 'a', 'b'"
 
 
 def test_many_names_are_shortened() -> None:
-    found = complaints.not_arrived(CollectiveTimeout("late."), [f"p{i}" for i in range(9)])
+    found = error_messages.with_parameter_names(CollectiveTimeout("late."), [f"p{i}" for i in range(9)])
     assert str(found) == "late. It was the reduction of the gradients of 'p0', 'p1', 'p2' and 6 more parameters"
 
 
 def test_an_error_that_cannot_be_made_anew_becomes_its_family() -> None:
-    found = complaints.not_arrived(TwoArgumentsError("broken", 3), ["a"])
+    found = error_messages.with_parameter_names(TwoArgumentsError("broken", 3), ["a"])
     assert type(found) is TransportError
     assert str(found) == "broken (3). It was the reduction of the gradients of 'a'"
 
 
 @pytest.mark.parametrize("error", [MisuseError("no"), RuntimeError("CUDA error"), ValueError("TransportError: not that one")])
 def test_other_errors_stay_as_they_are(error: Exception) -> None:
-    assert complaints.not_arrived(error, ["a"]) is None
+    assert error_messages.with_parameter_names(error, ["a"]) is None

@@ -1,0 +1,521 @@
+"""Gradients that are missing, undefined, taken away, put there by hand, or come twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from syncline.collectives import MisuseError, ProcessGroup
+from syncline.collectives.testing import run_ranks
+from syncline.reducer import Reducer
+
+pytestmark = pytest.mark.ranks
+
+GRAPHS = {"complete": {}, "static": {"static_graph": True}, "find-unused": {"find_unused_parameters": True}}
+VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
+ONE_EACH = 0  # a cap of 0 bytes: every parameter has a bucket to itself
+PAIRS = 32  # of two elements of float64: two parameters in each bucket
+FORWARD, REVERSED = [0, 1, 2, 3], [3, 2, 1, 0]
+
+
+@pytest.fixture(params=[pytest.param(options, id=name) for name, options in GRAPHS.items()])
+def graph(request: pytest.FixtureRequest) -> dict[str, bool]:
+    """What is known of the graph."""
+    return dict(request.param)
+
+
+def make_parameters(count: int = 4) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(f"p{i}", torch.nn.Parameter(torch.ones(2, dtype=torch.float64))) for i in range(count)]
+
+
+def coefficient(rank: int, index: int, step: int) -> float:
+    return (rank + 1.0) * (index + 1) + 100 * step
+
+
+def average(world_size: int, index: int, step: int) -> list[float]:
+    return [sum(coefficient(rank, index, step) for rank in range(world_size)) / world_size] * 2
+
+
+def loss(parameters: Sequence[tuple[str, torch.nn.Parameter]], rank: int, step: int, arrival: Sequence[int]) -> torch.Tensor:
+    """Its gradients are the coefficients, and arrive in this order: autograd visits the latest node first."""
+    total = torch.zeros((), dtype=torch.float64)
+    for index in reversed(arrival):
+        total = total + (parameters[index][1] * coefficient(rank, index, step)).sum()
+    return total
+
+
+def forward(
+    reducer: Reducer,
+    parameters: Sequence[tuple[str, torch.nn.Parameter]],
+    group: ProcessGroup,
+    step: int,
+    arrival: Sequence[int],
+) -> torch.Tensor:
+    """A loss whose backward is reduced."""
+    reducer.prepare_for_backward()
+    return loss(parameters, group.rank, step, arrival)
+
+
+def set_to_none(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """As `zero_grad()` does."""
+    for _, parameter in parameters:
+        parameter.grad = None
+
+
+def train(
+    reducer: Reducer,
+    parameters: Sequence[tuple[str, torch.nn.Parameter]],
+    group: ProcessGroup,
+    arrivals: Sequence[Sequence[int]],
+    *,
+    first_step: int = 0,
+    before: Callable[[int], None] | None = None,
+) -> None:
+    """Steps, each of which must give the averages."""
+    for step, arrival in enumerate(arrivals, first_step):
+        set_to_none(parameters)
+        if before is not None:
+            before(step)
+        forward(reducer, parameters, group, step, arrival).backward()
+        for index, (_, parameter) in enumerate(parameters):
+            assert parameter.grad is not None
+            assert parameter.grad.tolist() == average(group.size, index, step), (step, index)
+
+
+class Leaves(torch.autograd.Function):
+    """The sum of a vector; its gradient is left undefined if that is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, vector: torch.Tensor, undefined: bool) -> torch.Tensor:
+        ctx.shape, ctx.undefined = vector.shape, undefined
+        return vector.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]  # torch's is less precise
+        return None if ctx.undefined else gradient.expand(ctx.shape), None
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_a_gradient_that_autograd_leaves_undefined_counts_as_zeros(
+    as_view: bool, index: int, when: int, graph: dict[str, bool]
+) -> None:
+    """On one rank: it counts as zeros."""
+    if graph == GRAPHS["static"] and when == 0:
+        return  # it learns in its first step that this rank does not use the parameter
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, **graph)
+        for step in range(5):
+            set_to_none(parameters)
+            reducer.prepare_for_backward()
+            total = loss(parameters, group.rank, step, [other for other in REVERSED if other != index])
+            undefined = group.rank == 1 and step == when
+            total = total + Leaves.apply(parameters[index][1], undefined) * 4  # type: ignore[no-untyped-call]
+            total.backward()
+            gradient = parameters[index][1].grad
+            assert gradient is not None
+            assert gradient.tolist() == [2.0 if step == when else 4.0] * 2, step
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_gradient_that_a_users_hook_takes_away_once_counts_as_zeros(as_view: bool, graph: dict[str, bool]) -> None:
+    """It counts as zeros, and steps go on after it."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, **graph)
+        steps = iter(range(10))
+
+        def take_away_once(parameter: torch.Tensor) -> None:
+            if next(steps) == 3 and group.rank == 1:
+                parameter.grad = None
+
+        parameters[1][1].register_post_accumulate_grad_hook(take_away_once)  # type: ignore[no-untyped-call]
+        train(reducer, parameters, group, [REVERSED] * 3)
+        set_to_none(parameters)
+        forward(reducer, parameters, group, 3, REVERSED).backward()
+        assert parameters[1][1].grad is not None
+        assert parameters[1][1].grad.tolist() == [coefficient(0, 1, 3) / 2] * 2
+        train(reducer, parameters, group, [REVERSED] * 2, first_step=4)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_gradient_that_a_users_hook_takes_away_always_counts_as_unused(as_view: bool) -> None:
+    """It counts as unused, as in the first backward."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
+
+        def take_away(parameter: torch.Tensor) -> None:
+            parameter.grad = None
+
+        parameters[1][1].register_post_accumulate_grad_hook(take_away)  # type: ignore[no-untyped-call]
+        for step in range(4):
+            set_to_none(parameters)
+            forward(reducer, parameters, group, step, REVERSED).backward()
+            for index in (0, 2, 3):
+                gradient = parameters[index][1].grad
+                assert gradient is not None
+                assert gradient.tolist() == average(2, index, step)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("cap", [ONE_EACH, PAIRS])
+@pytest.mark.parametrize("index", FORWARD)
+def test_a_gradient_that_a_users_hook_takes_away_in_a_checkpoint_counts_as_zeros(cap: int, index: int) -> None:
+    """Of a static graph; it counts as zeros."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=cap, static_graph=True)
+        steps = []
+
+        def take_away(parameter: torch.Tensor) -> None:
+            if len(steps) > 2:
+                parameter.grad = None
+
+        parameters[index][1].register_post_accumulate_grad_hook(take_away)  # type: ignore[no-untyped-call]
+        inputs = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        for step in range(5):
+            steps.append(step)
+            set_to_none(parameters)
+            reducer.prepare_for_backward()
+            total = checkpoint(
+                lambda inputs, step=step: loss(parameters, group.rank, step, REVERSED) + inputs, inputs, use_reentrant=True
+            )
+            total.backward()
+            for number, (_, parameter) in enumerate(parameters):
+                assert parameter.grad is not None
+                assert parameter.grad.tolist() == ([0, 0] if number == index and step > 1 else average(2, number, step))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("missing", [0, 1, 2, 3])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_missing_gradient_is_named(as_view: bool, missing: int, static: bool) -> None:
+    advice = "The graph is not static" if static else "Every parameter must take part"
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=static)
+        train(reducer, parameters, group, [REVERSED] * 3)
+        with pytest.raises(MisuseError, match=rf"got no gradient in it: 'p{missing}'\. {advice}"):
+            train(reducer, parameters, group, [[index for index in REVERSED if index != missing]], first_step=3)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("static", [False, True])
+def test_a_missing_gradient_is_named_where_parameters_were_converted(as_view: bool, static: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=static)
+        train(reducer, parameters, group, [REVERSED] * 3)
+        set_to_none(parameters)
+        for _, parameter in parameters:
+            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.double()
+        with pytest.raises(MisuseError, match="no gradient in it: 'p3'"):
+            forward(reducer, parameters, group, 3, [2, 1, 0]).backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("reached", [[3, 1], [1]])
+def test_a_backward_may_reach_only_parameters_in_the_middle_of_buckets(
+    as_view: bool, reached: list[int], graph: dict[str, bool]
+) -> None:
+    """It reaches some parameters; the others are unused, or missing by name."""
+    missing = ", ".join(f"'p{index}'" for index in FORWARD if index not in reached)
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, **graph)
+        train(reducer, parameters, group, [REVERSED] * 3)
+        if "find_unused_parameters" not in graph:
+            with pytest.raises(MisuseError, match=rf"got no gradient in it: {missing}\. (The graph is not static|Every param)"):
+                train(reducer, parameters, group, [reached], first_step=3)
+            return
+        for step in (3, 4):
+            set_to_none(parameters)
+            forward(reducer, parameters, group, step, reached).backward()  # type: ignore[no-untyped-call]
+            for index, (_, parameter) in enumerate(parameters):
+                found = None if parameter.grad is None else parameter.grad.tolist()
+                assert found == (average(2, index, step) if index in reached else None)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("converted_after", [0, 3])  # after 1, buckets are built anew, for the new dtype
+def test_a_parameter_that_was_converted_is_named(converted_after: int, static: bool) -> None:
+    """Its bucket was made for another dtype."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, static_graph=static)
+        train(reducer, parameters, group, [REVERSED] * converted_after)
+        for _, parameter in parameters:
+            parameter.grad = None
+            parameter.data = parameter.data.float()
+        total = forward(reducer, parameters, group, 3, REVERSED)
+        with pytest.raises(MisuseError, match=r"expected a gradient of torch.float64 for parameter 'p\d'.*found torch.float32"):
+            total.backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_parameter_without_a_gradient_in_the_first_backward_stays_without(as_view: bool) -> None:
+    """It stays without one, and a gradient for it is an error by name, also if nothing comes after it."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view, static_graph=True)
+        for step in range(4):
+            set_to_none(parameters)
+            forward(reducer, parameters, group, step, [3, 2, 0]).backward()
+            assert parameters[1][1].grad is None
+            for index in (0, 2, 3):
+                gradient = parameters[index][1].grad
+                assert gradient is not None
+                assert gradient.tolist() == average(2, index, step)
+        set_to_none(parameters)
+        reducer.prepare_for_backward()
+        with pytest.raises(MisuseError, match="'p1' became ready twice"):
+            loss(parameters, group.rank, 4, [3, 2, 0, 1]).backward()
+
+    run_ranks(2, body)
+
+
+def test_a_parameter_may_be_frozen_later() -> None:
+    """One without a gradient in the first backward may be, and a gradient after it thaws is an error by name."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, static_graph=True)
+        for step in range(5):
+            if step == 2:
+                parameters[1][1].requires_grad_(False)
+            if step < 3:
+                set_to_none(parameters)
+            forward(reducer, parameters, group, step, [3, 2, 0]).backward()
+        parameters[1][1].requires_grad_(True)
+        reducer.prepare_for_backward()
+        with pytest.raises(MisuseError, match="'p1' became ready twice"):
+            loss(parameters, group.rank, 6, [3, 2, 0, 1]).backward()
+
+    run_ranks(2, body)
+
+
+# ---- gradients that come twice ----
+
+
+def add_again(parameter: torch.nn.Parameter) -> None:
+    """A backward within the running one, in which the parameter gets another gradient."""
+    with torch.enable_grad():
+        (parameter * 5).sum().backward()
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize(
+    ("kind", "after"),
+    [(kind, after) for kind in GRAPHS for after in (0, 1, 3) if (kind, after) != ("static", 0)],  # where it learns how often
+)
+@pytest.mark.parametrize(
+    ("twice", "when"),
+    [
+        pytest.param(7, 6, id="before-its-bucket-starts"),
+        pytest.param(6, 4, id="when-its-bucket-is-complete-but-for-the-last"),
+        pytest.param(4, 3, id="its-buckets-last-after-the-start"),
+        pytest.param(6, 0, id="another-after-the-start"),
+        pytest.param(7, 0, id="its-buckets-first-after-the-start"),
+        pytest.param(1, 0, id="in-the-last-bucket"),
+        pytest.param(6, 5, id="at-once"),
+    ],
+)
+def test_a_gradient_that_comes_twice_is_named(as_view: bool, kind: str, after: int, twice: int, when: int) -> None:
+    """In buckets of four: gradient 7 comes first, and 0 last."""
+    order = list(range(7, -1, -1))
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters(8)
+        reducer = Reducer(
+            parameters,
+            group,
+            bucket_cap_bytes=2 * PAIRS,
+            first_bucket_cap_bytes=2 * PAIRS,
+            gradient_as_bucket_view=as_view,
+            **GRAPHS[kind],
+        )
+        train(reducer, parameters, group, [order] * after)
+        parameters[when][1].register_hook(lambda _: add_again(parameters[twice][1]))
+        set_to_none(parameters)
+        total = forward(reducer, parameters, group, after, order)
+        with pytest.raises(MisuseError, match=rf"gradient of parameter 'p{twice}' became ready twice.*(not static|re-entrant)"):
+            total.backward()  # type: ignore[no-untyped-call]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("is_once", [True, False], ids=["once", "three-times"])
+def test_a_static_graph_learns_that_a_gradient_comes_twice(as_view: bool, is_once: bool) -> None:
+    """To come once or three times is an error by name then."""
+    order = list(range(7, -1, -1))
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters(8)
+        reducer = Reducer(parameters, group, bucket_cap_bytes=2 * PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
+        handle = parameters[3][1].register_hook(lambda _: add_again(parameters[6][1]))
+        for step in range(3):
+            set_to_none(parameters)
+            forward(reducer, parameters, group, step, order).backward()  # type: ignore[no-untyped-call]
+            for index, (_, parameter) in enumerate(parameters):
+                assert parameter.grad is not None
+                assert parameter.grad.tolist() == [average(2, index, step)[0] + (5 if index == 6 else 0)] * 2
+        set_to_none(parameters)
+        if is_once:
+            handle.remove()
+            error = "got no gradient in it: 'p6'.*not static"
+        else:
+            parameters[2][1].register_hook(lambda _: add_again(parameters[6][1]))
+            error = "'p6' became ready twice.*not static"
+        total = forward(reducer, parameters, group, 3, order)
+        with pytest.raises(MisuseError, match=error):
+            total.backward()  # type: ignore[no-untyped-call]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_second_gradient_is_named_where_the_buckets_first_parameter_is_unused(as_view: bool) -> None:
+    """Of a static graph, on one rank; the buckets have the order of the other rank, where the parameter is used."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters(8)
+        reducer = Reducer(parameters, group, bucket_cap_bytes=2 * PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
+        order = list(range(7 if group.rank == 0 else 6, -1, -1))
+        for step in range(3):
+            set_to_none(parameters)
+            forward(reducer, parameters, group, step, order).backward()  # type: ignore[no-untyped-call]
+        set_to_none(parameters)
+        total = forward(reducer, parameters, group, 3, order)
+        if group.rank == 0:
+            total.backward()  # type: ignore[no-untyped-call]
+            return
+        parameters[0][1].register_hook(lambda _: add_again(parameters[5][1]))
+        with pytest.raises(MisuseError, match="'p5' became ready twice"):
+            total.backward()  # type: ignore[no-untyped-call]
+
+    run_ranks(2, body)
+
+
+# ---- gradients that users put there ----
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("after", [0, 1, 3], ids=["first-step", "rebuild", "later"])
+@pytest.mark.parametrize("when", ["before forward", "after forward", "in backward"])
+@pytest.mark.parametrize("index", FORWARD)
+def test_a_gradient_that_is_put_there_by_hand_does_not_count_as_computed(
+    as_view: bool, after: int, when: str, index: int
+) -> None:
+    """Backward does not reach the parameter: it is missing, by name, whatever its `.grad` holds."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view)
+        train(reducer, parameters, group, [REVERSED] * after)
+        set_to_none(parameters)
+
+        def put(_: object = None) -> None:
+            parameters[index][1].grad = torch.full((2,), group.rank + 1.0, dtype=torch.float64)
+
+        if when == "before forward":
+            put()
+        total = forward(reducer, parameters, group, after, [other for other in REVERSED if other != index])
+        if when == "after forward":
+            put()
+        elif when == "in backward":
+            parameters[(index + 1) % 4][1].register_hook(put)
+        with pytest.raises(MisuseError, match=f"got no gradient in it: 'p{index}'"):
+            total.backward()  # type: ignore[no-untyped-call]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_gradient_that_is_put_there_by_hand_is_named_in_a_static_graph(as_view: bool, after: int) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
+        train(reducer, parameters, group, [REVERSED] * after)
+        set_to_none(parameters)
+        total = forward(reducer, parameters, group, after, [3, 2, 0])
+        parameters[1][1].grad = torch.full((2,), group.rank + 1.0, dtype=torch.float64)
+        with pytest.raises(MisuseError, match=r"got no gradient in it: 'p1'.*not static"):
+            total.backward()  # type: ignore[no-untyped-call]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_gradient_that_is_put_there_by_hand_stays_where_nobody_uses_the_parameter(as_view: bool) -> None:
+    """With unused parameters: it is each rank's own."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(
+            parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, find_unused_parameters=True
+        )
+        for step in range(4):
+            set_to_none(parameters)
+            parameters[1][1].grad = torch.full((2,), group.rank + 1.0, dtype=torch.float64)
+            forward(reducer, parameters, group, step, [3, 2, 0]).backward()  # type: ignore[no-untyped-call]
+            assert parameters[1][1].grad.tolist() == [group.rank + 1.0] * 2
+            for index in (0, 2, 3):
+                gradient = parameters[index][1].grad
+                assert gradient is not None
+                assert gradient.tolist() == average(2, index, step)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("value", [None, 9.0], ids=["taken-away", "replaced"])
+def test_a_gradient_that_is_replaced_after_its_bucket_was_collected_gets_the_average(
+    as_view: bool, value: float | None, graph: dict[str, bool]
+) -> None:
+    """The average of what was collected, whatever a later hook has put in its place."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, **graph)
+        train(reducer, parameters, group, [REVERSED] * 3)
+
+        def replace(_: torch.Tensor) -> None:
+            parameters[3][1].grad = None if value is None else torch.full((2,), value, dtype=torch.float64)
+
+        parameters[0][1].register_hook(replace)
+        train(reducer, parameters, group, [REVERSED] * 2, first_step=3)
+
+    run_ranks(2, body)
