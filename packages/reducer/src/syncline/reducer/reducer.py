@@ -126,6 +126,7 @@ class Reducer:
         self._others: list[AnyFuture] = []
         self._arrival_order: list[int] | None = None
         self._has_accumulated = False
+        self._notes_at_end = False
         self._rebuilt = False
         self.statistics = IterationStatistics(time.perf_counter())
         self._hooks = GradientHooks(
@@ -267,7 +268,10 @@ class Reducer:
         """Called inside a hook, on the thread of backward; see Notes [What one gradient costs], [After all users' hooks]."""
         self._has_accumulated = True
         if not self._sync_policy.is_due:
-            return  # `_note_unsynchronized` looks at it before the next forward
+            if not self._notes_at_end:
+                self._notes_at_end = True
+                call_at_backward_end(self._note_unsynchronized)
+            return
         with self._lock:
             if self._phase is _Phase.IDLE:
                 self._begin()
@@ -292,7 +296,10 @@ class Reducer:
         here = threading.get_ident(), current_backward()
         for pending in [pending for pending, where in self._waiting.items() if where == here]:
             del self._waiting[pending]
-            self._look_at(pending.take(but_last=pending is current))
+            taken = pending.take(but_last=pending is current)
+            if taken:
+                self._hooks.follow(taken[-1])
+                self._look_at(taken)
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before any is marked."""
@@ -315,7 +322,8 @@ class Reducer:
         self._mark_ready(self._tell_usage(self._usage.arrived, indices))
 
     def _note_unsynchronized(self) -> None:
-        """Gradients of backwards that were not reduced: they count for a later one."""
+        """Gradients of a backward that is not reduced, at its end: they count for a later one."""
+        self._notes_at_end = False
         for pending in self._pending:
             if pending.indices:
                 self._tell_usage(self._usage.accumulated, pending.take())

@@ -13,6 +13,7 @@ private to torch                        without it
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,11 +33,13 @@ except AttributeError as error:
 
 CAN_COUNT_STORAGE_USERS = hasattr(torch._C, "_storage_Use_Count")
 CAN_FORESEE_NODES = hasattr(torch._C, "_will_engine_execute_node")
-_current_graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+_current_graph_task_id: Callable[[], int] = getattr(
+    torch._C, "_current_graph_task_id", itertools.count(start=-2, step=-1).__next__
+)
 
 
 def current_backward() -> int:
-    """A number for the backward that runs on this thread; one that runs inside another has its own. -1 if unknown."""
+    """A number for the backward that runs on this thread; one inside another has its own. Unknown: a new one each time."""
     return _current_graph_task_id()
 
 
