@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -17,6 +19,7 @@ from ..contract.reduce_op import HALVES, Reduction
 from ..contract.work import Work
 from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, TransportError
 from ..host.host_group import HostGroup
+from ..host.progress import finish_all
 from ..host.transport import Request, Transport
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.registry import load_backend
@@ -29,6 +32,7 @@ _generations = itertools.count()
 # Below it two collectives take longer than one of twice the bytes.
 _SCATTER_HALVES_FROM_BYTES = 64 * 1024
 _abandoned: list[TorchGroup] = []
+_open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
 
 class GlooTransport(Transport):
@@ -44,6 +48,7 @@ class GlooTransport(Transport):
     def __init__(self, group: TorchGroup, store: dist.Store) -> None:
         self._group = group
         self._store = store
+        _open.add(self)
 
     def describe(self) -> str:
         """Gloo's version is torch's."""
@@ -119,10 +124,12 @@ class GlooTransport(Transport):
 
     def close(self) -> None:
         """Gloo closes its sockets when the last reference to the group goes."""
+        _open.discard(self)
         del self._group
 
     def abort(self) -> None:
         """Keep the torch group for the rest of the process: its destructor would wait for what is in flight."""
+        _open.discard(self)
         _abandoned.append(self._group)
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
@@ -235,6 +242,15 @@ def _over_mpi(request: ConnectRequest) -> dist.Store:
         return tcp_store_of_rank_0(mpi, request.timeout_s)
     finally:
         mpi.close()
+        # After MPI's own, hence before it: a process that MPI keeps at its end shall not keep its sockets.
+        atexit.register(_hang_up)
+
+
+def _hang_up() -> None:
+    """Close the connections of all groups, so that ranks that wait for this one fail, as when the process is gone."""
+    finish_all()
+    for transport in list(_open):
+        transport.close()
 
 
 backend = GlooBackend()

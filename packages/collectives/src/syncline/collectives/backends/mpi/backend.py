@@ -18,7 +18,7 @@ from ...startup.backend import Backend, ConnectRequest
 from ...startup.launch import detect_launch
 
 if TYPE_CHECKING:
-    from .leaving import Goodbye
+    from .leaving import ExitBarrier
 
 _START_S = 300.0
 
@@ -59,7 +59,7 @@ class MPIBackend(Backend):
         world = MPI.COMM_WORLD
         _check_threads()
         _check_sizes(request, world.Get_rank(), world.Get_size())
-        _agree_to_say_goodbye()
+        departures = _exit_barrier().departures
         device = cuda_layer() if request.wants("cuda") else None
         crossovers = world.bcast(request.crossovers)
         transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, crossovers=crossovers)
@@ -78,6 +78,7 @@ class MPIBackend(Backend):
             timeout_s=request.timeout_s,
             device=device,
             check_calls=request.check_calls,
+            calls=departures.group(request.group_name, range(world.Get_size())),
         )
 
 
@@ -171,10 +172,10 @@ def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
 
 
 @functools.cache
-def _agree_to_say_goodbye() -> Goodbye:
-    from .leaving import Goodbye
+def _exit_barrier() -> ExitBarrier:
+    from .leaving import ExitBarrier
 
-    return Goodbye()
+    return ExitBarrier()
 
 
 backend = MPIBackend()
