@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from ..host.progress import finish_all
 from ..host.transport import Request, Transport
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.registry import load_backend
-from ..startup.rendezvous import store_at, tcp_store_of_rank_0
+from ..startup.rendezvous import loopback_host, store_at, tcp_store_of_rank_0
 from ..stores import AsTorchStore, Store
 
 # The store may outlive a group (torchrun's does), so every connection writes under a number of its own; all ranks connect
@@ -41,13 +42,15 @@ class GlooTransport(Transport):
     Args:
         group: the torch group.
         store: where subsets of its ranks find one another.
+        host: whose address alone Gloo shall use; None for its choice.
     """
 
     backend_name = "gloo"
 
-    def __init__(self, group: TorchGroup, store: dist.Store) -> None:
+    def __init__(self, group: TorchGroup, store: dist.Store, host: str | None = None) -> None:
         self._group = group
         self._store = store
+        self._host = host
         _open.add(self)
 
     def describe(self) -> str:
@@ -120,7 +123,7 @@ class GlooTransport(Transport):
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """Another Gloo group, which meets in the same store under its own name."""
         rank = list(members).index(self._group.rank)
-        return connect(self._store, rank, len(members), name, max(deadline.remaining_s(), 1.0))
+        return connect(self._store, rank, len(members), name, max(deadline.remaining_s(), 1.0), self._host)
 
     def close(self) -> None:
         """Gloo closes its sockets when the last reference to the group goes."""
@@ -136,14 +139,21 @@ class GlooTransport(Transport):
         return None if block is None else list(block.view(self._group.size, part.numel()))
 
 
-def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float) -> GlooTransport:
-    """Connect with the other ranks, who call it with the same store, size and name."""
-    timeout = timedelta(seconds=timeout_s)
+def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float, host: str | None = None) -> GlooTransport:
+    """Connect with the other ranks, who call it with the same store, size and name; over one address of a host, or Gloo's."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
     try:
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+        options._devices = [_device(host)]
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
     except RuntimeError as error:
         raise TransportError(f"Gloo could not connect rank {rank} of {size} in group '{name}': {error}") from error
-    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=timeout_s), store)
+    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=timeout_s), store, host)
+
+
+def _device(host: str | None) -> Any:
+    create = dist.ProcessGroupGloo.create_default_device if host is None else dist.ProcessGroupGloo.create_device
+    return create() if host is None else create(hostname=host)
 
 
 def _wait(work: Work, deadline: Deadline) -> None:
@@ -174,7 +184,7 @@ class GlooBackend(Backend):
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
         store, rank, size = rendezvous(request)
         store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
-        transport = connect(store, rank, size, request.group_name, request.timeout_s)
+        transport = connect(store, rank, size, request.group_name, request.timeout_s, _only_host(request, size))
         return HostGroup(
             transport,
             rank,
@@ -210,6 +220,15 @@ def _shared_store(request: ConnectRequest, rank: int, size: int) -> dist.Store:
         "'file:///shared/folder' or 'tcp://host:port?secret_file=PATH'), a store, MASTER_ADDR and MASTER_PORT as torchrun sets "
         f"them, or a launch by MPI{'' if lack is None else f'; MPI launched this job, but cannot be used: {lack}'}"
     )
+
+
+def _only_host(request: ConnectRequest, size: int) -> str | None:
+    """The loopback address, if the ranks meet there."""
+    if size == 1 or request.store is not None or (request.launch is not None and request.launch.is_mpi):
+        return None
+    if request.init_method is not None:
+        return loopback_host(request.init_method)
+    return loopback_host("env://") if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ else None
 
 
 def _place(request: ConnectRequest) -> tuple[int, int]:
