@@ -161,7 +161,7 @@ def test_the_secret_of_a_user(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"open to nobody else, found owner \d+ and mode drwxr-xr-x\. .*secret_file=PATH"):
         user_secret(tmp_path / "own")
     (tmp_path / "link").symlink_to(tmp_path / "own")
-    with pytest.raises(LaunchError, match="expected .*link to belong to this user"):
+    with pytest.raises(LaunchError, match=r"expected .*link to belong to this user"):
         user_secret(tmp_path / "link")
 
 

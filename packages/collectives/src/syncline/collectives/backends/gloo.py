@@ -141,7 +141,7 @@ class GlooTransport(Transport):
 
 def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float, host: str | None = None) -> GlooTransport:
     """Connect with the other ranks, who call it with the same store, size and name; over one address of a host, or Gloo's."""
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
     options._timeout = timedelta(seconds=timeout_s)
     try:
         options._devices = [_device(host)]
@@ -152,8 +152,8 @@ def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float
 
 
 def _device(host: str | None) -> Any:
-    create = dist.ProcessGroupGloo.create_default_device if host is None else dist.ProcessGroupGloo.create_device
-    return create() if host is None else create(hostname=host)
+    gloo = dist.ProcessGroupGloo
+    return gloo.create_default_device() if host is None else gloo.create_device(hostname=host)
 
 
 def _wait(work: Work, deadline: Deadline) -> None:

@@ -29,8 +29,8 @@ logger = logging.getLogger("syncline.collectives")
 
 _ALONE_AMONG_SIBLINGS = (
     "this process was started by multiprocessing, nothing says which rank of how many it is, so it is a group of one beside "
-    "its siblings: nothing is averaged between them. Pass rank=..., world_size=... and set MASTER_ADDR=localhost and MASTER_PORT "
-    "(or pass init_method='file:///folder'); for a single process, pass rank=0, world_size=1"
+    "its siblings: nothing is averaged between them. Pass rank=..., world_size=... and set MASTER_ADDR=localhost and "
+    "MASTER_PORT (or pass init_method='file:///folder'); for a single process, pass rank=0, world_size=1"
 )
 
 _lock = threading.Lock()

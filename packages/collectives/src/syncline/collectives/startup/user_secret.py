@@ -44,9 +44,7 @@ def user_secret(folder: Path | None = None) -> str:
         _check_private(path, stat.S_ISREG)
         return path.read_text()
     except OSError as error:
-        raise LaunchError(
-            f"ranks that meet on this machine share a secret in {path}, which failed: {error}. {_REMEDY}"
-        ) from error
+        raise LaunchError(f"cannot keep the secret of ranks that meet on this machine in {path}: {error}. {_REMEDY}") from error
 
 
 _REMEDY = "Remove it, or give every rank a secret of your own: ?secret_file=PATH in the init_method, or SYNCLINE_SECRET"
