@@ -17,7 +17,7 @@ from ..contract.work import FinishedWork, PendingWork, Work
 from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
 from .call_comparison import compare_calls
 from .departures import GroupCalls
-from .device_runtime import Body, DeviceLayer, StreamOrder
+from .device_runtime import Body, DeviceRuntime, StreamOrder
 from .group_work import GroupWork
 from .progress import Progress
 from .transport import PreparedAllReduce, Transport
@@ -39,8 +39,8 @@ class SerialGroup(ProcessGroup):
 
     Args:
         transport: moves the tensors.
-        device: of whose tensors, beside the host's, the transport takes (see `ByDevice`). Note [Order on the device] in
-            `devices.layer` says how a collective fits among what the device does.
+        device: of whose tensors, beside the host's, the transport takes (see `DeviceDispatchTransport`). Note [Order on the device] in
+            `host.device_runtime` says how a collective fits among what the device does.
         check_calls: the ranks compare what they are about to do before each collective.
         calls: says who has left the job; None where nobody tells. See Note [Who will not come] in `departures`.
     """
@@ -54,7 +54,7 @@ class SerialGroup(ProcessGroup):
         name: str = "default",
         timeout_s: float,
         ranks: Sequence[int] | None = None,
-        device: DeviceLayer | None = None,
+        device: DeviceRuntime | None = None,
         check_calls: bool = False,
         calls: GroupCalls | None = None,
     ) -> None:
@@ -159,7 +159,7 @@ class SerialGroup(ProcessGroup):
             work.wait()
         return work
 
-    def _ordered_on(self, device: DeviceLayer, tensors: Sequence[torch.Tensor]) -> StreamOrder | None:
+    def _ordered_on(self, device: DeviceRuntime, tensors: Sequence[torch.Tensor]) -> StreamOrder | None:
         owned = [tensor for tensor in tensors if device.owns(tensor)]
         return device.order(owned) if owned else None
 
