@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -238,3 +239,39 @@ def test_the_first_backward_teaches_counts_that_the_others_are_held_to() -> None
     assert [list(usage.arrived(indices, ())) for indices in ([0, 2], [0])] == [[2], [0]]
     assert list(usage.ended()) == []
     assert usage.locally_unused([0, 1]) == {1}
+
+
+class UndefinedUntil(torch.autograd.Function):
+    """The identity; its gradient is None as long as told so."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, is_undefined: list[bool]) -> torch.Tensor:
+        ctx.is_undefined = is_undefined
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return (None if ctx.is_undefined[0] else gradient), None
+
+
+def test_a_gradient_that_was_undefined_in_the_first_backward_is_refused_by_name() -> None:
+    def body(group: ProcessGroup) -> None:
+        a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        reducer = Reducer([("a", a), ("b", b)], group, static_graph=True)
+        is_undefined = [True]
+
+        def backward() -> None:
+            a.grad = None
+            reducer.prepare_for_backward()
+            (a.sum() * (group.rank + 1) + UndefinedUntil.apply(b, is_undefined).sum()).backward()  # type: ignore[no-untyped-call]
+
+        for _ in range(3):
+            backward()
+            assert a.grad is not None
+            assert a.grad.tolist() == [1.5, 1.5]
+            assert b.grad is None
+        is_undefined[0] = False
+        with pytest.raises(MisuseError, match=r"gradient of parameter 'b'.*had none in the first backward"):
+            backward()
+
+    run_ranks(2, body)

@@ -13,6 +13,7 @@ Beside that way: `usage` says which gradients will come, `gradient_aliasing` sav
 """
 
 from .bucket_assignment import BucketAssignment, GradientSpec, assign_buckets
+from .bucket_reduction import CommunicationHook
 from .dynamic_usage import DynamicUsage
 from .grad_bucket import GradBucket
 from .readiness import Readiness
@@ -25,6 +26,7 @@ from .verification import verify_same_options, verify_same_parameters
 __all__ = [
     "BucketAssignment",
     "BucketTimes",
+    "CommunicationHook",
     "CompleteUsage",
     "DynamicUsage",
     "GradBucket",

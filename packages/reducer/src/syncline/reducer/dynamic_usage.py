@@ -116,7 +116,6 @@ class DynamicUsage(UsageModel):
             self._forecast.sync(bytes(len(self._nodes)))
 
     def needed(self, indices: Collection[int]) -> int:
-        """All that will be reached."""
         return len(indices) - len(self._unreached.intersection(indices)) if self._unreached else len(indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
@@ -144,7 +143,6 @@ class DynamicUsage(UsageModel):
         self._map.sync(b"\1" * count if len(self._used) == count else bytes(map(self._used.__contains__, range(count))))
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Those that were given no gradient since the last reduction."""
         return without(indices, self._used, len(self._nodes))
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:

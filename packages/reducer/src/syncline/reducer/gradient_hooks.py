@@ -88,9 +88,10 @@ class GradientHooks:
         self._nodes: dict[int, GraphNode] = {}
         self._is_closed = False
         self.reads_in_place = reads_in_place
-        self._rivals = _register(self, parameters)
+        self._others: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
+        _introduce(self)
 
-    def note(self, buckets: Sequence[Sequence[int]]) -> list[PendingGradients]:
+    def register(self, buckets: Sequence[Sequence[int]]) -> list[PendingGradients]:
         """Hook every parameter, after taking off all hooks from before; return where the gradients of each bucket are noted.
 
         The parameters of a bucket stand in the order in which their gradients are expected.
@@ -121,9 +122,11 @@ class GradientHooks:
         self._handles.append(node.register_hook(tell))
 
     @property
-    def disturb_another_reducer(self) -> bool:
+    def conflicts_with_another_reducer(self) -> bool:
         """Whether another reducer has hooks on some of the parameters, and one reads what the other averages in place."""
-        return any(self.reads_in_place or rival.reads_in_place for rival in list(self._rivals) if not rival._is_closed)
+        with _lock:
+            others = [other for other in self._others if not other._is_closed]
+        return any(self.reads_in_place or other.reads_in_place for other in others)
 
     def close(self) -> None:
         """Take all hooks off, for good."""
@@ -154,12 +157,12 @@ _lock = threading.RLock()  # reentrant, because the garbage collector may run an
 _living: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
 
 
-def _register(hooks: GradientHooks, parameters: Sequence[torch.nn.Parameter]) -> weakref.WeakSet[GradientHooks]:
-    """Make the hooks known to all others on the same parameters, and return these."""
-    places = {id(parameter) for parameter in parameters}
+def _introduce(hooks: GradientHooks) -> None:
+    """Make new hooks, and all others on some of the same parameters, known to each other."""
+    mine = set(map(id, hooks._parameters))
     with _lock:
-        rivals = [other for other in list(_living) if not places.isdisjoint(map(id, other._parameters))]
-        for other in rivals:
-            other._rivals.add(hooks)
+        for other in list(_living):
+            if not mine.isdisjoint(map(id, other._parameters)):
+                other._others.add(hooks)
+                hooks._others.add(other)
         _living.add(hooks)
-    return weakref.WeakSet(rivals)

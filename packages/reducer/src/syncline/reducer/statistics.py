@@ -27,7 +27,8 @@ class IterationStatistics:
     """One iteration; all times are seconds of `time.perf_counter()`.
 
     Attributes:
-        forward_started: `prepare_for_backward` was called.
+        forward_started: `prepare_for_backward` was called; a second backward of one forward has no forward of its own, and
+            this is when it began.
         forward_ended: the module's forward returned; 0.0 if nobody said so (DistributedDataParallel does).
         backward_started: the first gradient was ready.
         last_gradient: the last gradient was ready: from here on nothing is computed that communication could hide behind.

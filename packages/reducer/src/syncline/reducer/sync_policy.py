@@ -6,9 +6,10 @@ from __future__ import annotations
 class GradSyncPolicy:
     """What the forwards so far say of the next backward.
 
-    A backward is reduced if, since the last reduction, any forward was prepared for it; and, if there was no forward since
-    then (a second backward through one graph, say), as the latest forward says. So gradients that a forward outside of
-    `no_sync` announced are reduced wherever its backward runs, and those of a forward inside are not.
+    The policy does not know which forward a backward belongs to. The first backward after a forward outside of `no_sync` is
+    reduced, wherever it runs; without a forward since the last reduction (a second backward through one graph, say), the
+    latest forward decides. So after a forward outside and one inside, the backward that comes first is reduced, with all
+    that was accumulated, and the other one adds to this rank's gradients only, until a later one is reduced. As in torch.
 
     Attributes:
         is_due: whether the next backward is reduced.
