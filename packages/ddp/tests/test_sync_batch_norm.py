@@ -202,7 +202,7 @@ def test_one_collective_in_forward_and_one_in_backward() -> None:
 
     def body(group: ProcessGroup) -> list[str]:
         layer = SyncBatchNorm(CHANNELS, process_group=group).double()
-        layer(inputs[group.rank])  # makes the dedicated, compares the layers
+        layer(inputs[group.rank])  # makes the dedicated group, compares the layers
         calls: list[str] = []
         dedicated = dedicated_group(group)
         for name in ("_all_gather_into_tensor", "_all_reduce", "_all_gather", "_broadcast", "_barrier"):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, TorchGroup
 
-# One dedicated group for each group, however many layers ask; it goes when the group goes. By the torch group where there is one, because
-# `TorchGroup` is made anew whenever one is handed in.
+# One dedicated group for each group, however many layers ask; it goes when the group goes. By the torch group where there is
+# one, because `TorchGroup` is made anew whenever one is handed in.
 _dedicated_groups: weakref.WeakKeyDictionary[object, ProcessGroup] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 

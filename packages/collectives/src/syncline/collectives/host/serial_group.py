@@ -39,8 +39,8 @@ class SerialGroup(ProcessGroup):
 
     Args:
         transport: moves the tensors.
-        device: of whose tensors, beside the host's, the transport takes (see `DeviceDispatchTransport`). Note [Order on the device] in
-            `host.device_runtime` says how a collective fits among what the device does.
+        device: of whose tensors, beside the host's, the transport takes (see `DeviceDispatchTransport`). Note [Order on the
+            device] in `host.device_runtime` says how a collective fits among what the device does.
         check_calls: the ranks compare what they are about to do before each collective.
         calls: says who has left the job; None where nobody tells. See Note [Who will not come] in `departures`.
     """

@@ -8,8 +8,8 @@ class Failure:
 
     Attributes:
         error: what is raised.
-        was_reported: whether it was raised to, or shown to, somebody who uses the group. If not, `close` must raise it: what the
-            group has delivered since is garbage, and nobody knows.
+        was_reported: whether it was raised to, or shown to, somebody who uses the group. If not, `close` must raise it:
+            what the group has delivered since is garbage, and nobody knows.
     """
 
     __slots__ = ("error", "was_reported")

@@ -50,16 +50,16 @@ class PendingCollective:
     Note [Memory in flight]
     ~~~~~~~~~~~~~~~~~~~~~~~
     The stream reads and writes the caller's tensors after the call has returned. torch's allocator would give their memory to
-    the next tensor as soon as the caller drops them, so the collective holds references, until
+    the next tensor as soon as the caller drops them, so this object holds references, until
 
     1. the stream from which the collective was issued has been ordered after it (`wait`): then the collective is as good as a
        kernel of that stream, and what is freed there is reused in order; or
     2. the watchdog, or a thread that blocks, sees that the collective is over; or
     3. the group failed, and the communicators' kernels have left the GPU.
 
-    The watchdog holds the collective, and not the work, which keeps the outputs as its result: so once it was waited for, memory is
-    free as soon as the caller drops the work and the tensors. `record_stream` is not needed, and memory does not pile up behind
-    it. Copies that a collective makes for itself are made on its own stream and need neither.
+    The watchdog holds the `PendingCollective`, not the work, which keeps the outputs as its result. So once the work was waited
+    for, memory is free as soon as the caller drops the work and the tensors. `record_stream` is not needed, and memory does not
+    pile up behind it. Copies that a collective makes for itself are made on its own stream and need neither.
 
     Args:
         describe: says in words what it is.

@@ -3,8 +3,8 @@
 Note [Rendezvous among leftovers]
 ------------------------------
 Nobody can tell by looking whether a file is of this run. So nobody believes a file unless it repeats a random number that
-he himself has just drawn. The folder has a store, the *rendezvous store*, which lives for ever; nothing in it needs to be true, if only
-it has the form of what a rendezvous writes::
+the reader has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. Nothing in it needs to be
+true; it only must have the form of what a rendezvous writes::
 
     rank r > 0                                   rank 0
     1. draws a number, sets join/r to it
@@ -16,8 +16,8 @@ it has the form of what a rendezvous writes::
                                                  4. done when here/<run>/r is there for every r, else back to 2:
                                                     a join/r of an earlier run is answered too, which does no harm
 
-The store of the run is a fresh one, named by the random id of step 2. Two runs at the same time in the same rendezvous store could
-mix their ranks; `rendezvous_id` keeps them apart.
+The store of the run is a fresh one, named by the random id of step 2. Two runs at the same time in the same rendezvous
+store could mix their ranks; `rendezvous_id` keeps them apart.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _join(store: FileStore, rank: int, world_size: int) -> str:
 
     if not poll(answered, Deadline(store.timeout.total_seconds())):
         raise StoreTimeout(
-            f"{store.describe()}: rank 0 did not answer rank {rank} within {store.timeout.total_seconds():g} s; either it failed "
-            "or never started, or it was given another path, or it does not see this file system"
+            f"{store.describe()}: rank 0 did not answer rank {rank} within {store.timeout.total_seconds():g} s; either it "
+            "failed or never started, or it was given another path, or it does not see this file system"
         )
     store.set(f"here/{offer.run}/{rank}", b"")
     return offer.run
