@@ -22,7 +22,7 @@ def from_torch(op: Any) -> Reduction | None:
         return None
     ours = _OURS.get(getattr(op, "op", op))  # an instance of `dist.ReduceOp` is equal to the constants, but not found by them
     if ours is None and isinstance(op, dist.ReduceOp) and op == _PREMUL_SUM:
-        return premul_sum(float(op.__getstate__()[1]))  # torch pickles the factor, and shows it in newer versions only
+        return premul_sum(float(op.__getstate__()[1]))  # type: ignore[attr-defined]  # only its pickle has the factor
     return ours
 
 
