@@ -26,4 +26,4 @@ def test_examples_of_a_page_run(page: Path) -> None:
 
 
 def test_most_pages_have_examples() -> None:
-    assert len(PAGES) >= 12
+    assert len(PAGES) >= 10

@@ -258,9 +258,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add(verbs, "test", test, "everything: lint, types, docs, unit, ranks, wheels")
     _add(verbs, "lint", lint, "ruff, format check, layering check")
     _add(verbs, "types", types, "mypy strict, each layer on its own, then the tools")
-    _add(verbs, "docs", docs, "build the documentation").add_argument(
-        "--serve", action="store_true", help="show it while you write"
-    )
+    _add_docs(_add(verbs, "docs", docs, "build the documentation's site, strictly"))
     _add(verbs, "unit", unit, "tests without mpirun: pure ones, and ranks as threads")
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
     _add_bench(_add(verbs, "bench", bench, "measure side by side, interleaved: collectives, steps, two emulated hosts"))
@@ -298,6 +296,10 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     add("--mpi", choices=mpi_runtimes.NAMES, default="mpich", help="which MPI (default: mpich)")
     add("--backend", metavar="NAME", help="communication backend (default: automatic)")
     add("--epochs", type=int, metavar="N", help="passes over the training data")
+
+
+def _add_docs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--serve", action="store_true", help="show it while you write, instead")
 
 
 def _add_gpu(parser: argparse.ArgumentParser) -> None:
