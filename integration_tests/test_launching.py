@@ -48,10 +48,10 @@ def test_a_rank_leaves_early(run_job, leave: str) -> None:
         f"""
         import sys
         import torch
-        import syncline.collectives.backends.mpi.leaving as leaving
+        import syncline.collectives.backends.mpi.job_abort as job_abort
         from syncline.collectives import all_reduce, init_process_group
 
-        leaving.GOODBYE_S = 2.0
+        job_abort.EXIT_BARRIER_S = 2.0
 
         def main():
             group = init_process_group()

@@ -99,7 +99,7 @@ def init_process_group(
             reproducible=site.reproducible if reproducible is None else reproducible,
             store=store,
             check_calls=check_calls,
-            crossovers=site.crossovers.overridden(os.environ),
+            thresholds=site.thresholds.overridden(os.environ),
         )
         _default = _load(choice).connect(request)
     if _default.rank == 0:

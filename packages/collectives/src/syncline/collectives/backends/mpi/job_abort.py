@@ -5,7 +5,7 @@ dies of an exception waits there, silently, for ranks that wait for it in a coll
 
 1. An exception that nobody caught (in the main thread) is printed with the rank, and the job is aborted.
 2. A rank that exits in any other way first meets all others in a barrier of a communicator used for nothing else. If they
-   do not come within `GOODBYE_S` seconds, it says so and aborts the job.
+   do not come within `EXIT_BARRIER_S` seconds, it says so and aborts the job.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import TracebackType
 
 from mpi4py import MPI
 
-GOODBYE_S = 30.0
+EXIT_BARRIER_S = 30.0
 # mpiexec passes on what ranks print in its own time; what it has not read when the job is aborted is lost (MPICH 5.0).
 _FORWARDING_S = 0.3
 
@@ -36,8 +36,8 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
     _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
 
-class Goodbye:
-    """The second guard. Making it is a collective of all processes of the job."""
+class ExitBarrier:
+    """The second guard. Making one is a collective of all processes of the job."""
 
     def __init__(self) -> None:
         self._communicator = MPI.COMM_WORLD.Dup()
@@ -47,13 +47,13 @@ class Goodbye:
         if MPI.Is_finalized():
             return
         request = self._communicator.Ibarrier()
-        end = time.monotonic() + GOODBYE_S
+        end = time.monotonic() + EXIT_BARRIER_S
         pause_s = 1e-5
         while not request.Test():
             if time.monotonic() > end:
                 _say(
-                    f"{_who()} has left, but {GOODBYE_S:g} s later not all other ranks have: they may be waiting for it in a "
-                    "collective. The job is ended. Did this rank return early, or take another branch?"
+                    f"{_who()} has left, but {EXIT_BARRIER_S:g} s later not all other ranks have: they may be waiting for it "
+                    "in a collective. The job is ended. Did this rank return early, or take another branch?"
                 )
                 _abort(1)
             time.sleep(pause_s)

@@ -1,0 +1,115 @@
+"""Collectives of small tensors: each rank writes its tensor to its eager slot, and reads the slots of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import memmove
+
+import torch
+
+from ....contract.collective import Collective
+from ....contract.deadline import Deadline
+from ....contract.layout import flat, mark_written
+from ....host.reduction import always_of
+from ....host.transport import CallKind
+from .algorithm import Algorithm, Operation
+from .group_sync import GroupSync
+from .plan import NodePlan
+from .shm_barrier import ShmBarrier
+
+#: Reads the slots of one turn: given this rank's tensor and the whole.
+_Read = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class EagerExchange(NodePlan):
+    """One arrival (see Note [Arrivals in turn]) verifies the call and hands over the data; each rank reads p n bytes.
+
+    That is the fastest where a tensor is so small that arrivals are what counts. Every rank reduces everything, in rank
+    order, so all get the same bits.
+
+    Args:
+        kind: as for `NodePlan`; what a rank shows fits in a slot.
+        call: as for `NodePlan`.
+        sync: as for `NodePlan`.
+        operation: the collective.
+        otherwise: the plan if there is no memory for the slots.
+    """
+
+    def __init__(
+        self, kind: CallKind, call: Collective | None, sync: GroupSync, operation: Operation, otherwise: NodePlan
+    ) -> None:
+        super().__init__(kind, call, sync)
+        self._operation = operation
+        self._otherwise = otherwise
+        self._barrier: ShmBarrier | None = None
+        self._turns: list[tuple[int, _Read]] = []
+        self._part_bytes = kind.numel * kind.dtype.itemsize
+
+    @property
+    def chosen(self) -> Algorithm:  # type: ignore[override]
+        """Eager, or the algorithm of the plan instead."""
+        return self._otherwise.chosen if self._barrier is None else Algorithm.EAGER
+
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
+        """Write to the slot, verify the call, read the slots."""
+        barrier = self._barrier or self._bind(tensor, deadline)
+        if barrier is None:
+            self._otherwise.run(tensor, whole, deadline)
+            return
+        slot, read = self._turns[barrier.next_turn()]
+        source = tensor if self._operation is Operation.ALL_GATHER else whole
+        if slot:
+            memmove(slot, source.data_ptr(), source.nbytes)
+        self._verify(tensor, deadline)
+        read(tensor, whole)
+
+    run_verified = run
+
+    def _bind(self, tensor: torch.Tensor, deadline: Deadline) -> ShmBarrier | None:
+        """The barrier, with the slots of both turns laid out for calls of this kind."""
+        barrier = self._sync.barrier(lambda: self._call(tensor), deadline)
+        if barrier is not None:
+            self._barrier = barrier
+            self._turns = [self._laid_out(barrier, turn) for turn in (0, 1)]
+        return barrier
+
+    def _laid_out(self, barrier: ShmBarrier, turn: int) -> tuple[int, _Read]:
+        """The address of this rank's slot, 0 if it shows nothing; and how to read the slots."""
+        kind, mine = self._kind, barrier.mine
+        slots = [slot.data_ptr() for slot in barrier.slots(turn, 1, torch.uint8)]
+        if self._operation is Operation.BROADCAST:
+            return (slots[mine], _nothing) if mine == kind.root else (0, _copy(slots[kind.root or 0], self._part_bytes))
+        if self._operation is Operation.ALL_GATHER:
+            return slots[mine], _gather(slots, self._part_bytes)
+        assert kind.op is not None
+        numel = kind.numel
+        if self._operation is Operation.ALL_REDUCE:
+            terms = barrier.slots(turn, numel, kind.dtype)
+        else:
+            rows = barrier.slots(turn, barrier.size * numel, kind.dtype)
+            with torch.inference_mode(False):
+                terms = [row[mine * numel : (mine + 1) * numel] for row in rows]
+        reduce = always_of(terms, kind.op, kind.dtype)
+        return slots[mine], lambda tensor, _: reduce(out=flat(tensor))
+
+
+def _nothing(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Nobody overwrites a root's tensor."""
+
+
+def _copy(slot: int, nbytes: int) -> _Read:
+    def read(tensor: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - one is the other
+        memmove(tensor.data_ptr(), slot, nbytes)
+        mark_written(tensor)
+
+    return read
+
+
+def _gather(slots: list[int], nbytes: int) -> _Read:
+    def read(tensor: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - it is in a slot as well
+        start = whole.data_ptr()
+        for rank, slot in enumerate(slots):
+            memmove(start + rank * nbytes, slot, nbytes)
+        mark_written(whole)
+
+    return read
