@@ -255,7 +255,7 @@ def test_every_reduction_on_emulated_nodes(nodes: Group, small_pieces: None) -> 
             group.all_reduce(tensor, reduction(op))
             terms = [whole(rank, numel, dtype) for rank in range(group.size)]
             assert torch.equal(tensor, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel)
-    assert nodes.algorithms == nodes.took("hierarchical")
+    assert nodes.algorithms == nodes.took("hierarchical" if group.size > 2 else "window")
 
 
 def test_averages_and_rounding_on_emulated_nodes(nodes: Group) -> None:

@@ -11,7 +11,8 @@ from mpi4py import MPI
 
 from ...contract.collective import Collective
 from ...contract.deadline import Deadline
-from ...contract.reduce_op import PremulSum, ReduceOp, Reduction
+from ...contract.layout import bytes_of
+from ...contract.reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction
 from ...host.reduction import divide, reduce_in_rank_order
 from ...host.transport import Request, Transport
 from .call_verifier import CallVerifier
@@ -169,6 +170,8 @@ class MPITransport(Transport):
 
     def all_gather_synced(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
         """`all_gather` after the presync."""
+        if tensor.dtype not in REDUCIBLE:  # torch does not copy all others
+            block, tensor = bytes_of(block), bytes_of(tensor)
         part = block.view(self._size, tensor.numel())[self._rank]
         if part.data_ptr() != tensor.data_ptr():
             part.copy_(tensor)
