@@ -15,7 +15,7 @@ import torch
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
 from syncline.collectives.backends.mpi.call_verifier import NO_KEY
 from syncline.collectives.backends.mpi.node import copy_in_copy_out, window_collective
-from syncline.collectives.backends.mpi.node.algorithm import Operation
+from syncline.collectives.backends.mpi.node.algorithm import Operation, size_of
 from syncline.collectives.backends.mpi.node.copy_in_copy_out import CopyInCopyOut, StagingArea
 from syncline.collectives.backends.mpi.node.eager_exchange import EagerExchange
 from syncline.collectives.backends.mpi.node.plan import NodePlan
@@ -128,8 +128,9 @@ class Rank:
         unused: Any = None
         if self._name == "window":
             return WindowCollective(kind, None, self._sync, self._memory, operation, unused)
+        part_bytes = kind.numel * kind.dtype.itemsize
         if self._name == "eager":
-            return EagerExchange(kind, None, self._sync, operation, unused)
+            return EagerExchange(kind, None, self._sync, operation, size_of(operation, part_bytes, self.size).shown, unused)
         return CopyInCopyOut(kind, None, self._sync, operation, self._staging, unused)
 
 

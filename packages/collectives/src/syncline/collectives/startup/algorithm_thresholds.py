@@ -22,9 +22,9 @@ class AlgorithmThresholds:
             reductions are left to MPI; each copies its tensor twice and waits for the other ranks at least twice.
     """
 
-    eager_bytes: int = 128 << 10
+    eager_bytes: int = 192 << 10
     window_bytes: int = 128 << 10
-    staged_bytes: int = 64 << 10
+    staged_bytes: int = 32 << 10
 
     def overridden(self, environ: Mapping[str, str] = os.environ) -> AlgorithmThresholds:
         """As set by environment variables, where there are any: SYNCLINE_ and an attribute's name in capitals.

@@ -9,7 +9,7 @@ import torch
 
 from ....contract.collective import Collective
 from ....contract.deadline import Deadline
-from ....contract.layout import flat, mark_written
+from ....contract.layout import mark_written
 from ....host.reduction import always_of
 from ....host.transport import CallKind
 from .algorithm import Algorithm, Operation
@@ -32,18 +32,20 @@ class EagerExchange(NodePlan):
         call: as for `NodePlan`.
         sync: as for `NodePlan`.
         operation: the collective.
+        shown_bytes: what a rank writes to its slot.
         otherwise: the plan if there is no memory for the slots.
     """
 
     def __init__(
-        self, kind: CallKind, call: Collective | None, sync: GroupSync, operation: Operation, otherwise: NodePlan
+        self, kind: CallKind, call: Collective | None, sync: GroupSync, operation: Operation, shown_bytes: int, otherwise: NodePlan
     ) -> None:
         super().__init__(kind, call, sync)
         self._operation = operation
         self._otherwise = otherwise
         self._barrier: ShmBarrier | None = None
         self._turns: list[tuple[int, _Read]] = []
-        self._part_bytes = kind.numel * kind.dtype.itemsize
+        self._shows_part = operation is Operation.ALL_GATHER
+        self._shown_bytes = shown_bytes
 
     @property
     def chosen(self) -> Algorithm:  # type: ignore[override]
@@ -56,11 +58,10 @@ class EagerExchange(NodePlan):
         if barrier is None:
             self._otherwise.run(tensor, whole, deadline)
             return
-        slot, read = self._turns[barrier.next_turn()]
-        source = tensor if self._operation is Operation.ALL_GATHER else whole
+        slot, read = self._turns[(barrier.arrivals + 1) & 1]
         if slot:
-            memmove(slot, source.data_ptr(), source.nbytes)
-        self._verify(tensor, deadline)
+            memmove(slot, (tensor if self._shows_part else whole).data_ptr(), self._shown_bytes)
+        self._sync.verify(lambda: self._call(tensor), deadline, self._digest)
         read(tensor, whole)
 
     run_verified = run
@@ -77,20 +78,23 @@ class EagerExchange(NodePlan):
         """The address of this rank's slot, 0 if it shows nothing; and how to read the slots."""
         kind, mine = self._kind, barrier.mine
         slots = [slot.data_ptr() for slot in barrier.slots(turn, 1, torch.uint8)]
+        part_bytes = kind.numel * kind.dtype.itemsize
         if self._operation is Operation.BROADCAST:
-            return (slots[mine], _nothing) if mine == kind.root else (0, _copy(slots[kind.root or 0], self._part_bytes))
+            return (slots[mine], _nothing) if mine == kind.root else (0, _copy(slots[kind.root or 0], part_bytes))
         if self._operation is Operation.ALL_GATHER:
-            return slots[mine], _gather(slots, self._part_bytes)
+            return slots[mine], _gather(slots, part_bytes)
+        first = mine * kind.numel if self._operation is Operation.REDUCE_SCATTER else 0
+        with torch.inference_mode(False):  # they serve calls outside that mode, too
+            terms = [row[first:] for row in barrier.slots(turn, first + kind.numel, kind.dtype)]
         assert kind.op is not None
-        numel = kind.numel
-        if self._operation is Operation.ALL_REDUCE:
-            terms = barrier.slots(turn, numel, kind.dtype)
-        else:
-            rows = barrier.slots(turn, barrier.size * numel, kind.dtype)
-            with torch.inference_mode(False):
-                terms = [row[mine * numel : (mine + 1) * numel] for row in rows]
-        reduce = always_of(terms, kind.op, kind.dtype)
-        return slots[mine], lambda tensor, _: reduce(out=flat(tensor))
+        return slots[mine], _reduce(always_of(terms, kind.op, kind.dtype))
+
+
+def _reduce(reduce: Callable[..., object]) -> _Read:
+    def read(tensor: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - it is in a slot as well
+        reduce(out=tensor if tensor.dim() == 1 else tensor.view(-1))
+
+    return read
 
 
 def _nothing(tensor: torch.Tensor, whole: torch.Tensor) -> None:

@@ -99,7 +99,7 @@ class NodeTransport(MPITransport):
             kind, call, self._sync, self._by_mpi(operation, kind), has_presync=size.whole >= PRESYNC_MIN_BYTES
         )
         if chosen is Algorithm.EAGER:
-            plan = EagerExchange(kind, call, self._sync, operation, plan)
+            plan = EagerExchange(kind, call, self._sync, operation, size.shown, plan)
         elif chosen is Algorithm.COPY_IN_COPY_OUT:
             plan = CopyInCopyOut(kind, call, self._sync, operation, self._staging, plan)
         elif chosen is Algorithm.HIERARCHICAL:
