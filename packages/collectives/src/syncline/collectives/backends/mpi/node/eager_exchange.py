@@ -83,9 +83,8 @@ class EagerExchange(NodePlan):
             return (slots[mine], _nothing) if mine == kind.root else (0, _copy(slots[kind.root or 0], part_bytes))
         if self._operation is Operation.ALL_GATHER:
             return slots[mine], _gather(slots, part_bytes)
-        first = mine * kind.numel if self._operation is Operation.REDUCE_SCATTER else 0
-        with torch.inference_mode(False):  # they serve calls outside that mode, too
-            terms = [row[first:] for row in barrier.slots(turn, first + kind.numel, kind.dtype)]
+        offset_bytes = mine * part_bytes if self._operation is Operation.REDUCE_SCATTER else 0
+        terms = barrier.slots(turn, kind.numel, kind.dtype, offset_bytes)
         assert kind.op is not None
         return slots[mine], _reduce(always_of(terms, kind.op, kind.dtype))
 

@@ -73,13 +73,13 @@ class ShmBarrier:
         self._lines = [self._lines_of(turn) for turn in (0, 1)]
         self.arrivals = 0  # of this rank, so far; the turn of an arrival is its number mod 2
 
-    def slots(self, turn: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Every rank's eager slot for arrivals of that turn, as flat tensors of one element or more.
+    def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
+        """Every rank's eager slot for arrivals of that turn, from an offset on, as flat tensors of one element or more.
 
         Write this rank's slot before `arrive_and_wait`, read the others' after it.
         """
         with torch.inference_mode(False):  # they serve calls outside that mode, too
-            return self._segment.rows(_HEAD_BYTES + turn * self.slot_bytes, numel, dtype)
+            return self._segment.rows(_HEAD_BYTES + turn * self.slot_bytes + offset_bytes, numel, dtype)
 
     def arrive_and_wait(self, deadline: Deadline, digest: int = 0, key: int = NO_KEY) -> tuple[bool, bool]:
         """Return when all ranks have arrived: whether `digest` is the same everywhere, and whether `key` is, and not `NO_KEY`.
