@@ -743,6 +743,7 @@ def test_buckets_of_ddp_lie_in_windows(staged: Group, as_view: bool) -> None:
         assert len(buckets) > 1
         assert staged.algorithms.count("window") == (len(buckets) if group.size > 1 else 0)
         assert len(windows) - before == (len(buckets) if group.size > 1 else 0)
+        assert ddp.logging_data()["bucket_algorithms"] == ", ".join(staged.took("window")[: len(buckets)])
     for parameter in model.parameters():
         assert parameter.grad is not None
         _same_bits(group, parameter.grad)
