@@ -382,6 +382,8 @@ def test_gradients_that_were_moved_before_a_communication_hook_was_set_stay_righ
         loop.warm_up()
         assert loop.aliased() == ALIASED
         loop.reducer.set_hook(keep_buffer, [])
+        assert loop.aliased() == []
+        loop.assert_averaged(0)
         for step in range(1, 4):
             loop.clear()
             loop.backward(step)
@@ -421,13 +423,30 @@ def test_gradients_that_were_kept_since_before_the_rebuild_are_averaged() -> Non
     def run(group: ProcessGroup) -> None:
         loop = Loop(group)
         loop.step(0)
+        kept = [parameter.grad for parameter in loop.parameters]
         for step in range(1, 4):
             loop.clear()
             loop.backward(step)
             loop.assert_averaged(step)
-        loop.step(4)
-        loop.assert_averaged(4)
-        assert loop.aliased() == ALIASED
+            assert loop.aliased() == ALIASED
+            assert all(parameter.grad is gradient for parameter, gradient in zip(loop.parameters, kept, strict=True))
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_who_uses_a_kept_gradient_across_the_rebuild_sees_the_averages(user: str) -> None:
+    def run(group: ProcessGroup) -> None:
+        loop = Loop(group)
+        loop.step(0)
+        gradient = loop.parameters[1].grad
+        assert gradient is not None
+        used = USERS[user](gradient)
+        for step in range(1, 4):
+            loop.clear()
+            loop.backward(step)
+            loop.assert_averaged(step)
+            assert first(used) == loop.expected(1, step)
 
     run_ranks(2, run)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup, ReduceOp, Work
+from syncline.collectives import CollectiveTimeout, InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp, Work
 from syncline.collectives.backends.in_process import create_groups
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import GradBucket, Reducer
@@ -548,6 +548,39 @@ def test_statistics_tell_one_iteration() -> None:
 
 
 # ---- hooks ----
+
+
+def test_each_backward_has_statistics_of_its_own() -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters((3,))
+        reducer = Reducer(parameters, group)
+        reducer.prepare_for_backward()
+        loss = linear_loss(parameters, group.rank)
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        first = reducer.statistics
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert reducer.statistics is not first
+        assert len(first.buckets) == len(reducer.statistics.buckets) == 1
+        assert reducer.statistics.forward_started >= first.finished
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_divisor_below_one_is_refused(count: int) -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(InvalidArgumentError, match=f"at least 1, or None, found {count}"):
+            Reducer(make_parameters((3,)), group).divide_by(count)
+
+    run_ranks(1, body)
+
+
+def test_a_parameter_without_dimensions_cannot_be_sparse() -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(InvalidArgumentError, match="'p0' has no dimension"):
+            Reducer(make_parameters(()), group, sparse=[True])
+
+    run_ranks(1, body)
 
 
 def future_of(value: Any) -> torch.futures.Future[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -238,3 +239,80 @@ def test_the_first_backward_teaches_counts_that_the_others_are_held_to() -> None
     assert [list(usage.arrived(indices, ())) for indices in ([0, 2], [0])] == [[2], [0]]
     assert list(usage.ended()) == []
     assert usage.locally_unused([0, 1]) == {1}
+
+
+class UndefinedUntil(torch.autograd.Function):
+    """The identity; its gradient is None as long as told so."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, is_undefined: list[bool]) -> torch.Tensor:
+        ctx.is_undefined = is_undefined
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return (None if ctx.is_undefined[0] else gradient), None
+
+
+def test_a_gradient_that_was_undefined_in_the_first_backward_is_refused_by_name() -> None:
+    def body(group: ProcessGroup) -> None:
+        a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        reducer = Reducer([("a", a), ("b", b)], group, static_graph=True)
+        is_undefined = [True]
+
+        def backward() -> None:
+            a.grad = None
+            reducer.prepare_for_backward()
+            (a.sum() * (group.rank + 1) + UndefinedUntil.apply(b, is_undefined).sum()).backward()  # type: ignore[no-untyped-call]
+
+        for _ in range(3):
+            backward()
+            assert a.grad is not None
+            assert a.grad.tolist() == [1.5, 1.5]
+            assert b.grad is None
+        is_undefined[0] = False
+        with pytest.raises(MisuseError, match=r"gradient of parameter 'b'.*had none in the first backward"):
+            backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_is_undefined_on_one_rank_only_is_averaged_in_every_step(set_to_none: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        reducer = Reducer([("a", a), ("b", b)], group, static_graph=True)
+        for _ in range(4):
+            reducer.prepare_for_backward()
+            (a.sum() + UndefinedUntil.apply(b, [group.rank == 0]).sum()).backward()  # type: ignore[no-untyped-call]
+            assert a.grad is not None
+            assert b.grad is not None
+            assert (a.grad.tolist(), b.grad.tolist()) == ([1.0, 1.0], [0.5, 0.5])
+            for parameter in (a, b):
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    run_ranks(2, body)
+
+
+def test_a_gradient_that_is_always_undefined_may_be_so_without_synchronisation_too() -> None:
+    def body(group: ProcessGroup) -> None:
+        a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        reducer = Reducer([("a", a), ("b", b)], group, static_graph=True)
+        for synchronizes in (True, False, True):
+            reducer.prepare_for_backward(synchronizes=synchronizes)
+            (a.sum() + UndefinedUntil.apply(b, [True]).sum()).backward()  # type: ignore[no-untyped-call]
+            assert b.grad is None
+
+    run_ranks(2, body)
+
+
+def test_no_rank_may_shadow_the_backward_from_which_the_graph_is_learnt() -> None:
+    def body(group: ProcessGroup) -> None:
+        reducer = Reducer([("a", torch.nn.Parameter(torch.ones(2)))], group, static_graph=True)
+        with pytest.raises(MisuseError, match="every rank must have gradients in the first backward"):
+            reducer.shadow_backward()
+
+    run_ranks(2, body)

@@ -132,3 +132,7 @@ def test_options_that_differ_are_named_with_both_values(other: dict[str, object]
     for rank, text in enumerate(run_ranks(3, body)):
         assert words in text
         assert f"rank {rank} of 3" in text
+
+
+def test_options_that_are_equal_numbers_of_two_types_pass() -> None:
+    run_ranks(2, lambda group: verify_same_options({**OPTIONS, "cap": 3.0 if group.rank else 3}, group=group))

@@ -34,7 +34,6 @@ class DelayedUsage(UsageModel):
         return self._usage.needs_everyone
 
     def begin(self) -> Sequence[int]:
-        """As without delay, but for the delayed."""
         return [index for index in self._usage.begin() if index not in self._delayed]
 
     def needed(self, indices: Collection[int]) -> int | None:
@@ -80,6 +79,5 @@ class DelayedUsage(UsageModel):
         return self._usage.globally_unused(indices)
 
     def reset(self) -> None:
-        """As without delay, and wait anew."""
         self._usage.reset()
         self._released = False

@@ -73,7 +73,8 @@ class DynamicUsage(UsageModel):
     hint_missing = "Autograd announced them when backward began: was the graph changed by a hook while backward ran?"
     hint_twice = (
         "It was not to be reached by this backward, or is reached more than once: with find_unused_parameters=True a "
-        "re-entrant checkpoint cannot be seen into. Use use_reentrant=False, or static_graph=True if the graph never changes"
+        "re-entrant checkpoint cannot be seen into (use use_reentrant=False, or static_graph=True if the graph never changes), "
+        "nor a parameter that was converted to another dtype and back since construction (wrap the module anew)"
     )
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: ProcessGroup, *, skip_unused: bool) -> None:
@@ -116,7 +117,6 @@ class DynamicUsage(UsageModel):
             self._forecast.sync(bytes(len(self._nodes)))
 
     def needed(self, indices: Collection[int]) -> int:
-        """All that will be reached."""
         return len(indices) - len(self._unreached.intersection(indices)) if self._unreached else len(indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
@@ -144,7 +144,6 @@ class DynamicUsage(UsageModel):
         self._map.sync(b"\1" * count if len(self._used) == count else bytes(map(self._used.__contains__, range(count))))
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Those that were given no gradient since the last reduction."""
         return without(indices, self._used, len(self._nodes))
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:

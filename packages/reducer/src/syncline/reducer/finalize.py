@@ -1,4 +1,4 @@
-"""Finalize: wait for the buckets, hand their results over. The one place of the reducer that blocks."""
+"""Finalize: wait for the buckets, hand their results over. Here the reducer blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:
     AnyFuture = torch.futures.Future
 
 GloballyUnused: TypeAlias = Callable[[Collection[int]], Collection[int]]
-Delivered: TypeAlias = Callable[[Sequence[torch.nn.Parameter]], None]
+OnDelivery: TypeAlias = Callable[[Sequence[torch.nn.Parameter]], None]
 
 
 def finalize(
@@ -26,8 +26,8 @@ def finalize(
     statistics: IterationStatistics,
     globally_unused: GloballyUnused,
     *,
-    delivered: Delivered | None = None,
-    others: Sequence[AnyFuture] = (),
+    on_delivery: OnDelivery | None = None,
+    extra_futures: Sequence[AnyFuture] = (),
 ) -> None:
     """Wait for each bucket in the order of their start, and hand its result to the parameters.
 
@@ -35,9 +35,9 @@ def finalize(
         reductions: of the buckets.
         statistics: gets beginning, end and the seconds in between.
         globally_unused: of some parameters (by index), those whose gradients shall stay as they are; may wait.
-        delivered: told the parameters of each bucket that have their reduced gradients now, while later buckets are still
+        on_delivery: told the parameters of each bucket that have their reduced gradients now, while later buckets are still
             being reduced.
-        others: what else shall be over when backward is.
+        extra_futures: what else shall be over when backward is.
     """
     statistics.finalize_started = time.perf_counter()
     for reduction in reductions:
@@ -45,9 +45,9 @@ def finalize(
         bucket.accept(reduction.wait())
         untouched = globally_unused(bucket.indices)
         bucket.deliver(untouched, may_alias=not reduction.shows_bucket)
-        if delivered is not None:
-            delivered(_touched(bucket, untouched) if untouched else bucket.parameters)
-    for future in others:
+        if on_delivery is not None:
+            on_delivery(_touched(bucket, untouched) if untouched else bucket.parameters)
+    for future in extra_futures:
         future.wait()
     statistics.finished = time.perf_counter()
     statistics.waited_s += statistics.finished - statistics.finalize_started

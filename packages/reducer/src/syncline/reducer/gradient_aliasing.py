@@ -79,6 +79,17 @@ class GradientAliasing:
             moved.add(position)
         return moved
 
+    def move_out(self) -> None:
+        """Give gradients that lie in the bucket's memory memory of their own, except where somebody else uses it, too."""
+        for position, alias in self._aliases.items():
+            gradient = self._parameters[position].grad
+            if gradient is None or not self._is_moved(position, gradient) or self._is_elsewhere(position):
+                continue
+            python_users, users = self._alone[position]
+            if storage_users(alias) == (python_users, users + 1):
+                with torch.inference_mode(False):
+                    gradient.data = alias.clone()
+
     def _make_alias(self, position: int) -> None:
         """The same memory as the view's, in a storage of its own, whose users can be counted."""
         with torch.inference_mode(False):

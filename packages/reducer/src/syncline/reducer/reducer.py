@@ -15,11 +15,11 @@ import torch
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 
 from . import error_messages
-from .bucket_building import BucketBuilder, aliases
+from .bucket_building import BucketBuilder, gradients_as_views
 from .bucket_reduction import BucketReduction, CommunicationHook, PendingReduction
 from .delayed_usage import DelayedUsage
 from .dynamic_usage import DynamicUsage
-from .finalize import AnyFuture, Delivered, finalize
+from .finalize import AnyFuture, OnDelivery, finalize
 from .gradient_hooks import GradientHooks, PendingGradients
 from .readiness import MarkedTwiceError, Readiness
 from .sparse_bucket import AnyBucket
@@ -40,6 +40,20 @@ class _Phase(enum.Enum):
 
     IDLE = enum.auto()
     REDUCING = enum.auto()
+
+
+class _RunningBackward:
+    """Autograd holds it as long as it may still call back. Of a backward that has failed, nobody holds it."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def end(self) -> None:
+        self._reducer._end()
+        call_at_backward_end(self.finish)
+
+    def finish(self) -> None:
+        self._reducer._finish()
 
 
 class Reducer:
@@ -75,7 +89,8 @@ class Reducer:
             backward ends; they are reduced last.
         delayed_until: the name of one parameter; None waits for the end of backward.
 
-    Extra memory: the buckets, as large as all gradients together; none beyond the gradients with `gradient_as_bucket_view`.
+    Extra memory: the buckets, as large as all gradients together, in which large gradients stay until the next backward; none
+    with `gradient_as_bucket_view`.
 
     Raises:
         MisuseError: there is no parameter, or one needs no gradient.
@@ -107,7 +122,9 @@ class Reducer:
         self._delayed_until = None if delayed_until is None else self._index(delayed_until)
         if delayed_until is not None and not delayed:
             raise InvalidArgumentError(f"delayed_until='{delayed_until}' without delayed: name what waits, or leave it out")
-        self._usage = self._make_usage(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
+        self._usage = self._make_usage(
+            find_unused=find_unused_parameters, skip_unused=skip_all_reduce_unused_params, static=static_graph
+        )
         self._builder = BucketBuilder(
             self._names,
             self._parameters,
@@ -121,22 +138,24 @@ class Reducer:
         self._sync_policy = GradSyncPolicy()
         self._lock = threading.Lock()
         self._phase = _Phase.IDLE
+        self._backward: Callable[[], _RunningBackward | None] = lambda: None
         self._reductions: list[PendingReduction] = []
-        self._delivered: Delivered | None = None
-        self._others: list[AnyFuture] = []
+        self._on_delivery: OnDelivery | None = None
+        self._extra_futures: list[AnyFuture] = []
         self._arrival_order: list[int] | None = None
         self._has_accumulated = False
-        self._notes_at_end = False
+        self._counts_at_end = False
         self._rebuilt = False
         self.statistics = IterationStatistics(time.perf_counter())
         self._hooks = GradientHooks(
             self._parameters,
+            group,
             reads_in_place=gradient_as_bucket_view,
-            wake=self._on_gradient,
+            wake=self._on_wake,
             node_done=self._on_node_done,
         )
         # Buckets that are worth a look, and the thread and the backward in which users' hooks on their latest gradient run.
-        self._waiting: dict[PendingGradients, tuple[int, int]] = {}
+        self._awaiting_hooks: dict[PendingGradients, tuple[int, int]] = {}
         self._arrivals: list[int] = []
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
         weakref.finalize(self, self._hooks.close)
@@ -174,29 +193,36 @@ class Reducer:
                 f"set_static_graph on {self._group.place()}: a backward has given gradients before; say it before the first "
                 "backward, or pass static_graph=True at construction"
             )
-        self._usage = self._with_delay(StaticUsage(self._parameters, self._group))
+        self._usage = self._make_usage(static=True)
 
     def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
         """Let `hook(state, bucket)` reduce each bucket instead of `all_reduce(AVG)`; None returns to that.
 
         The hook is called on the thread that runs backward, on every rank in the same order. It gets this rank's gradients,
-        undivided, and returns a future of the flat tensor that all ranks shall have.
+        undivided, and returns a future of the flat tensor that all ranks shall have. It must not call this reducer.
         """
         self._check_idle("set_hook")
+        self._release_gradients()
         self._reduction.hook, self._reduction.hook_state = hook, state
 
     def divide_by(self, count: int | None) -> None:
-        """Let `all_reduce` divide sums by this number, the same on every rank; None divides by the number of ranks."""
+        """Let `all_reduce` divide sums by this number, the same on every rank; None divides by the number of ranks.
+
+        Raises:
+            InvalidArgumentError: the number is below 1.
+        """
         self._check_idle("divide_by")
+        if count is not None and count < 1:
+            raise InvalidArgumentError(f"divide_by: expected a number of at least 1, or None, found {count}")
         self._reduction.divide_by(count)
 
-    def on_delivery(self, callback: Delivered | None) -> None:
+    def on_delivery(self, callback: OnDelivery | None) -> None:
         """Call back at the end of backward with the parameters of each bucket that have their reduced gradients.
 
         The callback runs on the thread of backward, while later buckets may still be in flight.
         """
         self._check_idle("on_delivery")
-        self._delivered = callback
+        self._on_delivery = callback
 
     # ---- around a backward ----
 
@@ -209,11 +235,11 @@ class Reducer:
 
         Raises:
             MisuseError: the previous backward began to reduce and never ended, or another reducer has some of the parameters
-                and one of both averages them in views of its buckets.
+                and the same group, or one of both averages them in views of its buckets.
         """
         self._check_idle("prepare_for_backward")
         self._check_other_reducers()
-        self._note_unsynchronized()
+        self._count_unsynchronized()
         self._sync_policy.forward(synchronizes)
         if synchronizes:
             self._rebuild_if_due()
@@ -221,12 +247,12 @@ class Reducer:
 
     def cancel_forward(self) -> None:
         """The forward that was prepared for last raised an error, and there will be no backward."""
-        self._note_unsynchronized()
+        self._count_unsynchronized()
         self._sync_policy.cancel_forward()
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
         """Let the end of the next backward that is reduced wait for these, too."""
-        self._others += futures
+        self._extra_futures += futures
 
     @property
     def needs_everyone(self) -> bool:
@@ -237,13 +263,19 @@ class Reducer:
         """Take part in a forward and backward of the other ranks without gradients; those of this rank stay as they are.
 
         It mirrors `prepare_for_backward` and all that a backward communicates, with zeros, and waits for it.
+
+        Raises:
+            MisuseError: the backward needs everyone; see `needs_everyone`.
         """
         self._check_idle("shadow_backward")
-        self._note_unsynchronized()
+        if self.needs_everyone:
+            raise error_messages.needs_everyone(self._group.place())
+        self._count_unsynchronized()
         self._rebuild_if_due()
         with self._lock:
             self._phase = _Phase.REDUCING
             self.statistics = IterationStatistics(time.perf_counter())
+            self.statistics.backward_started = self.statistics.forward_started
             self._usage.shadow_backward()
             for number in range(len(self._buckets)):
                 self._start(number, empty=True)
@@ -264,49 +296,55 @@ class Reducer:
 
     # ---- during backward ----
 
-    def _on_gradient(self, pending: PendingGradients) -> None:
+    def _on_wake(self, pending: PendingGradients) -> None:
         """Called inside a hook, on the thread of backward; see Notes [What one gradient costs], [After all users' hooks]."""
         self._has_accumulated = True
         if not self._sync_policy.is_due:
-            if not self._notes_at_end:
-                self._notes_at_end = True
-                call_at_backward_end(self._note_unsynchronized)
+            if not self._counts_at_end:
+                self._counts_at_end = True
+                call_at_backward_end(self._count_unsynchronized)
             return
         with self._lock:
             if self._phase is _Phase.IDLE:
                 self._begin()
-            self._look_at_waiting(pending)
+            elif self._backward() is None:
+                raise error_messages.backward_never_ended("a gradient came", self._group.place())
+            self._process_awaiting_hooks(pending)
             if self._learns_order:
                 self._arrivals.append(pending.indices[-1])
             if pending.are_enough:
-                self._waiting[pending] = threading.get_ident(), current_backward()
+                self._awaiting_hooks[pending] = _here()
 
     def _on_node_done(self, index: int) -> None:
         """Called on the thread of backward when all hooks on a parameter have run that was expected to complete its bucket."""
         with self._lock:
             pending = self._pending[self._bucket_of[index]]
-            if pending in self._waiting and pending.indices[-1] == index:
-                del self._waiting[pending]
-                self._look_at(pending.take())
+            if pending in self._awaiting_hooks and pending.indices[-1] == index:
+                del self._awaiting_hooks[pending]
+                self._process(pending.take())
 
-    def _look_at_waiting(self, current: PendingGradients) -> None:
+    def _process_awaiting_hooks(self, current: PendingGradients) -> None:
         """A gradient has come: where earlier ones of the same backward and thread wait, all users' hooks on these have run."""
-        if not self._waiting:
+        if not self._awaiting_hooks:
             return
-        here = threading.get_ident(), current_backward()
-        for pending in [pending for pending, where in self._waiting.items() if where == here]:
-            del self._waiting[pending]
+        here = _here()
+        for pending in [pending for pending, where in self._awaiting_hooks.items() if where == here]:
+            del self._awaiting_hooks[pending]
             taken = pending.take(but_last=pending is current)
             if taken:
-                self._hooks.follow(taken[-1])
-                self._look_at(taken)
+                self._hooks.hook_node(taken[-1])
+                self._process(taken)
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before any is marked."""
         if not self._buckets:
             raise error_messages.no_buckets(self._group.place())
-        call_at_backward_end(self._end)
+        backward = _RunningBackward(self)
+        call_at_backward_end(backward.end)
+        self._backward = weakref.ref(backward)
         self._phase = _Phase.REDUCING
+        if self.statistics.backward_started:  # by another backward of the same forward
+            self.statistics = IterationStatistics(time.perf_counter())
         self.statistics.backward_started = time.perf_counter()
         absent = self._usage.begin()
         for pending, bucket in zip(self._pending, self._buckets, strict=True):
@@ -318,15 +356,16 @@ class Reducer:
         """Whether the buckets are to be built anew in the order in which the gradients of this backward come."""
         return self._usage.order_recurs and not self._rebuilt
 
-    def _look_at(self, indices: Sequence[int]) -> None:
+    def _process(self, indices: Sequence[int]) -> None:
         self._mark_ready(self._tell_usage(self._usage.arrived, indices))
 
-    def _note_unsynchronized(self) -> None:
+    def _count_unsynchronized(self) -> None:
         """Gradients of a backward that is not reduced, at its end: they count for a later one."""
-        self._notes_at_end = False
-        for pending in self._pending:
-            if pending.indices:
-                self._tell_usage(self._usage.accumulated, pending.take())
+        with self._lock:
+            self._counts_at_end = False
+            for pending in self._pending:
+                if pending.indices:
+                    self._tell_usage(self._usage.accumulated, pending.take())
 
     def _tell_usage(self, method: Callable[[Sequence[int], Collection[int]], T], indices: Sequence[int]) -> T:
         """Tell the usage model which gradients came, and which of these are None after all."""
@@ -376,26 +415,39 @@ class Reducer:
         return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _end(self) -> None:
-        """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward]."""
+        """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward].
+
+        Raises:
+            MisuseError: gradients are missing.
+        """
         with self._lock:
             for pending in self._pending:
                 if pending.indices:
-                    self._hooks.follow(pending.indices[-1])
-                    self._look_at(pending.take())
+                    self._hooks.hook_node(pending.indices[-1])
+                    self._process(pending.take())
             self._mark_ready(self._usage.ended())
         if not self._readiness.is_complete:
             names = [self._names[index] for index in self._readiness.missing()]
             raise error_messages.never_ready(names, self._group.place(), self._usage.hint_missing)
-        finalize(self._reductions, self.statistics, self._usage.globally_unused, delivered=self._delivered, others=self._others)
+
+    def _finish(self) -> None:
+        """Called by autograd after `_end` of all reducers: another one may have to collect what this one overwrites."""
+        finalize(
+            self._reductions,
+            self.statistics,
+            self._usage.globally_unused,
+            on_delivery=self._on_delivery,
+            extra_futures=self._extra_futures,
+        )
         if self._learns_order:
             self._arrival_order = _by_last_arrival(self._arrivals, len(self._parameters))
-        self._others = []
+        self._extra_futures = []
         self._sync_policy.reduced()
         self._reset()
 
     def _reset(self) -> None:
         self._reductions = []
-        self._waiting.clear()
+        self._awaiting_hooks.clear()
         self._arrivals.clear()
         self._readiness.reset()
         self._usage.reset()
@@ -408,7 +460,7 @@ class Reducer:
         members = [bucket.indices for bucket in buckets]
         self._bucket_of = {index: number for number, indices in enumerate(members) for index in indices}
         self._readiness = Readiness(members)
-        self._pending = self._hooks.note(members)
+        self._pending = self._hooks.register(members)
 
     def _rebuild_if_due(self) -> None:
         """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective.
@@ -420,21 +472,24 @@ class Reducer:
         device = torch.device("cpu") if "cpu" in self._group.device_types else self._parameters[0].device
         order = torch.tensor(self._arrival_order, dtype=torch.int64, device=device)
         self._group.broadcast(order, 0)
-        kept = aliases(self._buckets)
+        self._release_gradients()
+        kept = gradients_as_views(self._buckets)
         self._buckets = []
         self._use(self._builder.build(order.tolist(), kept))
         self._rebuilt = True
 
+    def _release_gradients(self) -> None:
+        for bucket in self._buckets:
+            bucket.release_gradients()
+
     # ---- the usage model ----
 
-    def _make_usage(self, find_unused: bool, skip_unused: bool, static: bool) -> UsageModel:
+    def _make_usage(self, *, find_unused: bool = False, skip_unused: bool = False, static: bool = False) -> UsageModel:
+        usage: UsageModel = CompleteUsage()
         if static:
-            return self._with_delay(StaticUsage(self._parameters, self._group))
-        if find_unused:
-            return self._with_delay(DynamicUsage(self._parameters, self._group, skip_unused=skip_unused))
-        return self._with_delay(CompleteUsage())
-
-    def _with_delay(self, usage: UsageModel) -> UsageModel:
+            usage = StaticUsage(self._parameters, self._group)
+        elif find_unused:
+            usage = DynamicUsage(self._parameters, self._group, skip_unused=skip_unused)
         return DelayedUsage(usage, self._delayed, self._delayed_until) if self._delayed else usage
 
     # ---- checks ----
@@ -446,9 +501,11 @@ class Reducer:
             raise InvalidArgumentError(
                 f"expected a `sparse` flag for each of {len(self._parameters)} parameters, found {len(sparse)}"
             )
-        for name, parameter in zip(self._names, self._parameters, strict=True):
+        for name, parameter, is_sparse in zip(self._names, self._parameters, sparse, strict=True):
             if not parameter.requires_grad:
                 raise MisuseError(f"parameter '{name}' does not require a gradient; leave it out")
+            if is_sparse and parameter.dim() == 0:
+                raise InvalidArgumentError(f"parameter '{name}' has no dimension, so its gradient cannot be sparse")
 
     def _index(self, name: str) -> int:
         if name not in self._names:
@@ -461,12 +518,17 @@ class Reducer:
 
     def _check_other_reducers(self) -> None:
         for pause_s in (0.0, 0.01, 0.05, 0.25):
-            if not self._hooks.disturb_another_reducer:
+            if not self._hooks.conflicts_with_another_reducer:
                 return
             time.sleep(pause_s)  # another thread may be collecting garbage: then this returns at once
             gc.collect()  # the other one may be garbage
-        if self._hooks.disturb_another_reducer:
+        if self._hooks.conflicts_with_another_reducer:
             raise error_messages.another_reducer(self._group.place())
+
+
+def _here() -> tuple[int, int]:
+    """This thread and the backward that runs on it."""
+    return threading.get_ident(), current_backward()
 
 
 def _caps_bytes(cap_bytes: int | Sequence[int], first_cap_bytes: int) -> list[int]:

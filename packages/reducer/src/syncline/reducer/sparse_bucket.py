@@ -58,6 +58,9 @@ class SparseBucket:
         """No element."""
         self.buffer = self._nothing()
 
+    def release_gradients(self) -> None:
+        """No gradient is in the bucket's memory."""
+
     def accept(self, result: object) -> None:
         """Take the reduced gradient.
 

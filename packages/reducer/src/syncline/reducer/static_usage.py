@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -37,6 +37,7 @@ class StaticUsage(UsageModel):
         self._count = len(parameters)
         self._expected: Counter[int] | None = None
         self._absent: list[int] = []
+        self._undefined: frozenset[int] = frozenset()  # came in the first backward, but as None, on every rank
         self._repeated: frozenset[int] = frozenset()
         self._counts: Counter[int] = Counter()
         self._used: set[int] = set()
@@ -46,7 +47,6 @@ class StaticUsage(UsageModel):
         self._is_map_synced = False
 
     def begin(self) -> Sequence[int]:
-        """Those that had no gradient in the first backward."""
         return self._absent
 
     @property
@@ -56,11 +56,9 @@ class StaticUsage(UsageModel):
 
     @property
     def asks_for_undefined(self) -> bool:
-        """Only in the first backward."""
-        return self._expected is None
+        return self._expected is None or bool(self._undefined)
 
     def needed(self, indices: Collection[int]) -> int | None:
-        """As many as in the first backward."""
         expected = self._expected
         return None if expected is None else sum(expected[index] for index in indices)
 
@@ -71,6 +69,8 @@ class StaticUsage(UsageModel):
             self.accumulated(indices, undefined)
             self._regular.update(index for index in indices if index not in undefined)
             return ()
+        if self._undefined:
+            self._refuse(index for index in indices if index in self._undefined and index not in undefined)
         if not self._repeated or self._repeated.isdisjoint(indices):
             return indices
         final, counts, expected = [], self._counts, self._expected
@@ -89,15 +89,17 @@ class StaticUsage(UsageModel):
         if self._expected is None:
             self._used.update(index for index in indices if index not in undefined)
             return
-        for index in indices:
-            if index not in self._regular:
-                raise UnexpectedGradientError(index)
+        self._refuse(index for index in indices if index not in self._regular and index not in undefined)
+
+    def _refuse(self, unexpected: Iterable[int]) -> None:
+        for index in unexpected:
+            raise UnexpectedGradientError(index)
 
     def ended(self) -> Sequence[int]:
-        """In the first backward all."""
         if self._expected is not None:
             return ()
         self._expected = self._counts
+        self._undefined = frozenset(self._expected).difference(self._regular)
         self._absent = [index for index in range(self._count) if index not in self._expected]
         self._repeated = frozenset(index for index, count in self._expected.items() if count > 1)
         return range(self._count)
@@ -118,7 +120,8 @@ class StaticUsage(UsageModel):
         return self._map.unused(doubtful, 1 if self._is_first else 2) if doubtful else frozenset()
 
     def reset(self) -> None:
-        """Expect the same again."""
         if self._counts:
             self._counts = Counter()
+        if self._is_first and self._undefined:  # where another rank uses one, it is averaged anyway
+            self._undefined = self._map.unused(self._undefined, 2)
         self._is_first = self._expected is None

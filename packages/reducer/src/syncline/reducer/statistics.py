@@ -11,7 +11,7 @@ class BucketTimes:
 
     Attributes:
         nbytes: size of its buffer.
-        ready: its last gradient was there.
+        ready: it could start: its last gradient was there, and all earlier buckets had started.
         started: its reduction was issued.
         finished: its reduction was over, or None while it is not.
     """
@@ -27,7 +27,8 @@ class IterationStatistics:
     """One iteration; all times are seconds of `time.perf_counter()`.
 
     Attributes:
-        forward_started: `prepare_for_backward` was called.
+        forward_started: `prepare_for_backward` was called; a second backward of one forward has no forward of its own, and
+            this is when it began.
         forward_ended: the module's forward returned; 0.0 if nobody said so (DistributedDataParallel does).
         backward_started: the first gradient was ready.
         last_gradient: the last gradient was ready: from here on nothing is computed that communication could hide behind.

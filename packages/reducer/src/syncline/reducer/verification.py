@@ -47,10 +47,10 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
     Raises:
         DisagreementError: on every rank alike; names the options that differ, and the values on both ranks.
     """
-    versions = _versions_if_different(options, group)
-    if versions is None:
+    versions = _versions_if_different(options, group) or [{}]
+    rank, other = next(((rank, version) for rank, version in enumerate(versions) if version != versions[0]), (0, None))
+    if other is None:  # 25 and 25.0 are the same
         return
-    rank, other = next((rank, version) for rank, version in enumerate(versions) if version != versions[0])
     different = ", ".join(
         f"{name}={versions[0].get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}"
         for name in {**versions[0], **other}
@@ -92,8 +92,8 @@ def _first_difference(versions: Sequence[Description]) -> str:
                     f"{(ours or theirs or ['?'])[0]} '{name}' is {_in_words(ours)} on rank 0 and {_in_words(theirs)} on "
                     f"rank {rank} ({len(reference)} and {len(version)} in all). Build the same model on every rank"
                 )
-        return f"rank {rank} has the parameters of rank 0 in another order. Define the modules in the same order on every rank"
-    return "their descriptions differ"
+        break
+    return f"rank {rank} has the parameters of rank 0 in another order. Define the modules in the same order on every rank"
 
 
 def _in_words(entry: list[object] | None) -> str:

@@ -16,7 +16,7 @@ from ..errors import InvalidArgumentError, MisuseError, NotInitializedError, Unk
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.launch import check_init_method, detect_launch
 from ..startup.registry import load_backend, what_is_missing
-from ..startup.settings import BackendChoice, choose_backend, load_site
+from ..startup.settings import BackendChoice, choose_backend, load_settings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -74,8 +74,8 @@ def init_process_group(
         raise InvalidArgumentError(f"expected a rank of at least 0 (or -1 for the launcher's), found {rank}")
     if store is not None and init_method is not None:
         raise InvalidArgumentError(f"expected an init_method or a store, found both ({init_method!r} and {store!r})")
-    site = load_site(os.environ)
-    timeout_s = seconds(timeout, site.timeout_s)
+    settings = load_settings(os.environ)
+    timeout_s = seconds(timeout, settings.timeout_s)
     launch = detect_launch(os.environ)
     scheme = check_init_method(init_method)
     with _lock:
@@ -88,7 +88,7 @@ def init_process_group(
             what_is_missing,
             scheme=scheme,
             rendezvous_given=init_method is not None or store is not None or world_size != -1,
-            site=site,
+            settings=settings,
         )
         request = ConnectRequest(
             launch,
@@ -96,10 +96,10 @@ def init_process_group(
             None if world_size == -1 else world_size,
             init_method,
             timeout_s,
-            reproducible=site.reproducible if reproducible is None else reproducible,
+            reproducible=settings.reproducible if reproducible is None else reproducible,
             store=store,
             check_calls=check_calls,
-            thresholds=site.thresholds.overridden(os.environ),
+            thresholds=settings.thresholds.overridden(os.environ),
         )
         _default = _load(choice).connect(request)
     if _default.rank == 0:

@@ -16,7 +16,7 @@ from ..contract.reduce_op import Reduction
 from ..contract.work import FinishedWork, PendingWork, Work
 from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
 from .call_comparison import compare_calls
-from .device_runtime import Body, DeviceLayer, StreamOrder
+from .device_runtime import Body, DeviceRuntime, StreamOrder
 from .group_work import GroupWork
 from .progress import Progress
 from .transport import Plan, Transport
@@ -38,8 +38,8 @@ class SerialGroup(ProcessGroup):
 
     Args:
         transport: moves the tensors.
-        device: of whose tensors, beside the host's, the transport takes (see `ByDevice`). Note [Order on the device] in
-            `devices.layer` says how a collective fits among what the device does.
+        device: of whose tensors, beside the host's, the transport takes (see `DeviceDispatchTransport`). Note [Order on the
+            device] in `host.device_runtime` says how a collective fits among what the device does.
         check_calls: the ranks compare what they are about to do before each collective.
     """
 
@@ -52,7 +52,7 @@ class SerialGroup(ProcessGroup):
         name: str = "default",
         timeout_s: float,
         ranks: Sequence[int] | None = None,
-        device: DeviceLayer | None = None,
+        device: DeviceRuntime | None = None,
         check_calls: bool = False,
     ) -> None:
         super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
@@ -152,7 +152,7 @@ class SerialGroup(ProcessGroup):
             work.wait()
         return work
 
-    def _ordered_on(self, device: DeviceLayer, tensors: Sequence[torch.Tensor]) -> StreamOrder | None:
+    def _ordered_on(self, device: DeviceRuntime, tensors: Sequence[torch.Tensor]) -> StreamOrder | None:
         owned = [tensor for tensor in tensors if device.owns(tensor)]
         return device.order(owned) if owned else None
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..contract.object_exchange import exchange_objects
 from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError, LaunchError
-from ..stores import AsTorchStore, TCPStore, TCPStoreServer, meet, new_secret
+from ..stores import AsTorchStore, TCPStore, TCPStoreServer, file_rendezvous, new_secret
 from ..stores.tcp.secret import require_pyzmq
 from .launch import check_init_method
 
@@ -44,7 +44,7 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
     """The store of all ranks that call it with the same URL.
 
     ``file:///folder``
-        Ranks meet in a folder that all of them reach; see `stores.meet`. It may hold the remains of earlier runs.
+        Ranks meet in a folder that all of them reach; see `stores.file_rendezvous`. It may hold the remains of earlier runs.
     ``tcp://host:port``
         Rank 0 serves a store on that address of its machine. All ranks prove the secret that they find in the file named by
         ``?secret_file=PATH`` or in the variable SYNCLINE_SECRET.
@@ -58,7 +58,7 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
     """
     scheme = check_init_method(init_method)
     if scheme == "file":
-        return AsTorchStore(meet(parse_folder(init_method), rank, size, timeout=timeout_s))
+        return AsTorchStore(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
     if scheme == "tcp":
         return _over_tcp(parse_address(init_method), rank, timeout_s, environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -8,8 +8,8 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ...devices import ByDevice, DeviceLayer
-from ...devices.cuda import cuda_layer
+from ...devices import DeviceDispatchTransport, DeviceRuntime
+from ...devices.cuda import cuda_runtime
 from ...devices.cuda_awareness import CudaAwareness, try_cuda_awareness
 from ...errors import BackendUnavailableError, LaunchError
 from ...host.host_group import HostGroup
@@ -60,7 +60,7 @@ class MPIBackend(Backend):
         _check_threads()
         _check_sizes(request, world.Get_rank(), world.Get_size())
         _make_exit_barrier()
-        device = cuda_layer() if request.wants("cuda") else None
+        device = cuda_runtime() if request.wants("cuda") else None
         thresholds = world.bcast(request.thresholds)
         transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, thresholds=thresholds)
         direct = (
@@ -69,7 +69,7 @@ class MPIBackend(Backend):
             else None
         )
         if device is not None:
-            transport = ByDevice(transport, world.Get_rank(), device, direct)
+            transport = DeviceDispatchTransport(transport, world.Get_rank(), device, direct)
         return HostGroup(
             transport,
             world.Get_rank(),
@@ -81,7 +81,7 @@ class MPIBackend(Backend):
         )
 
 
-def _all_are_cuda_aware(device: DeviceLayer | None) -> bool:
+def _all_are_cuda_aware(device: DeviceRuntime | None) -> bool:
     """Whether every rank has CUDA devices whose memory MPI can be given. A collective of all ranks of the job."""
     from mpi4py import MPI
 

@@ -37,7 +37,13 @@ class EagerExchange(NodePlan):
     """
 
     def __init__(
-        self, kind: CallKind, call: Collective | None, sync: GroupSync, operation: Operation, shown_bytes: int, otherwise: NodePlan
+        self,
+        kind: CallKind,
+        call: Collective | None,
+        sync: GroupSync,
+        operation: Operation,
+        shown_bytes: int,
+        otherwise: NodePlan,
     ) -> None:
         super().__init__(kind, call, sync)
         self._operation = operation
