@@ -18,7 +18,7 @@ from syncline.collectives.backends.mpi.node import copy_in_copy_out, window_coll
 from syncline.collectives.backends.mpi.node.algorithm import Operation, size_of
 from syncline.collectives.backends.mpi.node.copy_in_copy_out import CopyInCopyOut, StagingArea
 from syncline.collectives.backends.mpi.node.eager_exchange import EagerExchange
-from syncline.collectives.backends.mpi.node.plan import NodePlan
+from syncline.collectives.backends.mpi.node.plan import NodePlan, PlanRequest
 from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded
 from syncline.collectives.backends.mpi.node.shm_barrier import ShmBarrier, barrier_bytes, has_total_store_order
 from syncline.collectives.backends.mpi.node.window_collective import WindowCollective, tensor_from_address
@@ -125,13 +125,13 @@ class Rank:
         self.run(Operation.ALL_REDUCE, tensor, tensor, op)
 
     def _make(self, operation: Operation, kind: CallKind) -> NodePlan:
-        unused: Any = None
+        size = size_of(operation, kind.numel * kind.dtype.itemsize, self.size)
+        request, unused = PlanRequest(kind, operation, size, None, self._sync), None
         if self._name == "window":
-            return WindowCollective(kind, None, self._sync, self._memory, operation, unused)
-        part_bytes = kind.numel * kind.dtype.itemsize
+            return WindowCollective(request, self._memory, EagerExchange(request, unused))
         if self._name == "eager":
-            return EagerExchange(kind, None, self._sync, operation, size_of(operation, part_bytes, self.size).shown, unused)
-        return CopyInCopyOut(kind, None, self._sync, operation, self._staging, unused)
+            return EagerExchange(request, unused)
+        return CopyInCopyOut(request, self._staging, unused)
 
 
 def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:

@@ -1,1 +1,1 @@
-"""What ranks do that share a node: memory, meeting places, and the ways that collectives take there."""
+"""Collectives of ranks that share a node: shared memory, barriers in it, and the algorithms that use them."""

@@ -12,10 +12,9 @@ from ....contract.collective import Collective
 from ....contract.deadline import Deadline
 from ....contract.layout import mark_written
 from ....host.reduction import always_of
-from ....host.transport import CallKind
 from .algorithm import Algorithm, Operation, chunks, slice_of
 from .group_sync import GroupSync
-from .plan import NodePlan
+from .plan import NodePlan, PlanRequest
 from .segment import Segment
 from .windows import NodeMemory
 
@@ -107,47 +106,25 @@ class CopyInCopyOut(NodePlan):
     copied out.
 
     Args:
-        kind: as for `NodePlan`.
-        call: as for `NodePlan`.
-        sync: as for `NodePlan`.
-        operation: one of the two.
+        request: as for `NodePlan`.
         staging: of the group.
-        otherwise: the plan if there is no staging area.
+        otherwise: as for `NodePlan`.
     """
 
-    def __init__(
-        self,
-        kind: CallKind,
-        call: Collective | None,
-        sync: GroupSync,
-        operation: Operation,
-        staging: StagingArea,
-        otherwise: NodePlan,
-    ) -> None:
-        super().__init__(kind, call, sync)
-        self._is_all_reduce = operation is Operation.ALL_REDUCE
+    chosen = Algorithm.COPY_IN_COPY_OUT
+
+    def __init__(self, request: PlanRequest, staging: StagingArea, otherwise: NodePlan | None) -> None:
+        super().__init__(request, otherwise)
+        self._is_all_reduce = request.operation is Operation.ALL_REDUCE
         self._staging = staging
-        self._otherwise = otherwise
         self._segment: Segment | None = None
         self._steps: dict[tuple[int, int], _Step] = {}
         self._chunks: list[tuple[int, int]] = []
 
-    @property
-    def chosen(self) -> Algorithm:  # type: ignore[override]
-        """Copy-in copy-out, or the algorithm of the plan instead."""
-        return self._otherwise.chosen if self._segment is None else Algorithm.COPY_IN_COPY_OUT
-
-    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool = False) -> None:
         """Verify the call at the first chunk's barrier, and reduce."""
-        self._run(tensor, whole, deadline, is_verified=False)
-
-    def run_verified(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
-        """Reduce."""
-        self._run(tensor, whole, deadline, is_verified=True)
-
-    def _run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool) -> None:
         if self._segment is None and not self._bind(tensor, deadline):
-            (self._otherwise.run_verified if is_verified else self._otherwise.run)(tensor, whole, deadline)
+            self._run_otherwise(tensor, whole, deadline, is_verified=is_verified)
             return
         source, target, itemsize = whole.data_ptr(), tensor.data_ptr(), self._kind.dtype.itemsize
         pending: tuple[_Step, int] | None = None

@@ -7,14 +7,11 @@ from ctypes import memmove
 
 import torch
 
-from ....contract.collective import Collective
 from ....contract.deadline import Deadline
 from ....contract.layout import mark_written
 from ....host.reduction import always_of
-from ....host.transport import CallKind
 from .algorithm import Algorithm, Operation
-from .group_sync import GroupSync
-from .plan import NodePlan
+from .plan import NodePlan, PlanRequest
 from .shm_barrier import ShmBarrier
 
 #: Reads the slots of one turn: given this rank's tensor and the whole.
@@ -28,49 +25,30 @@ class EagerExchange(NodePlan):
     order, so all get the same bits.
 
     Args:
-        kind: as for `NodePlan`; what a rank shows fits in a slot.
-        call: as for `NodePlan`.
-        sync: as for `NodePlan`.
-        operation: the collective.
-        shown_bytes: what a rank writes to its slot.
-        otherwise: the plan if there is no memory for the slots.
+        request: as for `NodePlan`; what a rank shows fits in a slot.
+        otherwise: as for `NodePlan`.
     """
 
-    def __init__(
-        self,
-        kind: CallKind,
-        call: Collective | None,
-        sync: GroupSync,
-        operation: Operation,
-        shown_bytes: int,
-        otherwise: NodePlan,
-    ) -> None:
-        super().__init__(kind, call, sync)
-        self._operation = operation
-        self._otherwise = otherwise
+    chosen = Algorithm.EAGER
+
+    def __init__(self, request: PlanRequest, otherwise: NodePlan | None) -> None:
+        super().__init__(request, otherwise)
         self._barrier: ShmBarrier | None = None
         self._turns: list[tuple[int, _Read]] = []
-        self._shows_part = operation is Operation.ALL_GATHER
-        self._shown_bytes = shown_bytes
+        self._shown_bytes = request.size.shown
+        self._shows_part = request.operation is Operation.ALL_GATHER
 
-    @property
-    def chosen(self) -> Algorithm:  # type: ignore[override]
-        """Eager, or the algorithm of the plan instead."""
-        return self._otherwise.chosen if self._barrier is None else Algorithm.EAGER
-
-    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
-        """Write to the slot, verify the call, read the slots."""
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool = False) -> None:
+        """Write to the slot, verify the call (once more), read the slots."""
         barrier = self._barrier or self._bind(tensor, deadline)
         if barrier is None:
-            self._otherwise.run(tensor, whole, deadline)
+            self._run_otherwise(tensor, whole, deadline, is_verified=is_verified)
             return
         slot, read = self._turns[(barrier.arrivals + 1) & 1]
         if slot:
             memmove(slot, (tensor if self._shows_part else whole).data_ptr(), self._shown_bytes)
         self._sync.verify(lambda: self._call(tensor), deadline, self._digest)
         read(tensor, whole)
-
-    run_verified = run
 
     def _bind(self, tensor: torch.Tensor, deadline: Deadline) -> ShmBarrier | None:
         """The barrier, with the slots of both turns laid out for calls of this kind."""

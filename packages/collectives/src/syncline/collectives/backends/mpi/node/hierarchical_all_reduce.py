@@ -13,10 +13,10 @@ from ....contract.reduce_op import ReduceOp, Reduction
 from ....host.reduction import combine, core_op, divide
 from ....host.transport import CallKind
 from ..transport import MPITransport
-from .algorithm import Algorithm, Operation, chunks, slice_of
+from .algorithm import Algorithm, chunks, slice_of
 from .group_sync import GroupSync
 from .hierarchy import Hierarchy
-from .plan import NodePlan
+from .plan import NodePlan, PlanRequest
 from .segment import Segment
 from .window_collective import WindowCollective
 from .windows import NodeMemory, Place
@@ -98,9 +98,7 @@ class HierarchicalWindow(WindowCollective):
     """Tensors in a window of each node.
 
     Args:
-        kind: as for `NodePlan`.
-        call: as for `NodePlan`.
-        sync: as for `NodePlan`.
+        request: as for `NodePlan`.
         memory: where the windows are.
         reduction: of the group.
         elsewhere: the plan for other tensors.
@@ -108,16 +106,8 @@ class HierarchicalWindow(WindowCollective):
 
     in_window = Algorithm.HIERARCHICAL
 
-    def __init__(
-        self,
-        kind: CallKind,
-        call: Collective | None,
-        sync: GroupSync,
-        memory: NodeMemory,
-        reduction: NodeReduction,
-        elsewhere: NodePlan,
-    ) -> None:
-        super().__init__(kind, call, sync, memory, Operation.ALL_REDUCE, elsewhere)
+    def __init__(self, request: PlanRequest, memory: NodeMemory, reduction: NodeReduction, elsewhere: NodePlan) -> None:
+        super().__init__(request, memory, elsewhere)
         self._reduction = reduction
 
     def _run_in_window(self, place: Place, tensor: torch.Tensor, deadline: Deadline) -> None:
@@ -131,34 +121,22 @@ class HierarchicalAllReduce(NodePlan):
     A rank's part of the stage is touched by others only between a synchronisation and the one that follows.
 
     Args:
-        kind: as for `NodePlan`.
-        call: as for `NodePlan`.
-        sync: as for `NodePlan`.
+        request: as for `NodePlan`.
         reduction: of the group.
-        otherwise: the plan if there is no memory for the stage.
+        otherwise: as for `NodePlan`.
     """
 
-    def __init__(
-        self, kind: CallKind, call: Collective | None, sync: GroupSync, reduction: NodeReduction, otherwise: NodePlan
-    ) -> None:
-        super().__init__(kind, call, sync)
+    chosen = Algorithm.HIERARCHICAL
+
+    def __init__(self, request: PlanRequest, reduction: NodeReduction, otherwise: NodePlan | None) -> None:
+        super().__init__(request, otherwise)
         self._reduction = reduction
-        self._otherwise = otherwise
-        self.chosen = Algorithm.HIERARCHICAL
 
-    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool = False) -> None:
         """Stage a piece, verify the call, reduce; again for each piece."""
-        self._run(tensor, whole, deadline, is_verified=False)
-
-    def run_verified(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
-        """Stage a piece, wait for the others, reduce; again for each piece."""
-        self._run(tensor, whole, deadline, is_verified=True)
-
-    def _run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool) -> None:
         stage = self._reduction.stage(lambda: self._call(tensor), deadline)
         if stage is None:
-            self.chosen = self._otherwise.chosen
-            (self._otherwise.run_verified if is_verified else self._otherwise.run)(tensor, whole, deadline)
+            self._run_otherwise(tensor, whole, deadline, is_verified=is_verified)
             return
         call, place = self._call(tensor), Place(stage, 0, 0)
         for piece in torch.split(flat(tensor), STAGE_BYTES // tensor.element_size()):

@@ -13,14 +13,14 @@ from ....contract.deadline import Deadline
 from ....contract.reduce_op import Reduction
 from ....host.transport import CallKind, Transport
 from ....startup.algorithm_thresholds import AlgorithmThresholds
-from ..transport import PRESYNC_MIN_BYTES, MPITransport
+from ..transport import MPITransport
 from .algorithm import Algorithm, Capabilities, Operation, choose, may_be_in_window, size_of, slot_bytes
 from .copy_in_copy_out import CopyInCopyOut, StagingArea
 from .eager_exchange import EagerExchange
 from .group_sync import GroupSync
 from .hierarchical_all_reduce import HierarchicalAllReduce, HierarchicalWindow, NodeReduction
 from .hierarchy import Hierarchy, SplitByNode, split_by_node
-from .plan import ByMpi, MpiPlan, NodePlan
+from .plan import ByMpi, MpiPlan, NodePlan, PlanRequest
 from .window_collective import WindowCollective
 from .windows import NodeMemory
 
@@ -95,20 +95,19 @@ class NodeTransport(MPITransport):
         size = size_of(operation, part_bytes, self._size)
         is_native = operation is Operation.ALL_REDUCE and kind.op is not None and self._native(kind.dtype, kind.op) is not None
         chosen = choose(operation, size, self._capabilities, self._thresholds, is_native=is_native)
-        plan: NodePlan = MpiPlan(
-            kind, call, self._sync, self._by_mpi(operation, kind), has_presync=size.whole >= PRESYNC_MIN_BYTES
-        )
+        request = PlanRequest(kind, operation, size, call, self._sync)
+        plan: NodePlan = MpiPlan(request, self._by_mpi(operation, kind))
         if chosen is Algorithm.EAGER:
-            plan = EagerExchange(kind, call, self._sync, operation, size.shown, plan)
+            plan = EagerExchange(request, plan)
         elif chosen is Algorithm.COPY_IN_COPY_OUT:
-            plan = CopyInCopyOut(kind, call, self._sync, operation, self._staging, plan)
+            plan = CopyInCopyOut(request, self._staging, plan)
         elif chosen is Algorithm.HIERARCHICAL:
-            plan = HierarchicalAllReduce(kind, call, self._sync, self._node_reduction, plan)
+            plan = HierarchicalAllReduce(request, self._node_reduction, plan)
         in_window = may_be_in_window(operation, size, self._capabilities, self._thresholds)
         if in_window and self._capabilities.nodes > 1:
-            plan = HierarchicalWindow(kind, call, self._sync, self._memory, self._node_reduction, plan)
+            plan = HierarchicalWindow(request, self._memory, self._node_reduction, plan)
         elif in_window:
-            plan = WindowCollective(kind, call, self._sync, self._memory, operation, plan)
+            plan = WindowCollective(request, self._memory, plan)
         where = ", unless in a window" if in_window else ""
         logger.debug("rank %d plans %s of %d bytes: %s%s", self._rank, kind.name, size.whole, chosen.value, where)
         return plan

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -12,38 +14,68 @@ from ....contract.deadline import Deadline
 from ....contract.layout import flat, mark_written
 from ....host.transport import CallKind, Plan
 from ..call_verifier import NO_KEY
-from .algorithm import Algorithm
+from ..transport import PRESYNC_MIN_BYTES
+from .algorithm import Algorithm, Operation, Size
 from .group_sync import GroupSync
+
+logger = logging.getLogger("syncline.collectives")
 
 #: What MPI does after the presync: of this rank's tensor and the whole, both flat.
 ByMpi = Callable[[torch.Tensor, torch.Tensor, Collective, Deadline], None]
+
+
+class PlanRequest(NamedTuple):
+    """What a plan is made for.
+
+    Attributes:
+        kind: of the calls to come.
+        operation: the collective.
+        size: of each call.
+        call: stands for every call in messages; None: each stands for itself.
+        sync: of the group.
+    """
+
+    kind: CallKind
+    operation: Operation
+    size: Size
+    call: Collective | None
+    sync: GroupSync
 
 
 class NodePlan(Plan):
     """A plan of ranks that may share a node. It keeps no tensor alive, and communicates only when it is run.
 
     Args:
-        kind: of the calls to come.
-        call: stands for every call in messages; None: each stands for itself.
-        sync: of the group.
+        request: what the plan is made for.
+        otherwise: runs instead where the memory that this plan needs cannot be had.
+
+    Attributes:
+        chosen: the algorithm that the latest run took.
     """
 
     chosen: Algorithm
 
-    def __init__(self, kind: CallKind, call: Collective | None, sync: GroupSync) -> None:
-        self._kind = kind
-        self._fixed_call = call
-        self._sync = sync
-        self._digest = kind.digest() if call is None else call.digest()
+    def __init__(self, request: PlanRequest, otherwise: NodePlan | None = None) -> None:
+        self._kind, self._operation, self._size, self._fixed_call, self._sync = request
+        self._otherwise = otherwise
+        self._digest = self._kind.digest() if request.call is None else request.call.digest()
 
     @property
     def algorithm(self) -> str:
-        """The algorithm that the latest run took."""
+        """The algorithm that the latest run took, in words."""
         return self.chosen.value
 
     @abstractmethod
-    def run_verified(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
-        """As `run`, when the ranks have verified that all make this call."""
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool = False) -> None:
+        """As `Plan.run`; `is_verified`: the ranks have just verified that all make this call."""
+
+    def _run_otherwise(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool) -> None:
+        assert self._otherwise is not None
+        fallback = self._otherwise.chosen
+        if self.chosen is not fallback:
+            logger.debug("no shared memory for %s (%s): %s from now on", self._kind.name, self.chosen.value, fallback.value)
+            self.chosen = fallback
+        self._otherwise.run(tensor, whole, deadline, is_verified=is_verified)
 
     def _call(self, tensor: torch.Tensor) -> Collective:
         return self._fixed_call or self._kind.call(tensor)
@@ -59,28 +91,21 @@ class MpiPlan(NodePlan):
     """MPI's own collective, with the presync in shared memory where there is any.
 
     Args:
-        kind: as for `NodePlan`.
-        call: as for `NodePlan`.
-        sync: as for `NodePlan`.
+        request: as for `NodePlan`.
         by_mpi: does it.
-        has_presync: whether the calls are large enough; see Note [Presync].
     """
 
     chosen = Algorithm.MPI
 
-    def __init__(self, kind: CallKind, call: Collective | None, sync: GroupSync, by_mpi: ByMpi, *, has_presync: bool) -> None:
-        super().__init__(kind, call, sync)
+    def __init__(self, request: PlanRequest, by_mpi: ByMpi) -> None:
+        super().__init__(request)
         self._by_mpi = by_mpi
-        self._has_presync = has_presync
+        self._has_presync = request.size.whole >= PRESYNC_MIN_BYTES
 
-    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool = False) -> None:
         """Verify the call if it is large, and let MPI do it."""
-        if self._has_presync:
+        if self._has_presync and not is_verified:
             self._verify(tensor, deadline)
-        self.run_verified(tensor, whole, deadline)
-
-    def run_verified(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
-        """Let MPI do it."""
         self._by_mpi(flat(tensor), flat(whole), self._call(tensor), deadline)
         mark_written(tensor)
         if whole is not tensor:

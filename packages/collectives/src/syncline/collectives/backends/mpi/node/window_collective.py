@@ -9,15 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from ....contract.collective import Collective
 from ....contract.deadline import Deadline
 from ....contract.layout import flat, mark_written
 from ....host.reduction import always_of
 from ....host.transport import CallKind
 from ..call_verifier import NO_KEY
 from .algorithm import Algorithm, Operation, chunks, slice_of
-from .group_sync import GroupSync
-from .plan import NodePlan
+from .plan import NodePlan, PlanRequest
 from .windows import NodeMemory, Place
 
 # What is reduced before it is handed out, of all ranks together: much of the result is then still in the cache. Measured with
@@ -55,62 +53,44 @@ class WindowCollective(NodePlan):
     (see `has_total_store_order`), of MPI because it hands its messages over in that way.
 
     Args:
-        kind: as for `NodePlan`.
-        call: as for `NodePlan`.
-        sync: as for `NodePlan`.
+        request: as for `NodePlan`.
         memory: where the windows are.
-        operation: the collective.
         elsewhere: the plan for other tensors.
     """
 
     in_window = Algorithm.WINDOW
 
-    def __init__(
-        self,
-        kind: CallKind,
-        call: Collective | None,
-        sync: GroupSync,
-        memory: NodeMemory,
-        operation: Operation,
-        elsewhere: NodePlan,
-    ) -> None:
-        super().__init__(kind, call, sync)
+    def __init__(self, request: PlanRequest, memory: NodeMemory, elsewhere: NodePlan) -> None:
+        super().__init__(request)
         self._memory = memory
-        self._make_share = _SHARES[operation]
         self._elsewhere = elsewhere
-        self._was_in_window = False
+        self.chosen = elsewhere.chosen
         # By the places' keys. A share keeps no window alive, and means something only while a tensor lies there.
         self._shares: dict[int, Share] = {}
 
-    @property
-    def chosen(self) -> Algorithm:  # type: ignore[override]
-        """The algorithm that the latest run took."""
-        return self.in_window if self._was_in_window else self._elsewhere.chosen
-
-    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool = False) -> None:
         """Compare where the ranks have the tensor, once the group has windows."""
-        if not self._memory.has_windows:
-            self._elsewhere.run(tensor, whole, deadline)
-            return
-        place = self._memory.find(whole)
-        is_common = self._verify(tensor, deadline, NO_KEY if place is None else place.key)
-        self._was_in_window = is_common
-        if place is None or not is_common:
-            self._elsewhere.run_verified(tensor, whole, deadline)
+        place = None
+        if self._memory.has_windows:
+            place = self._memory.find(whole)
+            is_common = self._verify(tensor, deadline, NO_KEY if place is None else place.key)
+            is_verified = True
+            if not is_common:
+                place = None
+        if place is None:
+            self._elsewhere.run(tensor, whole, deadline, is_verified=is_verified)
+            self.chosen = self._elsewhere.chosen
         else:
             self._run_in_window(place, tensor, deadline)
             mark_written(whole)
-
-    def run_verified(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
-        """Verify once more, with the place."""
-        self.run(tensor, whole, deadline)
+            self.chosen = self.in_window
 
     def _run_in_window(self, place: Place, tensor: torch.Tensor, deadline: Deadline) -> None:
         share = self._shares.get(place.key)
         if share is None:
             if len(self._shares) >= _MOST_PLACES:
                 self._shares.clear()
-            share = self._shares[place.key] = self._make_share(place, self._kind)
+            share = self._shares[place.key] = _SHARES[self._operation](place, self._kind)
         share(tensor)
         self._wait(tensor, deadline)
 
