@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from benchmarks.emulated_hosts import EmulatedHosts, check_possible
 from commands import ToolError
 
@@ -25,7 +26,8 @@ torch.manual_seed(group.rank)
 model = torch.nn.Linear(4, 1, bias=False)
 parallel = DistributedDataParallel(model)
 parallel(torch.eye(4) * (group.rank + 1)).sum().backward()
-print(f"rank {group.rank} of {group.size} on node {placement_of(group).node}: {model.weight.grad.tolist()[0]}\\n", end="", flush=True)
+place = f"rank {group.rank} of {group.size} on node {placement_of(group).node}"
+print(f"{place}: {model.weight.grad.tolist()[0]}\\n", end="", flush=True)
 destroy_process_group()
 """
 

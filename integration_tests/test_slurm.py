@@ -1,9 +1,10 @@
-"""The scripts of the documentation of Slurm, on a Slurm cluster of two nodes. Each job is started once, for all of its assertions."""
+"""The documentation's scripts for Slurm, on a Slurm cluster of two nodes."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from test_support.slurm_cluster import SlurmCluster, what_is_missing
 
 pytestmark = pytest.mark.launch
@@ -170,3 +172,46 @@ def test_a_node_fails(cluster: SlurmCluster, submit, open_mpi) -> None:
     cluster.call("scancel", "--signal=TERM", job.id)
     assert job.wait() == "COMPLETED", job.output
     assert re.search(r"asked to end after step \d+\n$", job.output), job.output
+
+
+KILLED = """
+from pathlib import Path
+from test_support.slurm_cluster import SlurmCluster
+
+with SlurmCluster() as cluster:
+    cluster.start(["srun", "-N2", "sleep", "600"], cluster.folder, {})
+    while "RUNNING" not in cluster.call("squeue", "--format=%T"):
+        pass
+    print(cluster.folder, flush=True)
+    input()
+"""
+
+
+def test_a_killed_test_leaves_no_daemon_and_no_step(cluster: SlurmCluster) -> None:
+    words = [sys.executable, "-c", KILLED]
+    paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "tools")}
+    with subprocess.Popen(words, env=paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = process.stdout.readline().strip()
+        try:
+            assert len(processes_of(folder)) > 8, "those of the daemons, of srun and of the steps"
+            process.kill()
+            end_s = time.monotonic() + 10
+            while processes_of(folder):
+                assert time.monotonic() < end_s, processes_of(folder)
+                time.sleep(0.1)
+        finally:
+            process.kill()
+            shutil.rmtree(folder)
+
+
+def processes_of(folder: str) -> list[str]:
+    """The processes of a cluster by their names; all have its configuration in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"SLURM_CONF={folder}/".encode() in (path / "environ").read_bytes():
+                found.append((path / "comm").read_text().strip())
+        except OSError:
+            pass  # it has ended meanwhile
+    return found

@@ -35,8 +35,8 @@ _PROGRAMS = {
     "setpriv": "util-linux",
 }
 _NAMESPACES = ("--net", "--pid", "--mount", "--uts", "--ipc")
-# Of a device that leads nowhere. With loopback alone, glibc resolves no name for Slurm (AI_ADDRCONFIG), and UCX takes no peer on
-# another host for reachable.
+# Of a device that leads nowhere. With loopback alone, glibc resolves no name for Slurm (AI_ADDRCONFIG), and UCX reaches no peer
+# of another host.
 _ADDRESS = "10.214.0.1"
 _CONTROLLER_PORT, _FIRST_NODE_PORT = 6817, 6818
 
@@ -207,7 +207,9 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-_MEMORY = "mount -t tmpfs tmpfs /dev/shm"
+def start_node(name: str) -> str:
+    """What starts slurmd, after its host name and its shared memory, as a line of sh."""
+    return f"hostname {name}; mount -t tmpfs tmpfs /dev/shm; exec slurmd -D -N {name}"
 
 
 def first_process(folder: Path) -> str:
@@ -216,9 +218,7 @@ def first_process(folder: Path) -> str:
     Each slurmd and its jobs see a host name and shared memory of their own.
     """
     munge = f"--key-file={folder}/munge.key --socket={folder}/munge.socket --pid-file={folder}/munge.pid"
-    nodes = "\n".join(
-        f"unshare --uts --ipc --mount sh -ec '{_MEMORY}; hostname {node}; exec slurmd -D -N {node}' &" for node in NODES
-    )
+    nodes = "\n".join(f"unshare --uts --ipc --mount sh -ec '{start_node(node)}' &" for node in NODES)
     return f"""\
 hostname localhost
 ip link set lo up
