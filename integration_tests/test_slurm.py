@@ -120,7 +120,7 @@ def test_every_way_to_connect(submit, open_mpi) -> None:
 
 
 def test_libraries_that_srun_cannot_start_are_told_before_they_die(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """MPICH from PyPI has no PMIx, and without any interface each rank would be alone."""
+    """MPICH from PyPI has no PMIx, cannot name many devices by Slurm's PMI-2, and without either its ranks are alone."""
     doctor = ("python", "-m", "syncline.collectives", "doctor")
     init = ("python", "-c", "from syncline.collectives import init_process_group; init_process_group()")
     started = {
@@ -135,14 +135,28 @@ def test_libraries_that_srun_cannot_start_are_told_before_they_die(cluster: Slur
     said = {name: " ".join(process.communicate(timeout=JOB_S)[0].split()) for name, process in started.items()}
     assert started["doctor pmi2"].returncode == 0, said["doctor pmi2"]
     assert "2 node(s), 2 rank(s): n0 with 1 (ranks 0), n1 with 1 (ranks 1)" in said["doctor pmi2"]
-    for name in ("doctor pmix", "init pmix", "init none"):
+    assert started["init none"].returncode != 0
+    for name in ("doctor pmix", "init pmix"):
         assert started[name].returncode != 0, said[name]
         assert "Abort(" not in said[name], said[name]
-    for name in ("doctor pmix", "init pmix"):
         assert "srun --mpi=pmix started this process, but MPICH from PyPI speaks PMI-1 and PMI-2" in said[name], said[name]
         assert "start it with `srun --mpi=pmi2`" in said[name]
-    assert "WRONG MPI" in said["doctor pmix"]
+    assert "WRONG MPI" in said["doctor pmix"], said["doctor pmix"]
     assert "LaunchError: " in said["init pmix"]
+    plug = " ".join(
+        f"ip link add more{n} type veth peer name also{n}; ip link set more{n} up; ip link set also{n} up;" for n in range(5)
+    )
+    cluster.call("sh", "-ec", plug)
+    started = {
+        name: cluster.start(["srun", "-N2", "-n2", "--mpi=pmi2", *doctor], tmp_path, {**ENVIRONMENT, **variables})
+        for name, variables in (("all devices", {}), ("one device", {"UCX_NET_DEVICES": "wire0"}))
+    }
+    said.update({name: " ".join(process.communicate(timeout=JOB_S)[0].split()) for name, process in started.items()})
+    cluster.call("sh", "-ec", " ".join(f"ip link delete more{n};" for n in range(5)))
+    assert started["one device"].returncode == 0, said["one device"]
+    assert started["all devices"].returncode != 0
+    assert "this one has 13 network devices (also0, " in said["all devices"], said["all devices"]
+    assert "terminated" not in said["all devices"]
     assert "LaunchError: Slurm started 2 rank(s), but MPICH" in said["init none"]
     assert "--mpi=pmi2 (MPICH, Intel MPI)" in said["init none"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives.startup.srun import PMI2, PMIX, interface_of_srun, srun_conflict, srun_hint
+from syncline.collectives.startup.srun import PMI2, PMIX, interface_of_srun, pmi2_conflict, srun_conflict, srun_hint
 
 STEP = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
 
@@ -43,3 +43,28 @@ def test_only_what_is_certain_is_refused(vendor: str, interface: str | None) -> 
 def test_hint_is_for_srun_only() -> None:
     assert "--mpi=pmix" in srun_hint("Slurm")
     assert srun_hint("Open MPI") == ""
+
+
+MANY = [f"veth{number}" for number in range(13)]
+
+
+def test_many_network_devices_are_too_many_for_pmi2_between_nodes() -> None:
+    conflict = pmi2_conflict(PMI2, "MPICH", 2, MANY, None)
+    assert conflict is not None
+    assert "13 network devices (veth0, veth1, veth10" in conflict
+    assert "UCX_NET_DEVICES=eth0" in conflict
+
+
+@pytest.mark.parametrize(
+    ("interface", "vendor", "nodes", "devices", "chosen"),
+    [
+        (PMIX, "MPICH", 2, MANY, None),
+        (None, "MPICH", 2, MANY, None),
+        (PMI2, "Open MPI", 2, MANY, None),
+        (PMI2, "MPICH", 1, MANY, None),
+        (PMI2, "MPICH", 2, MANY[:8], None),
+        (PMI2, "MPICH", 2, MANY, "veth3"),
+    ],
+)
+def test_few_devices_and_a_chosen_one_get_through(interface, vendor, nodes, devices, chosen) -> None:
+    assert pmi2_conflict(interface, vendor, nodes, devices, chosen) is None

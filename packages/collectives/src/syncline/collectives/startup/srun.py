@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 PMIX, PMI2 = "pmix", "pmi2"
 
@@ -41,6 +41,36 @@ def srun_conflict(interface: str | None, vendor: str, is_from_pypi: bool) -> str
     return (
         f"srun --mpi={interface} started this process, but {vendor} from PyPI speaks {speaks}, or use the site's MPI (load its "
         "module, or set MPI4PY_LIBMPI to its libmpi.so), or call `mpirun` in the batch script instead of srun"
+    )
+
+
+# Note [Addresses through Slurm's PMI-2]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Ranks of several nodes tell one another their addresses through Slurm. It reads requests of 1024 bytes and says that values may
+# have 1024 as well, so a value of that length is cut ("value not properly terminated in client request"), and MPICH sends such
+# values where an address is longer. Then it hangs, or ends the process by "Destination is unreachable". UCX puts each network
+# device into the address. Measured with MPICH 5.0.2 under Slurm 22.05.8: 11 devices work, 13 do not.
+_MOST_DEVICES = 8
+
+
+def pmi2_conflict(interface: str | None, vendor: str, nodes: int, devices: Sequence[str], chosen: str | None) -> str | None:
+    """Why the addresses of MPICH's ranks would not get through Slurm, with the remedy, or None. A pure function.
+
+    See Note [Addresses through Slurm's PMI-2].
+
+    Args:
+        interface: see `interface_of_srun`.
+        vendor: the library's name, as `MPI.get_vendor` says it.
+        nodes: the number of nodes of the step.
+        devices: the names of this node's network devices.
+        chosen: the value of UCX_NET_DEVICES, or None.
+    """
+    if interface != PMI2 or vendor != "MPICH" or nodes < 2 or len(devices) <= _MOST_DEVICES or chosen:
+        return None
+    return (
+        f"srun --mpi=pmi2 started {vendor} on {nodes} nodes, and this one has {len(devices)} network devices "
+        f"({', '.join(sorted(devices))}): Slurm's PMI-2 cuts addresses that name so many, and MPICH then hangs or aborts. "
+        "Set UCX_NET_DEVICES to the device that joins the nodes, such as UCX_NET_DEVICES=eth0"
     )
 
 

@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from ...startup.srun import interface_of_srun, srun_conflict
+from ...startup.srun import interface_of_srun, pmi2_conflict, srun_conflict
 
 # In a process of its own: here, loading the library would start it, as users of mpi4py expect.
 _TELL = """
@@ -32,7 +32,19 @@ def srun_problem() -> str | None:
     if told.returncode != 0:
         return None  # there is no library, and what is said about that is said elsewhere
     vendor, library = told.stdout.split("\n")[:2]
-    return srun_conflict(interface, vendor, _is_from_pypi(vendor, library))
+    is_from_pypi = _is_from_pypi(vendor, library)
+    conflict = srun_conflict(interface, vendor, is_from_pypi)
+    if conflict is not None or not is_from_pypi:
+        return conflict
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES", "")
+    chosen = os.environ.get("UCX_NET_DEVICES")
+    return pmi2_conflict(interface, vendor, int(nodes) if nodes.isdigit() else 1, _network_devices(), chosen)
+
+
+def _network_devices() -> list[str]:
+    """Those that are not known to be down."""
+    found = Path("/sys/class/net").glob("*/operstate")
+    return [path.parent.name for path in found if path.read_text().strip() != "down"]
 
 
 def _is_from_pypi(vendor: str, library: str) -> bool:
