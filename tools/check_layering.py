@@ -34,6 +34,7 @@ COLLECTIVES = "syncline.collectives"
 FLOORS: dict[str, tuple[str, ...]] = {
     COLLECTIVES: (
         "errors",
+        "version",
         "torch_private",
         "contract",
         "host",

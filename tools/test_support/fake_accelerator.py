@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from syncline.collectives.backends.nccl.accelerator import Accelerator, Lane, Moment
+from syncline.collectives.backends.nccl.accelerator import Accelerator, CommStream, Event
 from syncline.collectives.contract.work import TensorsFuture
 
 
-class FakeMoment(Moment):
+class FakeEvent(Event):
     """A point in a thread's work.
 
-    The calling thread is its own current stream, so ordering it after the moment is waiting for it.
+    The calling thread is its own current stream, so ordering it after the event is waiting for it.
     """
 
     def __init__(self, *, is_over: bool = False) -> None:
@@ -47,8 +47,8 @@ class _Entry(NamedTuple):
     """Something to run on a stream, and what becomes of it."""
 
     body: Callable[[], None]
-    after: Moment
-    done: FakeMoment
+    after: Event
+    done: FakeEvent
     issued: threading.Event
 
 
@@ -63,8 +63,8 @@ def the_rest_is_the_gpus() -> None:
         issued.set()
 
 
-class FakeLane(Lane):
-    """A thread that runs what is put on it, in order; it ends with the lane.
+class FakeCommStream(CommStream):
+    """A thread that runs what is put on it, in order; it ends with the stream.
 
     What is put on a stream that has nothing to do keeps the caller as the same calls would keep a CPU: until one of them says
     that `the_rest_is_the_gpus`.
@@ -76,16 +76,16 @@ class FakeLane(Lane):
         weakref.finalize(self, self._queue.put, None)
         threading.Thread(target=_serve, args=(self._queue,), name=f"stream {handle}", daemon=True).start()
 
-    def run(self, body: Callable[[], None], after: Moment) -> FakeMoment:
+    def run(self, body: Callable[[], None], after: Event) -> FakeEvent:
         """Queue it."""
-        entry = _Entry(body, after, FakeMoment(), threading.Event())
+        entry = _Entry(body, after, FakeEvent(), threading.Event())
         has_nothing_to_do = self._queue.unfinished_tasks == 0
         self._queue.put(entry)
         if has_nothing_to_do:
             entry.issued.wait()
         return entry.done
 
-    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment, *, captured: bool) -> None:  # noqa: ARG002
+    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:  # noqa: ARG002
         """Callbacks run here, as those of a CUDA future do, and find the tensors written, as on a GPU's streams."""
         done.order_current_stream()
         future.set_result(tensors)
@@ -106,7 +106,7 @@ def _run(entry: _Entry) -> BaseException | None:
     _thread.issued = entry.issued
     try:
         entry.body()
-    except BaseException as error:  # noqa: BLE001 - the one who waits for the moment raises it
+    except BaseException as error:  # noqa: BLE001 - the one who waits for the event raises it
         return error
     return None
 
@@ -116,7 +116,7 @@ class FakeAccelerator(Accelerator):
 
     Attributes:
         captures: whether `is_capturing` says so.
-        lanes: how many streams were made.
+        comm_streams: how many streams were made.
     """
 
     device_type = "cpu"
@@ -124,7 +124,7 @@ class FakeAccelerator(Accelerator):
     def __init__(self, pci_id: str = "0000:00:00.0") -> None:
         self._pci_id = pci_id
         self.captures = False
-        self.lanes = 0
+        self.comm_streams = 0
 
     def current_device(self) -> torch.device:
         """The CPU."""
@@ -138,18 +138,18 @@ class FakeAccelerator(Accelerator):
         """As given."""
         return self._pci_id
 
-    def lane(self, device: torch.device) -> FakeLane:  # noqa: ARG002 - there is one
+    def comm_stream(self, device: torch.device) -> FakeCommStream:  # noqa: ARG002 - there is one
         """A new thread."""
-        self.lanes += 1
-        return FakeLane(self.lanes)
+        self.comm_streams += 1
+        return FakeCommStream(self.comm_streams)
 
     def future(self, device: torch.device) -> TensorsFuture:  # noqa: ARG002 - there is one
         """One for the CPU."""
         return torch.futures.Future()
 
-    def now(self, device: torch.device) -> FakeMoment:  # noqa: ARG002 - there is one
+    def now(self, device: torch.device) -> FakeEvent:  # noqa: ARG002 - there is one
         """The calling thread has come here."""
-        return FakeMoment(is_over=True)
+        return FakeEvent(is_over=True)
 
     def current_stream(self, device: torch.device) -> int:  # noqa: ARG002 - there is one
         """The calling thread."""

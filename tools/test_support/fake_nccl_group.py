@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from syncline.collectives.backends.nccl.connector import Connector
 from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.backends.nccl.rendezvous import MeetInGroup, MeetInStore
+from syncline.collectives.backends.nccl.rendezvous import GroupRendezvous, StoreRendezvous
 from syncline.collectives.contract.process_group import ProcessGroup
 from syncline.collectives.testing.ranks import run_ranks
 
@@ -40,7 +40,7 @@ def run_on_fakes(
     nccl, store = FakeNccl(), dist.HashStore()
 
     def rank_of(outer: ProcessGroup) -> None:
-        rendezvous = MeetInGroup(outer, owned=False) if over_host_group else MeetInStore(store)
+        rendezvous = GroupRendezvous(outer, owned=False) if over_host_group else StoreRendezvous(store)
         connector = Connector(nccl, accelerator(pci_id(outer.rank)), rendezvous, range(size), outer.rank, "ranks")
         group = NcclGroup(connector, timeout_s=timeout_s, reproducible=reproducible)
         try:

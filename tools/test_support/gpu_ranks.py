@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from syncline.collectives.backends.nccl.claims import HOST_ID_VARIABLE
+from syncline.collectives.backends.nccl.peer_info import HOST_ID_VARIABLE
 from syncline.collectives.contract.process_group import ProcessGroup
 from syncline.collectives.default_group.default_group import init_process_group
 

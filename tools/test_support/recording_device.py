@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from syncline.collectives.devices import DeviceLayer, StreamOrder
+from syncline.collectives.devices import DeviceRuntime, StreamOrder
 
 
 class PlayedOrder(StreamOrder):
@@ -37,7 +37,7 @@ class PlayedOrder(StreamOrder):
         self._log.append("suspended")
 
 
-class RecordingDevice(DeviceLayer):
+class RecordingDevice(DeviceRuntime):
     """A CPU whose tensors are those that `is_mine` says; memory to copy to comes full of rubbish.
 
     Attributes:

@@ -13,10 +13,10 @@ from syncline.collectives.startup.settings import (
     BACKEND_VARIABLE,
     SITE_VARIABLE,
     BackendChoice,
-    Site,
+    Settings,
     choose_backend,
-    load_site,
-    parse_site,
+    load_settings,
+    parse_settings,
 )
 
 MPIEXEC = Launch("Open MPI", True, 0, 2)
@@ -71,7 +71,7 @@ def test_mpi_is_not_looked_for_without_need(argument: str | None, launch: Launch
     choose_backend(argument, {}, launch, fail)
 
 
-SMOKE_SITE = Site(backend="smoke", path="/site.toml")
+SMOKE_SITE = Settings(backend="smoke", path="/site.toml")
 
 
 @pytest.mark.parametrize(
@@ -85,16 +85,16 @@ SMOKE_SITE = Site(backend="smoke", path="/site.toml")
 )
 def test_argument_then_variable_then_site(argument: str | None, variable: str | None, expected: BackendChoice) -> None:
     environ = {} if variable is None else {BACKEND_VARIABLE: variable}
-    assert choose_backend(argument, environ, MPIEXEC, lambda _: None, site=SMOKE_SITE) == expected
+    assert choose_backend(argument, environ, MPIEXEC, lambda _: None, settings=SMOKE_SITE) == expected
 
 
 def test_a_site_without_a_backend_leaves_the_choice_automatic() -> None:
-    assert choose_backend(None, {}, MPIEXEC, {"nccl": "no GPU"}.get, site=Site(path="/site.toml")).name == "mpi"
+    assert choose_backend(None, {}, MPIEXEC, {"nccl": "no GPU"}.get, settings=Settings(path="/site.toml")).name == "mpi"
 
 
 @pytest.mark.parametrize("argument", [None, "mpi"])
 def test_mpi_url_is_the_backend_mpi(argument: str | None) -> None:
-    choice = choose_backend(argument, {BACKEND_VARIABLE: "gloo"}, TORCHRUN, lambda _: None, scheme="mpi", site=SMOKE_SITE)
+    choice = choose_backend(argument, {BACKEND_VARIABLE: "gloo"}, TORCHRUN, lambda _: None, scheme="mpi", settings=SMOKE_SITE)
     assert choice == BackendChoice("mpi", "init_method is mpi://")
 
 
@@ -104,21 +104,24 @@ def test_mpi_url_and_another_backend_contradict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "site"),
+    ("text", "settings"),
     [
-        ("", Site(path="f")),
-        ("# nothing", Site(path="f")),
-        ('backend = "mpi"', Site(backend="mpi", path="f")),
-        ("timeout_s = 600", Site(timeout_s=600.0, path="f")),
-        ("timeout_s = 0.5", Site(timeout_s=0.5, path="f")),
-        ("reproducible = true", Site(reproducible=True, path="f")),
-        ("window_bytes = 65536\nstaged_bytes = 1", Site(window_bytes=65536, staged_bytes=1, path="f")),
-        ('backend = "cpu:mpi,cuda:nccl"\ntimeout_s = 7\nreproducible = false', Site("cpu:mpi,cuda:nccl", 7.0, False, path="f")),
+        ("", Settings(path="f")),
+        ("# nothing", Settings(path="f")),
+        ('backend = "mpi"', Settings(backend="mpi", path="f")),
+        ("timeout_s = 600", Settings(timeout_s=600.0, path="f")),
+        ("timeout_s = 0.5", Settings(timeout_s=0.5, path="f")),
+        ("reproducible = true", Settings(reproducible=True, path="f")),
+        ("window_bytes = 65536\nstaged_bytes = 1", Settings(window_bytes=65536, staged_bytes=1, path="f")),
+        (
+            'backend = "cpu:mpi,cuda:nccl"\ntimeout_s = 7\nreproducible = false',
+            Settings("cpu:mpi,cuda:nccl", 7.0, False, path="f"),
+        ),
     ],
 )
-def test_site_files(text: str, site: Site) -> None:
-    parsed = parse_site(text, "f")
-    assert parsed == site
+def test_site_files(text: str, settings: Settings) -> None:
+    parsed = parse_settings(text, "f")
+    assert parsed == settings
     assert type(parsed.timeout_s) is float
 
 
@@ -146,37 +149,37 @@ def test_site_files(text: str, site: Site) -> None:
 )
 def test_site_files_with_mistakes(text: str, words: list[str]) -> None:
     with pytest.raises(SiteFileError) as caught:
-        parse_site(text, "/e/s.toml")
+        parse_settings(text, "/e/s.toml")
     for part in words:
         assert part in str(caught.value)
 
 
 def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
-    keys = [entry for entry in fields(Site) if entry.metadata]
+    keys = [entry for entry in fields(Settings) if entry.metadata]
     settings = ["backend", "timeout_s", "reproducible", *(entry.name for entry in fields(Crossovers))]
     assert [entry.name for entry in keys] == settings
     assert all(entry.metadata["doc"] for entry in keys)
-    assert Site() == Site(None, DEFAULT_TIMEOUT_S, False)
-    assert Site().crossovers == Crossovers()
+    assert Settings() == Settings(None, DEFAULT_TIMEOUT_S, False)
+    assert Settings().crossovers == Crossovers()
 
 
 def test_the_variable_names_the_file(tmp_path: Path) -> None:
     named, default = tmp_path / "named.toml", tmp_path / "default.toml"
-    assert load_site({}, default) == Site()
+    assert load_settings({}, default) == Settings()
     default.write_text("timeout_s = 1")
-    assert load_site({}, default) == Site(timeout_s=1.0, path=str(default))
-    assert load_site({SITE_VARIABLE: ""}, default).timeout_s == 1.0
+    assert load_settings({}, default) == Settings(timeout_s=1.0, path=str(default))
+    assert load_settings({SITE_VARIABLE: ""}, default).timeout_s == 1.0
     named.write_text("timeout_s = 2")
-    assert load_site({SITE_VARIABLE: str(named)}, default) == Site(timeout_s=2.0, path=str(named))
+    assert load_settings({SITE_VARIABLE: str(named)}, default) == Settings(timeout_s=2.0, path=str(named))
 
 
 def test_a_named_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SiteFileError, match=f"cannot read the site file .*{SITE_VARIABLE} names it"):
-        load_site({SITE_VARIABLE: str(tmp_path / "gone.toml")}, tmp_path / "default.toml")
+        load_settings({SITE_VARIABLE: str(tmp_path / "gone.toml")}, tmp_path / "default.toml")
 
 
 def test_a_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "site.toml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SiteFileError, match="cannot read the site file"):
-        load_site({}, path)
+        load_settings({}, path)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm
-from syncline.ddp.lane import lane_beside
+from syncline.ddp.dedicated_group import dedicated_group
 
 pytestmark = pytest.mark.ranks
 
@@ -202,12 +202,12 @@ def test_one_collective_in_forward_and_one_in_backward() -> None:
 
     def body(group: ProcessGroup) -> list[str]:
         layer = SyncBatchNorm(CHANNELS, process_group=group).double()
-        layer(inputs[group.rank])  # makes the lane, compares the layers
+        layer(inputs[group.rank])  # makes the dedicated group, compares the layers
         calls: list[str] = []
-        lane = lane_beside(group)
+        dedicated = dedicated_group(group)
         for name in ("_all_gather_into_tensor", "_all_reduce", "_all_gather", "_broadcast", "_barrier"):
-            original = getattr(lane, name)
-            setattr(lane, name, lambda *a, _n=name, _o=original, **k: (calls.append(_n), _o(*a, **k))[1])
+            original = getattr(dedicated, name)
+            setattr(dedicated, name, lambda *a, _n=name, _o=original, **k: (calls.append(_n), _o(*a, **k))[1])
         leaf = inputs[group.rank].requires_grad_()
         outputs = layer(leaf)
         calls.append("backward")
@@ -312,10 +312,10 @@ def test_without_a_group_it_is_plain_batch_normalisation() -> None:
 
 def test_all_layers_of_a_group_share_one_lane() -> None:
     def body(group: ProcessGroup) -> None:
-        lane = lane_beside(group)
-        assert lane is lane_beside(group)
-        assert lane is not group
-        assert (lane.rank, lane.size) == (group.rank, group.size)
+        dedicated = dedicated_group(group)
+        assert dedicated is dedicated_group(group)
+        assert dedicated is not group
+        assert (dedicated.rank, dedicated.size) == (group.rank, group.size)
 
     run_ranks(3, body)
 

@@ -275,3 +275,44 @@ def test_a_gradient_that_was_undefined_in_the_first_backward_is_refused_by_name(
             backward()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_is_undefined_on_one_rank_only_is_averaged_in_every_step(set_to_none: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        reducer = Reducer([("a", a), ("b", b)], group, static_graph=True)
+        for _ in range(4):
+            reducer.prepare_for_backward()
+            (a.sum() + UndefinedUntil.apply(b, [group.rank == 0]).sum()).backward()  # type: ignore[no-untyped-call]
+            assert a.grad is not None
+            assert b.grad is not None
+            assert (a.grad.tolist(), b.grad.tolist()) == ([1.0, 1.0], [0.5, 0.5])
+            for parameter in (a, b):
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    run_ranks(2, body)
+
+
+def test_a_gradient_that_is_always_undefined_may_be_so_without_synchronisation_too() -> None:
+    def body(group: ProcessGroup) -> None:
+        a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        reducer = Reducer([("a", a), ("b", b)], group, static_graph=True)
+        for synchronizes in (True, False, True):
+            reducer.prepare_for_backward(synchronizes=synchronizes)
+            (a.sum() + UndefinedUntil.apply(b, [True]).sum()).backward()  # type: ignore[no-untyped-call]
+            assert b.grad is None
+
+    run_ranks(2, body)
+
+
+def test_no_rank_may_shadow_the_backward_from_which_the_graph_is_learnt() -> None:
+    def body(group: ProcessGroup) -> None:
+        reducer = Reducer([("a", torch.nn.Parameter(torch.ones(2)))], group, static_graph=True)
+        with pytest.raises(MisuseError, match="every rank must have gradients in the first backward"):
+            reducer.shadow_backward()
+
+    run_ranks(2, body)

@@ -203,7 +203,9 @@ def test_two_reducers_may_share_parameters_whose_gradients_are_copied(graph: dic
         options = {"bucket_cap_bytes": PAIRS, **graph}
         first = Reducer(parameters, group, **options)  # type: ignore[arg-type]
         train(first, parameters, group, [REVERSED] * 3)
-        second = Reducer(parameters[:2], group, **options)  # type: ignore[arg-type]
+        other_group = group.split(0)
+        assert other_group is not None
+        second = Reducer(parameters[:2], other_group, **options)  # type: ignore[arg-type]
         for step in range(4):
             set_to_none(parameters)
             for reducer in (first, second):

@@ -7,8 +7,8 @@ import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp
 from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
-from syncline.collectives.devices import ByDevice
-from syncline.collectives.devices.cuda import CudaLayer, cuda_layer
+from syncline.collectives.devices import DeviceDispatchTransport
+from syncline.collectives.devices.cuda import CudaRuntime, cuda_runtime
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 
@@ -17,14 +17,14 @@ NUMEL = 1 << 20
 
 def test_no_layer_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cuda_layer() is None
+    assert cuda_runtime() is None
 
 
 def test_host_memory_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever device torch was told to make tensors on: those cannot be pinned."""
     asked: dict[str, object] = {}
     monkeypatch.setattr(torch, "empty", lambda *size, **options: asked.update(options))
-    CudaLayer().empty_on_host(torch.ones(3))
+    CudaRuntime().empty_on_host(torch.ones(3))
     assert asked == {"device": "cpu", "dtype": torch.float32, "pin_memory": True}
 
 
@@ -32,8 +32,8 @@ def on_two_ranks(check) -> None:
     meeting_point = MeetingPoint(2)
 
     def body(outer: ProcessGroup) -> None:
-        device = CudaLayer()
-        transport = ByDevice(InProcessTransport(meeting_point, outer.rank), outer.rank, device)
+        device = CudaRuntime()
+        transport = DeviceDispatchTransport(InProcessTransport(meeting_point, outer.rank), outer.rank, device)
         group = HostGroup(transport, outer.rank, 2, timeout_s=60, device=device)
         with torch.cuda.stream(torch.cuda.Stream()):
             check(group)

@@ -56,12 +56,12 @@ class Recorder:
 class Alone(Rendezvous):
     """The others say what this rank says."""
 
-    def agree(self, topic, ranks, rank, words, decide, deadline):
-        return decide([{**words, "pci_id": f"{other}"} for other in ranks])
+    def agree(self, topic, ranks, rank, payload, decide, deadline):
+        return decide([{**payload, "pci_id": f"{other}"} for other in ranks])
 
-    def tell(self, topic, to, sender, words, deadline) -> None: ...
+    def send(self, topic, to, sender, payload, deadline) -> None: ...
 
-    def hear(self, topic, to, sender, deadline): ...
+    def recv(self, topic, to, sender, deadline): ...
 
     def close(self) -> None: ...
 

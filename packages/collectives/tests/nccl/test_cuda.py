@@ -64,20 +64,20 @@ class Future:
 
 
 def test_a_lane_has_a_stream_of_its_own(recorded: Recorded) -> None:
-    lane = cuda.CudaLane(DEVICE)
-    assert lane.handle == OWN
-    after = cuda.CudaMoment(recorded.stream(DEVICE, "the caller's"))
+    comm_stream = cuda.CudaCommStream(DEVICE)
+    assert comm_stream.handle == OWN
+    after = cuda.CudaEvent(recorded.stream(DEVICE, "the caller's"))
     recorded.log.clear()
-    lane.run(lambda: recorded.log.append("body"), after)
+    comm_stream.run(lambda: recorded.log.append("body"), after)
     assert recorded.log == ["own 77 waits for the caller's", "enter own 77", "body"]
 
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_future_in_a_capture_adds_no_stream(recorded: Recorded, captured: bool) -> None:
     """A stream that enters a capture must be joined; if nobody waits for the future, nobody would."""
-    lane = cuda.CudaLane(DEVICE)
-    done = cuda.CudaMoment(recorded.stream(DEVICE, "done"))
+    comm_stream = cuda.CudaCommStream(DEVICE)
+    done = cuda.CudaEvent(recorded.stream(DEVICE, "done"))
     recorded.log.clear()
-    lane.complete(Future(recorded.log), [], done, captured=captured)
+    comm_stream.complete(Future(recorded.log), [], done, captured=captured)
     elsewhere = ["stream of torch's pool", "of torch's pool waits for done", "enter of torch's pool", "completed"]
     assert recorded.log == (["enter own 77", "completed"] if captured else elsewhere)

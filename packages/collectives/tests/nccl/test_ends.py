@@ -14,10 +14,10 @@ from syncline.collectives.backends.nccl import connections
 from syncline.collectives.backends.nccl.connector import Connector
 from syncline.collectives.backends.nccl.failure import Failure
 from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.backends.nccl.rendezvous import MeetInGroup, MeetInStore
+from syncline.collectives.backends.nccl.rendezvous import GroupRendezvous, StoreRendezvous
 from syncline.collectives.backends.nccl.watchdog import Watchdog
 from syncline.collectives.contract.deadline import Deadline
-from test_support.fake_accelerator import FakeAccelerator, FakeMoment
+from test_support.fake_accelerator import FakeAccelerator, FakeEvent
 from test_support.fake_nccl import FakeNccl, NcclError
 from test_support.fake_nccl_group import run_on_fakes
 
@@ -25,7 +25,7 @@ PATIENCE_S = 10.0
 
 
 def alone(accelerator: FakeAccelerator | None = None, *, timeout_s: float = PATIENCE_S) -> NcclGroup:
-    connector = Connector(FakeNccl(), accelerator or FakeAccelerator(), MeetInStore(dist.HashStore()), [0], 0, "alone")
+    connector = Connector(FakeNccl(), accelerator or FakeAccelerator(), StoreRendezvous(dist.HashStore()), [0], 0, "alone")
     return NcclGroup(connector, timeout_s=timeout_s)
 
 
@@ -124,7 +124,7 @@ def test_abort_waits_for_no_graph() -> None:
 # ---- the watchdog ----
 
 
-class Flight:
+class FakeCollective:
     """In flight for ever."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Flight:
         self.heard = threading.Event()
 
     def describe(self) -> str:
-        return "flight"
+        return "collective"
 
     def is_over(self) -> bool:
         return False
@@ -143,7 +143,7 @@ class Flight:
         self.heard.set()
 
 
-class Broken(Flight):
+class Broken(FakeCollective):
     """Its future cannot be ended, because its GPU faults at every call."""
 
     def fail(self, failure: Failure) -> None:
@@ -168,16 +168,16 @@ def test_communicators_are_aborted_at_once() -> None:
     """Also when one of the works cannot be told."""
     watchdog = Watchdog("w", lambda: "rank 0")
     meeting = threading.Barrier(3)
-    links = [Together(meeting) for _ in range(3)]
-    last = Flight()
-    for link in links[:2]:
-        watchdog.attach(link)
-    for flight in (Broken(), last):
-        watchdog.watch(flight)
+    communicators = [Together(meeting) for _ in range(3)]
+    last = FakeCollective()
+    for communicator in communicators[:2]:
+        watchdog.attach(communicator)
+    for collective in (Broken(), last):
+        watchdog.watch(collective)
     watchdog.fail(TransportError("over"))
     assert last.heard.is_set()
-    watchdog.attach(links[2])  # connected too late
-    assert all(link.is_aborted.wait(PATIENCE_S) for link in links)
+    watchdog.attach(communicators[2])  # connected too late
+    assert all(communicator.is_aborted.wait(PATIENCE_S) for communicator in communicators)
     watchdog.stop()
 
 
@@ -190,12 +190,12 @@ def test_threads_of_the_group_choose_its_gpu() -> None:
         return nullcontext()
 
     watchdog = Watchdog("w", lambda: "rank 0", context)
-    link = Together(threading.Barrier(1))
-    watchdog.attach(link)
-    flight = Flight()
-    watchdog.watch(flight)
+    communicator = Together(threading.Barrier(1))
+    watchdog.attach(communicator)
+    collective = FakeCollective()
+    watchdog.watch(collective)
     watchdog.fail(TransportError("over"))
-    assert link.is_aborted.wait(PATIENCE_S)
+    assert communicator.is_aborted.wait(PATIENCE_S)
     watchdog.stop()
     assert sorted(entered) == ["w", "w-abort"]
 
@@ -223,7 +223,7 @@ def test_every_thread_that_asks_cuda_has_chosen_the_gpu() -> None:
 # ---- waiters ----
 
 
-class FaultyMoment(FakeMoment):
+class FaultyEvent(FakeEvent):
     def is_over(self) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -237,7 +237,7 @@ def test_a_fault_of_the_gpu_has_a_name(ask) -> None:
     group = alone()
     work = group.all_reduce(torch.ones(2), async_op=True)
     work.wait(PATIENCE_S)
-    work._moment = work.flight._moment = FaultyMoment()
+    work._event = work.pending._event = FaultyEvent()
     with pytest.raises(TransportError, match=r"the GPU reported, while the group waited for all_reduce.*illegal memory"):
         ask(work)
     group.abort()
@@ -249,7 +249,7 @@ def test_a_barrier_says_whose_time_limit_it_was() -> None:
         group.all_reduce(torch.ones(1))
         if group.rank == 0:
             work = group.barrier(async_op=True)
-            work.flight.deadline.cancel()
+            work.pending.deadline.cancel()
             with pytest.raises(CollectiveTimeout, match=r"within the 20 s of the group|did not finish within 20 s"):
                 work.wait()
 
@@ -309,7 +309,7 @@ class Host:
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_a_group_to_meet_in_ends_with_the_group_that_owns_it(owned: bool, how: str) -> None:
     host = Host()
-    connector = Connector(FakeNccl(), FakeAccelerator(), MeetInGroup(host, owned=owned), [0], 0, "g")
+    connector = Connector(FakeNccl(), FakeAccelerator(), GroupRendezvous(host, owned=owned), [0], 0, "g")
     group = NcclGroup(connector, timeout_s=1)
     getattr(group, how)()
     assert host.ended == ([how] if owned else [])

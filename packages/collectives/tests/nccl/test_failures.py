@@ -20,18 +20,18 @@ from syncline.collectives import (
     TransportError,
 )
 from syncline.collectives.backends.nccl import library
-from syncline.collectives.backends.nccl.accelerator import Moment
-from syncline.collectives.backends.nccl.claims import claim, objection
+from syncline.collectives.backends.nccl.accelerator import Event
 from syncline.collectives.backends.nccl.connector import Connector
 from syncline.collectives.backends.nccl.failure import Failure
-from syncline.collectives.backends.nccl.flight import gpu_fault
+from syncline.collectives.backends.nccl.peer_info import find_conflict, peer_info
+from syncline.collectives.backends.nccl.pending_collective import gpu_fault
 from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.backends.nccl.rendezvous import MeetInStore
+from syncline.collectives.backends.nccl.rendezvous import StoreRendezvous
 from syncline.collectives.backends.nccl.watchdog import Watchdog
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.registry import load_backend
-from test_support.fake_accelerator import FakeAccelerator, FakeLane, FakeMoment
+from test_support.fake_accelerator import FakeAccelerator, FakeCommStream, FakeEvent
 from test_support.fake_nccl import FakeNccl, NcclError
 from test_support.fake_nccl_group import run_on_fakes
 
@@ -96,7 +96,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch, cuda: str | None, available: bo
 # ---- what is refused ----
 
 
-def claims_of(*gpus: tuple[str, str, str]) -> list[dict[str, Any]]:
+def peers_of(*gpus: tuple[str, str, str]) -> list[dict[str, Any]]:
     return [
         {
             "rank": rank,
@@ -113,9 +113,9 @@ def claims_of(*gpus: tuple[str, str, str]) -> list[dict[str, Any]]:
 
 
 def test_two_ranks_on_one_gpu() -> None:
-    assert objection(claims_of(("a", "", "17"), ("a", "", "18"), ("b", "", "17"))) is None
-    assert objection(claims_of(("a", "x", "17"), ("a", "y", "17"))) is None  # the testing aid
-    found = objection(claims_of(("a", "", "16"), ("a", "", "0000:17:00.0"), ("a", "", "0000:17:00.0")))
+    assert find_conflict(peers_of(("a", "", "17"), ("a", "", "18"), ("b", "", "17"))) is None
+    assert find_conflict(peers_of(("a", "x", "17"), ("a", "y", "17"))) is None  # the testing aid
+    found = find_conflict(peers_of(("a", "", "16"), ("a", "", "0000:17:00.0"), ("a", "", "0000:17:00.0")))
     assert found is not None
     for words in ("ranks 1 and 2", "GPU 0000:17:00.0 of a", "CUDA_VISIBLE_DEVICES", "0 on rank 1", "torch.cuda.set_device"):
         assert words in found
@@ -124,16 +124,16 @@ def test_two_ranks_on_one_gpu() -> None:
 @pytest.mark.parametrize(("version", "shares"), [("2.30.3", True), ("3.0.0", True), ("2.29.9", False)])
 def test_ranks_that_nccl_lets_share_a_gpu(monkeypatch: pytest.MonkeyPatch, version: str, shares: bool) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    said = [claim(rank, "0000:17:00.0", version) for rank in range(2)]
-    assert (objection(said) is None) == shares
+    said = [peer_info(rank, "0000:17:00.0", version) for rank in range(2)]
+    assert (find_conflict(said) is None) == shares
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE")
-    assert objection([said[0], claim(1, "0000:17:00.0", version)]) is not None  # all ranks must say so
+    assert find_conflict([said[0], peer_info(1, "0000:17:00.0", version)]) is not None  # all ranks must say so
 
 
 def test_two_versions() -> None:
-    claims = claims_of(("a", "", "1"), ("b", "", "1"))
-    claims[1]["version"] = "2.21.5"
-    found = objection(claims)
+    peers = peers_of(("a", "", "1"), ("b", "", "1"))
+    peers[1]["version"] = "2.21.5"
+    found = find_conflict(peers)
     assert found is not None
     assert "rank 0 on a has NCCL 2.27.7, rank 1 on b has NCCL 2.21.5" in found
 
@@ -152,7 +152,7 @@ class TwoGpus(FakeAccelerator):
 
 
 def test_tensors_on_two_gpus() -> None:
-    group = NcclGroup(Connector(FakeNccl(), TwoGpus(), MeetInStore(dist.HashStore()), [0], 0, "g"), timeout_s=5)
+    group = NcclGroup(Connector(FakeNccl(), TwoGpus(), StoreRendezvous(dist.HashStore()), [0], 0, "g"), timeout_s=5)
     first, second = torch.empty(2, device="meta"), torch.empty(2, device="meta")
     with pytest.raises(InvalidArgumentError, match="moves tensors on meta, found a tensor on cpu"):
         group.all_reduce(torch.ones(2))
@@ -172,7 +172,7 @@ def test_tensors_on_two_gpus() -> None:
 # ---- how a group ends ----
 
 
-class Flight:
+class FakeCollective:
     """A work that is over when told so."""
 
     def __init__(self, log: list[str], name: str, timeout_s: float = 60.0) -> None:
@@ -193,7 +193,7 @@ class Flight:
         self.log.append(f"{self.name} failed: {type(failure.error).__name__}")
 
 
-class Link:
+class FakeCommunicator:
     """A communicator."""
 
     def __init__(self, log: list[str], error: Exception | None = None) -> None:
@@ -211,14 +211,14 @@ def test_the_order_of_a_failure() -> None:
     """Recorded first, then told to the waiters, then aborted; what was over has succeeded."""
     log: list[str] = []
     watchdog = Watchdog("w", lambda: "rank 0")
-    link = Link(log)
-    watchdog.attach(link)
-    over, first, second = Flight(log, "over"), Flight(log, "first"), Flight(log, "second")
+    communicator = FakeCommunicator(log)
+    watchdog.attach(communicator)
+    over, first, second = FakeCollective(log, "over"), FakeCollective(log, "first"), FakeCollective(log, "second")
     first.fail = lambda told: log.append(f"first told, recorded: {watchdog.failure is told}")  # type: ignore[method-assign]
     ended = threading.Event()
-    link.abort = lambda: (log.append("aborted"), ended.set())  # type: ignore[assignment, method-assign, return-value]
-    for flight in (over, first, second):
-        watchdog.watch(flight)
+    communicator.abort = lambda: (log.append("aborted"), ended.set())  # type: ignore[assignment, method-assign, return-value]
+    for collective in (over, first, second):
+        watchdog.watch(collective)
     over.over = True
     watchdog.fail(TransportError("the group was aborted"))
     watchdog.fail(TransportError("a second failure does not count"))
@@ -233,21 +233,31 @@ def test_the_order_of_a_failure() -> None:
 @pytest.mark.parametrize(
     ("break_it", "kind", "words"),
     [
-        (lambda flight, link: setattr(flight, "deadline", Deadline(1e-9)), CollectiveTimeout, "late did not finish within"),
-        (lambda flight, link: setattr(link, "error", TransportError("NCCL says no")), TransportError, "late was in flight"),
-        (lambda flight, link: setattr(flight, "is_over", _gpu_fault), TransportError, "illegal memory"),
+        (
+            lambda collective, communicator: setattr(collective, "deadline", Deadline(1e-9)),
+            CollectiveTimeout,
+            "late did not finish within",
+        ),
+        (
+            lambda collective, communicator: setattr(communicator, "error", TransportError("NCCL says no")),
+            TransportError,
+            "late was in flight",
+        ),
+        (lambda collective, communicator: setattr(collective, "is_over", _gpu_fault), TransportError, "illegal memory"),
     ],
     ids=["deadline", "error of NCCL", "fault of the GPU"],
 )
-def test_the_watchdog_finds(break_it: Callable[[Flight, Link], None], kind: type[Exception], words: str) -> None:
+def test_the_watchdog_finds(
+    break_it: Callable[[FakeCollective, FakeCommunicator], None], kind: type[Exception], words: str
+) -> None:
     log: list[str] = []
     ended = threading.Event()
     watchdog = Watchdog("w", lambda: "rank 0")
-    link, flight = Link(log), Flight(log, "late")
-    link.abort = ended.set  # type: ignore[method-assign]
-    watchdog.attach(link)
-    watchdog.watch(flight)
-    break_it(flight, link)
+    communicator, collective = FakeCommunicator(log), FakeCollective(log, "late")
+    communicator.abort = ended.set  # type: ignore[method-assign]
+    watchdog.attach(communicator)
+    watchdog.watch(collective)
+    break_it(collective, communicator)
     assert ended.wait(10)
     assert watchdog.failure is not None
     assert isinstance(watchdog.failure.error, kind)
@@ -262,9 +272,9 @@ def _gpu_fault() -> bool:
 def test_what_is_over_is_released_without_anybody_asking() -> None:
     log: list[str] = []
     watchdog = Watchdog("w", lambda: "rank 0")
-    flight = Flight(log, "a")
-    watchdog.watch(flight)
-    flight.over = True
+    collective = FakeCollective(log, "a")
+    watchdog.watch(collective)
+    collective.over = True
     assert watchdog.drain(10)
     assert log == ["a released"]
     watchdog.stop()
@@ -404,21 +414,21 @@ def test_a_transfer_whose_peer_never_comes() -> None:
     run_on_fakes(2, body, timeout_s=0.5)
 
 
-class FailingLane(FakeLane):
+class FailingCommStream(FakeCommStream):
     """What is issued fails, as where memory for a copy is lacking."""
 
-    def run(self, body: Callable[[], None], after: Moment) -> FakeMoment:
+    def run(self, body: Callable[[], None], after: Event) -> FakeEvent:
         raise torch.OutOfMemoryError("out of memory")
 
 
 class FailingAccelerator(FakeAccelerator):
-    def lane(self, device: torch.device) -> FakeLane:
-        return FailingLane(1)
+    def comm_stream(self, device: torch.device) -> FakeCommStream:
+        return FailingCommStream(1)
 
 
 def test_what_cannot_be_issued_ends_the_group() -> None:
     """The other ranks have issued it, so nothing after it would match."""
-    group = NcclGroup(Connector(FakeNccl(), FailingAccelerator(), MeetInStore(dist.HashStore()), [0], 0, "g"), timeout_s=5)
+    group = NcclGroup(Connector(FakeNccl(), FailingAccelerator(), StoreRendezvous(dist.HashStore()), [0], 0, "g"), timeout_s=5)
     with pytest.raises(torch.OutOfMemoryError):
         group.all_reduce(torch.ones(1))
     with pytest.raises(TransportError, match="had failed before: out of memory"):

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, MisuseError, TransportError
-from syncline.collectives.backends.nccl.accelerator import Moment
+from syncline.collectives.backends.nccl.accelerator import Event
 from syncline.collectives.backends.nccl.connector import Connector
 from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.backends.nccl.rendezvous import MeetInStore
-from test_support.fake_accelerator import FakeAccelerator, FakeLane, FakeMoment
+from syncline.collectives.backends.nccl.rendezvous import StoreRendezvous
+from test_support.fake_accelerator import FakeAccelerator, FakeCommStream, FakeEvent
 from test_support.fake_nccl import FakeNccl
 from test_support.fake_nccl_group import run_on_fakes
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ranks
 
 
 def alone(accelerator: FakeAccelerator | None = None, timeout_s: float = 10.0) -> NcclGroup:
-    connector = Connector(FakeNccl(), accelerator or FakeAccelerator(), MeetInStore(dist.HashStore()), [0], 0, "alone")
+    connector = Connector(FakeNccl(), accelerator or FakeAccelerator(), StoreRendezvous(dist.HashStore()), [0], 0, "alone")
     return NcclGroup(connector, timeout_s=timeout_s)
 
 
@@ -80,8 +80,8 @@ def test_two_threads_may_send_to_one_peer() -> None:
     """NCCL takes one call at a time for each communicator."""
     inside, together = [0], []
 
-    class Counting(FakeLane):
-        def run(self, body: Callable[[], None], after: Moment) -> FakeMoment:
+    class Counting(FakeCommStream):
+        def run(self, body: Callable[[], None], after: Event) -> FakeEvent:
             inside[0] += 1
             together.append(inside[0])
             try:
@@ -91,8 +91,8 @@ def test_two_threads_may_send_to_one_peer() -> None:
                 inside[0] -= 1
 
     class Accelerator(FakeAccelerator):
-        def lane(self, device: torch.device) -> FakeLane:
-            return Counting(1) if self.pci_id(device) == "0000:00:00.0" else super().lane(device)
+        def comm_stream(self, device: torch.device) -> FakeCommStream:
+            return Counting(1) if self.pci_id(device) == "0000:00:00.0" else super().comm_stream(device)
 
     def body(group: NcclGroup) -> None:
         (group.send if group.rank == 0 else group.recv)(torch.zeros(1), 1 - group.rank)  # connects
@@ -115,7 +115,7 @@ def test_what_nccl_cannot_is_refused() -> None:
     group = alone()
     with pytest.raises(InvalidArgumentError, match="another rank"):
         group.send(torch.ones(1), 0)
-    group = NcclGroup(Connector(FakeNccl(), FakeAccelerator(), MeetInStore(dist.HashStore()), [0, 1], 0, "g"), timeout_s=1)
+    group = NcclGroup(Connector(FakeNccl(), FakeAccelerator(), StoreRendezvous(dist.HashStore()), [0, 1], 0, "g"), timeout_s=1)
     with pytest.raises(InvalidArgumentError, match="NCCL has no tags, found tag 3"):
         group.send(torch.ones(1), 1, tag=3)
     with pytest.raises(InvalidArgumentError, match="NCCL must know who sends"):
@@ -199,12 +199,12 @@ def test_a_callback_may_issue_when_the_group_fails() -> None:
     """It is told of the failure by the thread that met it, which holds no lock either."""
     heard: list[BaseException] = []
 
-    class Failing(FakeLane):
-        def run(self, body: Callable[[], None], after: Moment) -> FakeMoment:
+    class Failing(FakeCommStream):
+        def run(self, body: Callable[[], None], after: Event) -> FakeEvent:
             raise torch.OutOfMemoryError("out of memory")
 
     class Accelerator(FakeAccelerator):
-        def lane(self, device: torch.device) -> FakeLane:
+        def comm_stream(self, device: torch.device) -> FakeCommStream:
             return Failing(1)
 
     group = alone(Accelerator())
@@ -290,7 +290,7 @@ def test_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = FakeAccelerator()
     group = alone(accelerator)
     nccl_calls: list[Any] = []
-    monkeypatch.setattr(FakeLane, "run", noting(FakeLane.run, nccl_calls))
+    monkeypatch.setattr(FakeCommStream, "run", noting(FakeCommStream.run, nccl_calls))
     accelerator.captures = True
     with pytest.raises(MisuseError, match="cannot be connected while a CUDA graph is captured"):
         group.all_reduce(torch.ones(2))
@@ -301,7 +301,7 @@ def test_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     work = group.all_reduce(tensor, async_op=True)
     assert not work.is_completed()
     completions: list[Any] = []
-    monkeypatch.setattr(FakeLane, "complete", noting(FakeLane.complete, completions))
+    monkeypatch.setattr(FakeCommStream, "complete", noting(FakeCommStream.complete, completions))
     work.get_future()
     assert completions == [{"captured": True}]
     work.wait()

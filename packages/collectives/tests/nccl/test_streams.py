@@ -1,4 +1,4 @@
-"""The streams of a lane are its own."""
+"""A CommStream has a stream of its own."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def test_no_two_users_share_a_stream() -> None:
     pool = StreamPool(make)
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     users = [User() for _ in range(40)]  # torch's pool has 32
-    assert [pool.lend(first, user) for user in users] == list(range(40))
-    assert pool.lend(second, users[0]) == 40
+    assert [pool.acquire(first, user) for user in users] == list(range(40))
+    assert pool.acquire(second, users[0]) == 40
     users[7] = User()
-    assert pool.lend(first, users[7]) == 7
-    assert pool.lend(first, users[7]) == 41
+    assert pool.acquire(first, users[7]) == 7
+    assert pool.acquire(first, users[7]) == 41
     assert [device.index for device, _ in made] == [0] * 40 + [1, 0]

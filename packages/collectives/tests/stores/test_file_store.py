@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from syncline.collectives import InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
-from syncline.collectives.stores import FileStore, meet
+from syncline.collectives.stores import FileStore, file_rendezvous
 from syncline.collectives.stores.file.folder import Folder
 from syncline.collectives.stores.file.lock import LinkLock
 from syncline.collectives.stores.file.log import Log, decode, encode
@@ -69,14 +69,14 @@ def test_every_folder_that_is_made_is_for_its_owner_only(tmp_path: Path) -> None
         assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("reach", [lambda path: FileStore(path, "lobby"), lambda path: meet(path, 0, 1)])
+@pytest.mark.parametrize("reach", [lambda path: FileStore(path, "rendezvous"), lambda path: file_rendezvous(path, 0, 1)])
 def test_a_link_in_place_of_the_log_is_not_followed(tmp_path: Path, reach: Callable[[Path], object]) -> None:
     treasure = tmp_path / "treasure"
     treasure.write_bytes(encode("key", b"1") + b"what would be cut off as a torn record")
     before = treasure.read_bytes()
-    (tmp_path / "meeting" / "lobby").mkdir(parents=True, mode=0o700)
-    (tmp_path / "meeting" / "lobby" / "log").symlink_to(treasure)
-    with pytest.raises(StoreUnavailableError, match=r"lobby/log is not used: it is a symbolic link.*Give another folder"):
+    (tmp_path / "meeting" / "rendezvous").mkdir(parents=True, mode=0o700)
+    (tmp_path / "meeting" / "rendezvous" / "log").symlink_to(treasure)
+    with pytest.raises(StoreUnavailableError, match=r"rendezvous/log is not used: it is a symbolic link.*Give another folder"):
         reach(tmp_path / "meeting")
     assert treasure.read_bytes() == before
 
@@ -200,11 +200,11 @@ BAD_MEETINGS = {
 
 @pytest.mark.parametrize(("key", "value"), BAD_MEETINGS.values(), ids=BAD_MEETINGS.keys())
 def test_a_bad_record_in_the_lobby_is_an_error_on_all_ranks_at_once(tmp_path: Path, key: str, value: bytes) -> None:
-    FileStore(tmp_path, "lobby").set(key, value)
+    FileStore(tmp_path, "rendezvous").set(key, value)
     with ThreadPoolExecutor(3) as ranks:
-        meetings = [ranks.submit(meet, tmp_path, rank, 3, timeout=3600) for rank in range(3)]
+        meetings = [ranks.submit(file_rendezvous, tmp_path, rank, 3, timeout=3600) for rank in range(3)]
         for meeting in meetings:
-            with pytest.raises(StoreError, match=rf"{tmp_path}/lobby: the record '{key}' .*Remove that folder"):
+            with pytest.raises(StoreError, match=rf"{tmp_path}/rendezvous: the record '{key}' .*Remove that folder"):
                 meeting.result(60)
 
 
@@ -331,20 +331,20 @@ def test_a_change_that_changes_nothing_writes_nothing(tmp_path: Path) -> None:
 
 def test_a_meeting_names_the_missing_ranks(tmp_path: Path) -> None:
     with pytest.raises(StoreTimeout, match=r"of 3 ranks, \[1, 2\] did not come within 0.05 s"):
-        meet(tmp_path, 0, 3, timeout=0.05)
+        file_rendezvous(tmp_path, 0, 3, timeout=0.05)
     with pytest.raises(StoreTimeout, match="rank 0 did not answer rank 2"):
-        meet(tmp_path, 2, 3, timeout=0.05)
+        file_rendezvous(tmp_path, 2, 3, timeout=0.05)
 
 
 def test_a_meeting_does_not_believe_leftovers(tmp_path: Path) -> None:
     """Whole runs that broke off at every stage: a joiner alone, a host alone, an offer that was never taken."""
     for rank in (1, 0, 1, 0):
         with pytest.raises(StoreTimeout):
-            meet(tmp_path, rank, 2, timeout=0.05)
+            file_rendezvous(tmp_path, rank, 2, timeout=0.05)
     found: dict[int, FileStore] = {}
 
     def run(rank: int) -> None:
-        found[rank] = meet(tmp_path, rank, 2, timeout=60)
+        found[rank] = file_rendezvous(tmp_path, rank, 2, timeout=60)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in (1, 0)]
     for thread in threads:
@@ -358,10 +358,10 @@ def test_a_meeting_does_not_believe_leftovers(tmp_path: Path) -> None:
 
 
 def test_a_meeting_of_one_is_over_at_once(tmp_path: Path) -> None:
-    assert meet(tmp_path, 0, 1).num_keys() == 0
+    assert file_rendezvous(tmp_path, 0, 1).num_keys() == 0
 
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_meeting_refuses_impossible_ranks(tmp_path: Path, rank: int, size: int) -> None:
     with pytest.raises(InvalidArgumentError, match=f"rank={rank}"):
-        meet(tmp_path, rank, size)
+        file_rendezvous(tmp_path, rank, size)

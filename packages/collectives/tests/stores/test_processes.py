@@ -32,11 +32,11 @@ over_tcp.close()
 
 MEETING = """
 import sys, torch, torch.distributed as dist
-from syncline.collectives.stores import AsTorchStore, meet
+from syncline.collectives.stores import AsTorchStore, file_rendezvous
 rank, size = map(int, sys.argv[1:3])
 
 for run in ("first", "second"):
-    store = meet(sys.argv[3], rank, size, timeout=100)
+    store = file_rendezvous(sys.argv[3], rank, size, timeout=100)
     store.set(f"seen/{rank}", store.get("run") if rank else "nothing")
     if rank == 0:
         assert not store.check(["run"]), "an earlier run shows through"

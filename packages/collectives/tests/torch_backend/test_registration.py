@@ -155,10 +155,10 @@ def test_options_that_would_be_ignored() -> None:
 
 
 def test_a_group_of_some_ranks_needs_one_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.torch_backend import connecting
+    from syncline.collectives.torch_backend import group_factory
 
     with pytest.raises(LaunchError, match=r"new_group\(\[1, 3\], backend='syncline'\).*there is none of that backend"):
-        connecting._root("syncline", [1, 3])
+        group_factory._root("syncline", [1, 3])
 
 
 def test_what_torch_asks_a_backend() -> None:
@@ -188,7 +188,7 @@ def test_forms_without_options() -> None:
 
 def test_our_group_ends_with_torchs() -> None:
     from syncline.collectives import GroupClosedError
-    from syncline.collectives.torch_backend.connecting import _everybody
+    from syncline.collectives.torch_backend.group_factory import _everybody
 
     ours = init().syncline_group
     dist.destroy_process_group()

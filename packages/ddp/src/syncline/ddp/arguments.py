@@ -61,7 +61,7 @@ def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bo
         )
 
 
-def check_vestiges(dim: int, check_reduction: bool) -> None:
+def check_deprecated(dim: int, check_reduction: bool) -> None:
     """What torch accepts from old scripts.
 
     Raises:

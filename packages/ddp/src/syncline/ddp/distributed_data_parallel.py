@@ -42,8 +42,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         module: the module; every parameter that needs a gradient takes part in every backward, unless
             `find_unused_parameters` or `static_graph`.
         device_ids: the module's device, if it is on one that is no CPU: inputs are moved there. None leaves inputs alone.
-        output_device: vestigial; None or the same device.
-        dim: vestigial; 0.
+        output_device: deprecated; None or the same device.
+        dim: deprecated; 0.
         broadcast_buffers: give all ranks rank 0's buffers (running statistics, say) at construction and at the start of each
             forward; True if it is None.
         init_sync: compare the ranks' modules at construction and give all rank 0's state. False if they are known to be equal.
@@ -52,7 +52,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         bucket_cap_mb: gradients are reduced in buckets of about so many MiB, 25 if None; the first one is of 1 MiB at most.
         find_unused_parameters: a backward may leave out parameters, on each rank others. Those that no rank used keep the
             gradients that they have.
-        check_reduction: vestigial; every reduction is checked.
+        check_reduction: deprecated; every reduction is checked.
         gradient_as_bucket_view: let each `parameter.grad` be a view of its bucket, which saves a copy and as much memory as the
             gradients take. Do not `detach_()` such gradients.
         static_graph: every backward is like the first; allows re-entrant checkpoints and parameters that are never used.
@@ -101,7 +101,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        arguments.check_vestiges(dim, check_reduction)
+        arguments.check_deprecated(dim, check_reduction)
         arguments.check_unused(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
         sync_buffers_at_first, forward_sync_buffers = arguments.buffer_synchronization(broadcast_buffers, forward_sync_buffers)
         self.mixed_precision = as_mixed_precision(mixed_precision)
@@ -179,7 +179,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
         """Inputs on their device, and what the end of backward shall wait for."""
-        root = self._meet_ranks_without_inputs(will_reduce)
+        root = self._sync_with_joined_ranks(will_reduce)
         pending = self._buffer_sync.before_forward(self.process_group, root)
         if has_backward:
             self._adopt_optimizers()
@@ -248,7 +248,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """The group over which gradients are averaged."""
         return self.process_group
 
-    def _meet_ranks_without_inputs(self, will_reduce: bool) -> int:
+    def _sync_with_joined_ranks(self, will_reduce: bool) -> int:
         """The rank whose buffers all shall have. In a join context a collective."""
         present = Join.notify_join_context(self)
         if present is None or self._uneven_inputs is None:

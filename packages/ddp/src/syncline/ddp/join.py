@@ -121,7 +121,7 @@ class Join:
         if context is None:
             return None
         if joinable is context._joinables[0]:
-            context._call_roll(present=True)
+            context._sync_active_ranks(present=True)
         return context._present
 
     def __enter__(self) -> Join:
@@ -147,7 +147,7 @@ class Join:
 
     def _go_on_without_inputs(self) -> None:
         last_rank = self._present[-1]
-        while self._call_roll(present=False):
+        while self._sync_active_ranks(present=False):
             for hook in self._hooks:
                 hook.main_hook(self._present)
             last_rank = self._present[-1]
@@ -159,7 +159,7 @@ class Join:
             hook.leave()
             joinable._join = None
 
-    def _call_roll(self, *, present: bool) -> tuple[int, ...]:
+    def _sync_active_ranks(self, *, present: bool) -> tuple[int, ...]:
         """Who has inputs? A collective, which every rank joins, present or not."""
         roll = torch.zeros(self._group.size, dtype=torch.uint8, device=self._device)
         roll[self._group.rank] = int(present)

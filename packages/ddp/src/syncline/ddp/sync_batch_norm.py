@@ -15,7 +15,7 @@ from syncline.collectives.internal import disable_dynamo
 
 from .batch_normalization import BatchNormalization
 from .batch_statistics import BatchStatistics, gather_statistics, statistics_of
-from .lane import lane_beside
+from .dedicated_group import dedicated_group
 from .process_groups import has_default_group, resolve_group
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class SyncBatchNorm(_BatchNorm):
     empty. In evaluation, and in a group of one, it is plain batch normalisation. Differentiating its gradient once more is
     refused.
 
-    It communicates in a group of its own, which the first forward makes; see Note [A lane of its own].
+    It communicates in a group of its own, which the first forward makes; see Note [A group of its own].
 
     Args:
         num_features: channels, the second dimension of the inputs.
@@ -101,9 +101,9 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _in_place_of(cls, layer: _BatchNorm, name: str, process_group: Any) -> SyncBatchNorm:
-        complaint = _not_convertible(layer)
-        if complaint is not None:
-            raise MisuseError(f"cannot convert layer '{name}' ({type(layer).__name__}): {complaint}")
+        problem = _not_convertible(layer)
+        if problem is not None:
+            raise MisuseError(f"cannot convert layer '{name}' ({type(layer).__name__}): {problem}")
         converted = cls.__new__(cls)
         converted.__dict__.update(layer.__dict__)
         converted.process_group = getattr(layer, "process_group", None) if process_group is None else process_group
@@ -121,7 +121,7 @@ class SyncBatchNorm(_BatchNorm):
         group = self._group() if self.training else None
         if group is None or group.size == 1:
             return super().forward(input)
-        return self._normalize_together(input, lane_beside(group))
+        return self._normalize_together(input, dedicated_group(group))
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:

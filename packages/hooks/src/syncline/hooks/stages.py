@@ -42,7 +42,7 @@ class Pipeline:
     """The buckets in flight of one hook's state; see Note [Stages]."""
 
     def __init__(self) -> None:
-        self._flights: list[_Flight] = []
+        self._pending: list[_Pending] = []
         self._latest = -1
 
     def run(self, stages: Stages, group: ProcessGroup, bucket: Bucket) -> TensorFuture:
@@ -57,24 +57,24 @@ class Pipeline:
         if bucket.index() <= self._latest:
             self._drop_stale()
         self._latest = bucket.index()
-        for flight in self._flights:
-            flight.advance()
-        self._flights.append(_Flight(stages, next(stages), future))
-        while bucket.is_last() and self._flights:
-            for flight in self._flights:
-                flight.advance()
-            self._flights = [flight for flight in self._flights if not flight.future.done()]
-        self._flights = [flight for flight in self._flights if not flight.future.done()]
+        for entry in self._pending:
+            entry.advance()
+        self._pending.append(_Pending(stages, next(stages), future))
+        while bucket.is_last() and self._pending:
+            for entry in self._pending:
+                entry.advance()
+            self._pending = [entry for entry in self._pending if not entry.future.done()]
+        self._pending = [entry for entry in self._pending if not entry.future.done()]
         return future
 
     def _drop_stale(self) -> None:
         """A backward that raised has left buckets behind."""
-        for flight in self._flights:
-            _fail(flight.future, MisuseError("the backward that issued this bucket ended before its last bucket"))
-        self._flights = []
+        for entry in self._pending:
+            _fail(entry.future, MisuseError("the backward that issued this bucket ended before its last bucket"))
+        self._pending = []
 
 
-class _Flight:
+class _Pending:
     """A generator, the work it waits for, and the future of its result."""
 
     def __init__(self, stages: Stages, first: Work, future: TensorFuture) -> None:

@@ -3,13 +3,15 @@
 The life of one gradient, file by file:
 
 1. `gradient_hooks`: autograd calls the hook on the parameter; it notes the parameter's index, and wakes the reducer.
-2. `reducer`: when a bucket has as many gradients as it needs, and all users' hooks on the latest have run, it looks at them.
+2. `reducer`: when a bucket has as many gradients as it needs, and all users' hooks on the latest have run, it asks `usage`
+   which of them are final. All that happens on the thread of backward, under the reducer's lock.
 3. `readiness`: decides which buckets may start: strictly in order, on every rank alike.
 4. `bucket`: copies the gradients into one flat buffer.
 5. `bucket_reduction`: starts `all_reduce(AVG)`, or a communication hook, which runs while backward goes on.
 6. `finalize`: at the end of backward, waits for each bucket, and has `bucket` write the averages into `.grad`.
 
-Beside that way: `usage` says which gradients will come, `gradient_aliasing` saves copies, `bucket_building` makes the buckets.
+Beside that way: `sync_policy` says which backwards are reduced, `gradient_aliasing` saves copies, `bucket_building` makes the
+buckets, and `torch_internals` has what is private to torch, such as the call at the end of backward.
 """
 
 from .bucket_assignment import BucketAssignment, GradientSpec, assign_buckets
@@ -22,6 +24,7 @@ from .static_usage import StaticUsage
 from .statistics import BucketTimes, IterationStatistics
 from .usage import CompleteUsage, UsageModel
 from .verification import verify_same_options, verify_same_parameters
+from .version import __version__
 
 __all__ = [
     "BucketAssignment",
@@ -36,6 +39,7 @@ __all__ = [
     "Reducer",
     "StaticUsage",
     "UsageModel",
+    "__version__",
     "assign_buckets",
     "verify_same_options",
     "verify_same_parameters",

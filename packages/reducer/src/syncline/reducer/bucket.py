@@ -18,6 +18,7 @@ from .gradient_aliasing import GradientAliasing
 _dtype_of = operator.attrgetter("dtype")
 _requires_grad_of = operator.attrgetter("requires_grad")
 _grad_of = operator.attrgetter("grad")
+_address_of = torch.Tensor.data_ptr
 
 
 class Bucket:
@@ -58,6 +59,7 @@ class Bucket:
         self.buffer = group.allocate(numel, first.dtype, first.device)
         self.views = self.views_into(self.buffer)
         self._own_memory = self.buffer, self.views
+        self._addresses = list(map(_address_of, self.views))
         self._aliasing = None if as_view else GradientAliasing(self.parameters, self.views)
         # Biases and norms: to concatenate many small vectors costs a third of copying each, and only vectors can be.
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
@@ -99,7 +101,7 @@ class Bucket:
         else:
             self._copy(self.views, cast("list[torch.Tensor]", gradients))
         if self._as_view:
-            self._alias(gradients, unused)
+            self._set_views(gradients, unused)
 
     def collect_nothing(self) -> None:
         """Fill the buffer with zeros, on a rank that has no gradients; `deliver` must leave all of them as they are."""
@@ -111,6 +113,10 @@ class Bucket:
     def _choose_memory(self) -> None:
         """The bucket's own, unless somebody else still reads there; see Note [Aliased gradients]."""
         if self._aliasing is None:
+            if (
+                list(map(_address_of, self.views)) != self._addresses
+            ):  # a gradient was given other memory: `gradient.data = ...`
+                self.views = self.views_into(self.buffer)
             return
         if self._aliasing.is_memory_free():
             self.buffer, self.views = self._own_memory
@@ -123,12 +129,26 @@ class Bucket:
     def _is_in_own_memory(self) -> bool:
         return self.buffer is self._own_memory[0]
 
-    def _positions_in_place(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
-        if self._as_view:
-            return [position for position, is_view in enumerate(map(operator.is_, gradients, self.views)) if is_view]
-        if self._aliasing is None or not self._is_in_own_memory:
+    def _positions_in_place(self, gradients: list[torch.Tensor | None]) -> list[int]:
+        """Where gradients lie in the buffer already. Those at another one's place are replaced in the list by copies."""
+        if self._aliasing is not None:
+            return self._aliasing.in_place(gradients) if self._is_in_own_memory else []
+        in_place = []
+        for position in self._positions_in_buffer(gradients):
+            gradient = gradients[position]
+            assert gradient is not None
+            if _is_as_good_as(gradient, self.views[position]):
+                in_place.append(position)
+            else:  # two parameters have exchanged their gradients, say
+                gradients[position] = gradient.clone()
+        return in_place
+
+    def _positions_in_buffer(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
+        addresses = _addresses_of(gradients)
+        start, end = self.buffer.data_ptr(), self.buffer.data_ptr() + self.buffer.nbytes
+        if max(addresses) < start or min(addresses) >= end:  # mostly: backward has made new ones
             return []
-        return self._aliasing.in_place(gradients)
+        return [position for position, address in enumerate(addresses) if start <= address < end]
 
     def _keep(self, position: int) -> None:
         self._kept[self.indices[position]] = self.views[position].clone()
@@ -154,7 +174,7 @@ class Bucket:
         if set(map(_dtype_of, sources)) != {self.buffer.dtype} or any(map(_requires_grad_of, sources)):
             self._refuse_gradients()
         with torch.inference_mode():  # passes autograd by, which takes a sixth less time for small ones than `no_grad`
-            if self._holds_vectors and len(targets) == len(self.views):
+            if self._holds_vectors and sum(map(torch.Tensor.numel, sources)) == self.buffer.numel():
                 with suppress(RuntimeError):  # it refuses what lies in the buffer already, in other tensors than the views
                     torch.cat(sources, out=self.buffer)
                     return
@@ -165,16 +185,17 @@ class Bucket:
                 raise
 
     def _refuse_gradients(self) -> None:
-        for parameter, name in zip(self.parameters, self.names, strict=True):
+        for parameter, name, view in zip(self.parameters, self.names, self.views, strict=True):
             gradient = parameter.grad
             if gradient is not None:
                 error_messages.check_gradient(name, gradient, self.buffer.dtype, self._place)
+                error_messages.check_shape(name, gradient, view.shape, self._place)
 
     # ---- after the reduction ----
 
     def release_gradients(self) -> None:
         """Give gradients that `deliver` left in the bucket's memory memory of their own; views of the bucket stay."""
-        if self._aliasing is not None and self._is_in_own_memory:
+        if self._aliasing is not None:
             self._aliasing.move_out()
 
     def accept(self, result: object) -> None:
@@ -201,12 +222,12 @@ class Bucket:
         """
         gradients = list(map(_grad_of, self.parameters))
         if self._as_view:
-            self._alias(gradients, untouched)
+            self._set_views(gradients, untouched)
         else:
             self._copy_out(gradients, untouched, may_alias=may_alias)
         self._restore(untouched)
 
-    def _alias(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> None:
+    def _set_views(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> None:
         """Make each parameter's gradient the view itself, except those given by index."""
         if all(map(operator.is_, gradients, self.views)):
             return
@@ -245,6 +266,24 @@ class Bucket:
             for index, view in zip(self.indices, self.views, strict=True):
                 if index in untouched and index in kept:
                     view.copy_(kept[index])
+
+
+def _addresses_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:
+    """0 for those that have no memory of the usual kind."""
+    try:
+        return list(map(_address_of, cast("list[torch.Tensor]", gradients)))
+    except (TypeError, RuntimeError):  # one is None, or sparse
+        return [
+            gradient.data_ptr() if type(gradient) is torch.Tensor and gradient.layout is torch.strided else 0
+            for gradient in gradients
+        ]
+
+
+def _is_as_good_as(gradient: torch.Tensor, view: torch.Tensor) -> bool:
+    return gradient is view or (
+        (gradient.data_ptr(), gradient.shape, gradient.stride()) == (view.data_ptr(), view.shape, view.stride())
+        and gradient.dtype is view.dtype
+    )
 
 
 def _some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:

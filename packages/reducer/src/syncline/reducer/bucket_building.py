@@ -37,12 +37,12 @@ class BucketBuilder:
     delayed: Collection[int]
     as_view: bool
 
-    def build(self, order: Sequence[int], moved: Collection[int] = ()) -> list[AnyBucket]:
+    def build(self, order: Sequence[int], kept_views: Collection[int] = ()) -> list[AnyBucket]:
         """Buckets filled in this order of parameters (by index). A collective, because it allocates.
 
         Args:
             order: the parameters.
-            moved: those of them whose gradients become views of the buckets now, with their values.
+            kept_views: those of them whose gradients become views of the buckets now, with their values.
         """
         punctual = [index for index in order if index not in self.delayed]
         delayed = [index for index in order if index in self.delayed]
@@ -52,7 +52,7 @@ class BucketBuilder:
             buckets.append(self._bucket(indices))
             with torch.no_grad():
                 for index, parameter, view in _members(buckets[-1]):
-                    if index in moved and parameter.grad is not None:
+                    if index in kept_views and parameter.grad is not None:
                         view.copy_(parameter.grad)
                         parameter.grad = view
         return buckets
@@ -73,7 +73,7 @@ class BucketBuilder:
         return Bucket(indices, parameters, names, self.group, as_view=self.as_view)
 
 
-def aliases(buckets: Sequence[AnyBucket]) -> set[int]:
+def gradients_as_views(buckets: Sequence[AnyBucket]) -> set[int]:
     """The parameters, by index, whose gradients are views of these buckets."""
     return {index for bucket in buckets for index, parameter, view in _members(bucket) if parameter.grad is view}
 

@@ -73,7 +73,8 @@ class DynamicUsage(UsageModel):
     hint_missing = "Autograd announced them when backward began: was the graph changed by a hook while backward ran?"
     hint_twice = (
         "It was not to be reached by this backward, or is reached more than once: with find_unused_parameters=True a "
-        "re-entrant checkpoint cannot be seen into. Use use_reentrant=False, or static_graph=True if the graph never changes"
+        "re-entrant checkpoint cannot be seen into (use use_reentrant=False, or static_graph=True if the graph never changes), "
+        "nor a parameter that was converted to another dtype and back since construction (wrap the module anew)"
     )
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: ProcessGroup, *, skip_unused: bool) -> None:

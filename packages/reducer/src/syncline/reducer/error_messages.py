@@ -41,12 +41,20 @@ def no_buckets(place: str) -> MisuseError:
     )
 
 
-def another_reducer(place: str) -> MisuseError:
-    """Two reducers have the same parameters and the same memory."""
+def needs_everyone(place: str) -> MisuseError:
+    """A rank would shadow the backward from which all ranks learn the graph."""
     return MisuseError(
-        f"another reducer averages some of the same parameters on {place}, and with gradient_as_bucket_view one of them would "
-        "read what the other has not averaged to the end. Close the other one, or delete the wrapper that it belongs to; or "
-        "let neither have gradient_as_bucket_view"
+        f"shadow_backward on {place}: with static_graph=True every rank must have gradients in the first backward, from which "
+        "all ranks learn the graph"
+    )
+
+
+def another_reducer(place: str) -> MisuseError:
+    """Two reducers have the same parameters, and the same memory or the same group."""
+    return MisuseError(
+        f"another reducer averages some of the same parameters on {place}: on one group their buckets would mix, and with "
+        "gradient_as_bucket_view one of them would read what the other has not averaged to the end. Close the other one, or "
+        "delete the wrapper that it belongs to; or give each a group of its own, and neither gradient_as_bucket_view"
     )
 
 
@@ -54,7 +62,7 @@ def backward_never_ended(what: str, place: str) -> MisuseError:
     """The previous backward is still open."""
     return MisuseError(
         f"{what} on {place}: the previous backward started to reduce gradients and never ended. Did it raise an error that "
-        "was caught? Gradients of this rank may be incomplete: build the model's wrapper anew"
+        "was caught? Gradients of this rank may be incomplete: build the model's wrapper anew, and close or delete this one"
     )
 
 
@@ -94,6 +102,19 @@ def check_gradient(
         raise wrong_dtype(name, gradient, expected, place)
     if gradient.requires_grad:
         raise differentiable(name)
+
+
+def check_shape(name: str, gradient: torch.Tensor, expected: torch.Size, place: str) -> None:
+    """Raise if a gradient does not have the shape that its parameter had at construction.
+
+    Raises:
+        MisuseError: it has another one.
+    """
+    if gradient.shape != expected:
+        raise MisuseError(
+            f"expected a gradient of shape {list(expected)} for parameter '{name}' on {place}, found {list(gradient.shape)}: "
+            "was the parameter resized? Wrap the module anew"
+        )
 
 
 def differentiable(name: str) -> MisuseError:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from syncline.collectives import ProcessGroup
+
 from .torch_internals import GraphNode, accumulation_node, hookable
 
 EVERY_GRADIENT: Container[int] = range(1, 1 << 62)
@@ -67,25 +69,28 @@ class GradientHooks:
 
     Args:
         parameters: the reducer's.
+        group: the ranks that average.
         reads_in_place: whether gradients are averaged where they are, so that nobody else can read them meanwhile.
         wake: called on the thread of backward, inside a hook, when a bucket is worth a look. A method, held
             weakly: hooks do not keep the reducer alive.
-        node_done: the same, called when all hooks on a parameter that `follow` named have run, with its index.
+        node_done: the same, called when all hooks on a parameter that `hook_node` was given have run, with its index.
     """
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
+        group: ProcessGroup,
         *,
         reads_in_place: bool,
         wake: Callable[[PendingGradients], None],
         node_done: Callable[[int], None],
     ) -> None:
         self._parameters = parameters
+        self._group = group
         self._wake = weakref.WeakMethod(wake)
         self._node_done = weakref.WeakMethod(node_done)
         self._handles: list[Any] = []
-        self._nodes: dict[int, GraphNode] = {}
+        self._nodes: dict[int, tuple[GraphNode, Any]] = {}
         self._is_closed = False
         self.reads_in_place = reads_in_place
         self._others: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
@@ -103,15 +108,17 @@ class GradientHooks:
         for indices, noted in zip(buckets, pending, strict=True):
             for index in indices:
                 self._hook_parameter(index, noted)
-            self.follow(indices[-1])
+            self.hook_node(indices[-1])
         return pending
 
-    def follow(self, index: int) -> None:
+    def hook_node(self, index: int) -> None:
         """From the next backward on, tell when all hooks on this parameter have run."""
         node = accumulation_node(self._parameters[index])
-        if self._is_closed or self._nodes.get(index) is node:
+        hooked, handle = self._nodes.get(index, (None, None))
+        if self._is_closed or hooked is node:
             return
-        self._nodes[index] = node
+        if handle is not None:  # the parameter was converted, and has another node
+            handle.remove()
         node_done = self._node_done
 
         def tell(*_: object) -> None:
@@ -119,14 +126,18 @@ class GradientHooks:
             if method is not None:
                 method(index)
 
-        self._handles.append(node.register_hook(tell))
+        self._nodes[index] = node, node.register_hook(tell)
 
     @property
     def conflicts_with_another_reducer(self) -> bool:
-        """Whether another reducer has hooks on some of the parameters, and one reads what the other averages in place."""
+        """Whether another reducer has hooks on some of the parameters, and one would disturb the other.
+
+        It does if one of them averages gradients in place. It does, too, if both use one group: gradients may come in another
+        order on each rank, and then the buckets of the two would mix.
+        """
         with _lock:
             others = [other for other in self._others if not other._is_closed]
-        return any(self.reads_in_place or other.reads_in_place for other in others)
+        return any(self.reads_in_place or other.reads_in_place or self._group is other._group for other in others)
 
     def close(self) -> None:
         """Take all hooks off, for good."""
@@ -148,7 +159,7 @@ class GradientHooks:
             self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
 
     def _remove(self) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *(handle for _, handle in self._nodes.values())):
             handle.remove()
         self._handles, self._nodes = [], {}
 

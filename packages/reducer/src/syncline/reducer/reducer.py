@@ -15,7 +15,7 @@ import torch
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 
 from . import error_messages
-from .bucket_building import BucketBuilder, aliases
+from .bucket_building import BucketBuilder, gradients_as_views
 from .bucket_reduction import BucketReduction, CommunicationHook, PendingReduction
 from .delayed_usage import DelayedUsage
 from .dynamic_usage import DynamicUsage
@@ -40,6 +40,20 @@ class _Phase(enum.Enum):
 
     IDLE = enum.auto()
     REDUCING = enum.auto()
+
+
+class _RunningBackward:
+    """Autograd holds it as long as it may still call back. Of a backward that has failed, nobody holds it."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def end(self) -> None:
+        self._reducer._end()
+        call_at_backward_end(self.finish)
+
+    def finish(self) -> None:
+        self._reducer._finish()
 
 
 class Reducer:
@@ -124,6 +138,7 @@ class Reducer:
         self._sync_policy = GradSyncPolicy()
         self._lock = threading.Lock()
         self._phase = _Phase.IDLE
+        self._backward: Callable[[], _RunningBackward | None] = lambda: None
         self._reductions: list[PendingReduction] = []
         self._on_delivery: OnDelivery | None = None
         self._extra_futures: list[AnyFuture] = []
@@ -134,12 +149,13 @@ class Reducer:
         self.statistics = IterationStatistics(time.perf_counter())
         self._hooks = GradientHooks(
             self._parameters,
+            group,
             reads_in_place=gradient_as_bucket_view,
             wake=self._on_wake,
             node_done=self._on_node_done,
         )
         # Buckets that are worth a look, and the thread and the backward in which users' hooks on their latest gradient run.
-        self._full: dict[PendingGradients, tuple[int, int]] = {}
+        self._awaiting_hooks: dict[PendingGradients, tuple[int, int]] = {}
         self._arrivals: list[int] = []
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
         weakref.finalize(self, self._hooks.close)
@@ -219,7 +235,7 @@ class Reducer:
 
         Raises:
             MisuseError: the previous backward began to reduce and never ended, or another reducer has some of the parameters
-                and one of both averages them in views of its buckets.
+                and the same group, or one of both averages them in views of its buckets.
         """
         self._check_idle("prepare_for_backward")
         self._check_other_reducers()
@@ -247,13 +263,19 @@ class Reducer:
         """Take part in a forward and backward of the other ranks without gradients; those of this rank stay as they are.
 
         It mirrors `prepare_for_backward` and all that a backward communicates, with zeros, and waits for it.
+
+        Raises:
+            MisuseError: the backward needs everyone; see `needs_everyone`.
         """
         self._check_idle("shadow_backward")
+        if self.needs_everyone:
+            raise error_messages.needs_everyone(self._group.place())
         self._count_unsynchronized()
         self._rebuild_if_due()
         with self._lock:
             self._phase = _Phase.REDUCING
             self.statistics = IterationStatistics(time.perf_counter())
+            self.statistics.backward_started = self.statistics.forward_started
             self._usage.shadow_backward()
             for number in range(len(self._buckets)):
                 self._start(number, empty=True)
@@ -285,37 +307,41 @@ class Reducer:
         with self._lock:
             if self._phase is _Phase.IDLE:
                 self._begin()
-            self._process_full_buckets(pending)
+            elif self._backward() is None:
+                raise error_messages.backward_never_ended("a gradient came", self._group.place())
+            self._process_awaiting_hooks(pending)
             if self._learns_order:
                 self._arrivals.append(pending.indices[-1])
             if pending.are_enough:
-                self._full[pending] = _here()
+                self._awaiting_hooks[pending] = _here()
 
     def _on_node_done(self, index: int) -> None:
         """Called on the thread of backward when all hooks on a parameter have run that was expected to complete its bucket."""
         with self._lock:
             pending = self._pending[self._bucket_of[index]]
-            if pending in self._full and pending.indices[-1] == index:
-                del self._full[pending]
+            if pending in self._awaiting_hooks and pending.indices[-1] == index:
+                del self._awaiting_hooks[pending]
                 self._process(pending.take())
 
-    def _process_full_buckets(self, current: PendingGradients) -> None:
+    def _process_awaiting_hooks(self, current: PendingGradients) -> None:
         """A gradient has come: where earlier ones of the same backward and thread wait, all users' hooks on these have run."""
-        if not self._full:
+        if not self._awaiting_hooks:
             return
         here = _here()
-        for pending in [pending for pending, where in self._full.items() if where == here]:
-            del self._full[pending]
+        for pending in [pending for pending, where in self._awaiting_hooks.items() if where == here]:
+            del self._awaiting_hooks[pending]
             taken = pending.take(but_last=pending is current)
             if taken:
-                self._hooks.follow(taken[-1])
+                self._hooks.hook_node(taken[-1])
                 self._process(taken)
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before any is marked."""
         if not self._buckets:
             raise error_messages.no_buckets(self._group.place())
-        call_at_backward_end(self._end)
+        backward = _RunningBackward(self)
+        call_at_backward_end(backward.end)
+        self._backward = weakref.ref(backward)
         self._phase = _Phase.REDUCING
         if self.statistics.backward_started:  # by another backward of the same forward
             self.statistics = IterationStatistics(time.perf_counter())
@@ -389,16 +415,23 @@ class Reducer:
         return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _end(self) -> None:
-        """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward]."""
+        """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward].
+
+        Raises:
+            MisuseError: gradients are missing.
+        """
         with self._lock:
             for pending in self._pending:
                 if pending.indices:
-                    self._hooks.follow(pending.indices[-1])
+                    self._hooks.hook_node(pending.indices[-1])
                     self._process(pending.take())
             self._mark_ready(self._usage.ended())
         if not self._readiness.is_complete:
             names = [self._names[index] for index in self._readiness.missing()]
             raise error_messages.never_ready(names, self._group.place(), self._usage.hint_missing)
+
+    def _finish(self) -> None:
+        """Called by autograd after `_end` of all reducers: another one may have to collect what this one overwrites."""
         finalize(
             self._reductions,
             self.statistics,
@@ -414,7 +447,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._reductions = []
-        self._full.clear()
+        self._awaiting_hooks.clear()
         self._arrivals.clear()
         self._readiness.reset()
         self._usage.reset()
@@ -440,7 +473,7 @@ class Reducer:
         order = torch.tensor(self._arrival_order, dtype=torch.int64, device=device)
         self._group.broadcast(order, 0)
         self._release_gradients()
-        kept = aliases(self._buckets)
+        kept = gradients_as_views(self._buckets)
         self._buckets = []
         self._use(self._builder.build(order.tolist(), kept))
         self._rebuilt = True

@@ -37,7 +37,7 @@ class StaticUsage(UsageModel):
         self._count = len(parameters)
         self._expected: Counter[int] | None = None
         self._absent: list[int] = []
-        self._undefined: frozenset[int] = frozenset()  # those that came in the first backward, but as None
+        self._undefined: frozenset[int] = frozenset()  # came in the first backward, but as None, on every rank
         self._repeated: frozenset[int] = frozenset()
         self._counts: Counter[int] = Counter()
         self._used: set[int] = set()
@@ -89,7 +89,7 @@ class StaticUsage(UsageModel):
         if self._expected is None:
             self._used.update(index for index in indices if index not in undefined)
             return
-        self._refuse(index for index in indices if index not in self._regular)
+        self._refuse(index for index in indices if index not in self._regular and index not in undefined)
 
     def _refuse(self, unexpected: Iterable[int]) -> None:
         for index in unexpected:
@@ -122,4 +122,6 @@ class StaticUsage(UsageModel):
     def reset(self) -> None:
         if self._counts:
             self._counts = Counter()
+        if self._is_first and self._undefined:  # where another rank uses one, it is averaged anyway
+            self._undefined = self._map.unused(self._undefined, 2)
         self._is_first = self._expected is None

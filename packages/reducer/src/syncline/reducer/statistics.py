@@ -11,7 +11,7 @@ class BucketTimes:
 
     Attributes:
         nbytes: size of its buffer.
-        ready: its last gradient was there.
+        ready: it could start: its last gradient was there, and all earlier buckets had started.
         started: its reduction was issued.
         finished: its reduction was over, or None while it is not.
     """

@@ -16,14 +16,14 @@ class GradSyncPolicy:
     """
 
     def __init__(self) -> None:
-        self._pending, self._latest = False, True
+        self._announced, self._latest = False, True
         self._before = (False, True)
         self.is_due = True
 
     def forward(self, reduces: bool) -> None:
         """Note a forward: shall its backward be reduced?"""
-        self._before = (self._pending, self._latest)
-        self._set(self._pending or reduces, reduces)
+        self._before = (self._announced, self._latest)
+        self._set(self._announced or reduces, reduces)
 
     def cancel_forward(self) -> None:
         """The latest forward raised an error: it does not count."""
@@ -33,6 +33,6 @@ class GradSyncPolicy:
         """A reduction has ended."""
         self._set(False, self._latest)
 
-    def _set(self, pending: bool, latest: bool) -> None:
-        self._pending, self._latest = pending, latest
-        self.is_due = pending or latest
+    def _set(self, announced: bool, latest: bool) -> None:
+        self._announced, self._latest = announced, latest
+        self.is_due = announced or latest

@@ -69,12 +69,12 @@ def broadcast_coalesced(
     if buffer_size_bytes < 1:
         raise InvalidArgumentError(f"expected buffer_size_bytes of at least 1, found {buffer_size_bytes}")
     chosen = resolve_group(group)
-    flights: deque[_Flight] = deque()
+    pending: deque[_Pending] = deque()
     plan = _plan(tensors, buffer_size_bytes)
     at_once = len(plan) == len(set(map(_kind, tensors))) and sum(map(_nbytes, tensors)) <= _BLOCKING_BYTES
     for members in plan:
-        if len(flights) == _IN_FLIGHT:
-            flights.popleft().land()
+        if len(pending) == _IN_FLIGHT:
+            pending.popleft().land()
         targets = [tensors[index] for index in members]
         buffer = _flatten(targets)
         destinations = [] if chosen.rank == root else targets
@@ -82,9 +82,9 @@ def broadcast_coalesced(
             chosen.broadcast(buffer, root)
             _copy_back(buffer, destinations)
         else:
-            flights.append(_Flight(chosen.broadcast(buffer, root, async_op=True), buffer, destinations))
-    for flight in flights:
-        flight.land()
+            pending.append(_Pending(chosen.broadcast(buffer, root, async_op=True), buffer, destinations))
+    for entry in pending:
+        entry.land()
 
 
 def all_reduce_coalesced(
@@ -108,8 +108,8 @@ def all_reduce_coalesced(
     for members in _plan(tensors, DEFAULT_BUFFER_BYTES):
         targets = [tensors[index] for index in members]
         buffer = _flatten(targets)
-        flight = _Flight(chosen.all_reduce(buffer, op, async_op=True), buffer, targets)
-        futures.append(flight.landed())
+        entry = _Pending(chosen.all_reduce(buffer, op, async_op=True), buffer, targets)
+        futures.append(entry.landed())
     return _joined(futures, list(tensors), "all_reduce_coalesced", chosen, async_op)
 
 
@@ -138,13 +138,13 @@ def all_gather_coalesced(
         rows = [torch.empty_like(buffer) for _ in range(chosen.size)]
         work = chosen.all_gather(rows, buffer, async_op=True)
         targets = [outputs[index] for outputs in output_tensor_lists for index in members]
-        futures.append(_Flight(work, rows, targets).landed())
+        futures.append(_Pending(work, rows, targets).landed())
     everything = [tensor for outputs in output_tensor_lists for tensor in outputs]
     return _joined(futures, everything, "all_gather_coalesced", chosen, async_op)
 
 
 @dataclass
-class _Flight:
+class _Pending:
     """Flat memory on its way, and the tensors to copy it back to, in the order in which they lie in it."""
 
     work: Work

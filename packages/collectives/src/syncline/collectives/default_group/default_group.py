@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
@@ -16,7 +18,7 @@ from ..errors import InvalidArgumentError, MisuseError, NotInitializedError, Unk
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.launch import check_init_method, detect_launch
 from ..startup.registry import load_backend, what_is_missing
-from ..startup.settings import BackendChoice, choose_backend, load_site
+from ..startup.settings import BackendChoice, choose_backend, load_settings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
     from ..stores import Store
 
 logger = logging.getLogger("syncline.collectives")
+
+_ALONE_AMONG_SIBLINGS = (
+    "this process was started by multiprocessing, nothing says which rank of how many it is, so it is a group of one beside "
+    "its siblings: nothing is averaged between them. Pass rank=..., world_size=... and set MASTER_ADDR=localhost and "
+    "MASTER_PORT (or pass init_method='file:///folder'); for a single process, pass rank=0, world_size=1"
+)
 
 _lock = threading.Lock()
 _default: ProcessGroup | None = None
@@ -74,8 +82,8 @@ def init_process_group(
         raise InvalidArgumentError(f"expected a rank of at least 0 (or -1 for the launcher's), found {rank}")
     if store is not None and init_method is not None:
         raise InvalidArgumentError(f"expected an init_method or a store, found both ({init_method!r} and {store!r})")
-    site = load_site(os.environ)
-    timeout_s = seconds(timeout, site.timeout_s)
+    settings = load_settings(os.environ)
+    timeout_s = seconds(timeout, settings.timeout_s)
     launch = detect_launch(os.environ)
     scheme = check_init_method(init_method)
     with _lock:
@@ -88,7 +96,7 @@ def init_process_group(
             what_is_missing,
             scheme=scheme,
             rendezvous_given=init_method is not None or store is not None or world_size != -1,
-            site=site,
+            settings=settings,
         )
         request = ConnectRequest(
             launch,
@@ -96,12 +104,14 @@ def init_process_group(
             None if world_size == -1 else world_size,
             init_method,
             timeout_s,
-            reproducible=site.reproducible if reproducible is None else reproducible,
+            reproducible=settings.reproducible if reproducible is None else reproducible,
             store=store,
             check_calls=check_calls,
-            crossovers=site.crossovers.overridden(os.environ),
+            crossovers=settings.crossovers.overridden(os.environ),
         )
         _default = _load(choice).connect(request)
+    if _default.size == 1 and launch is None and world_size == -1 and multiprocessing.parent_process() is not None:
+        warnings.warn(_ALONE_AMONG_SIBLINGS, stacklevel=2)
     if _default.rank == 0:
         logger.info("%d rank(s) over %s (%s)", _default.size, _default.describe(), choice.reason)
     return _default

@@ -1,6 +1,6 @@
 """Tensors that are not in host memory, over a backend that is at home there."""
 
-from ..host.device_runtime import DeviceLayer, StreamOrder
-from .by_device import ByDevice
+from ..host.device_runtime import DeviceRuntime, StreamOrder
+from .device_dispatch_transport import DeviceDispatchTransport
 
-__all__ = ["ByDevice", "DeviceLayer", "StreamOrder"]
+__all__ = ["DeviceDispatchTransport", "DeviceRuntime", "StreamOrder"]

@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from ..host.device_runtime import DeviceLayer, StreamOrder
+from ..host.device_runtime import DeviceRuntime, StreamOrder
 
 
-class CudaLayer(DeviceLayer):
+class CudaRuntime(DeviceRuntime):
     """One stream for each device, made when the first tensor of the device comes.
 
     Pinned memory is torch's, which keeps it for reuse and knows by events when a copy no longer needs it.
@@ -22,11 +22,11 @@ class CudaLayer(DeviceLayer):
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """See `DeviceLayer.owns`."""
+        """See `DeviceRuntime.owns`."""
         return tensor.is_cuda
 
     def order(self, tensors: Sequence[torch.Tensor]) -> CudaOrder:
-        """See `DeviceLayer.order`."""
+        """See `DeviceRuntime.order`."""
         return CudaOrder([(tensor, self._stream(tensor.device)) for tensor in tensors])
 
     def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class CudaLayer(DeviceLayer):
         tensor.view(-1).copy_(host, non_blocking=True)
 
     def finish(self, tensor: torch.Tensor) -> None:
-        """See `DeviceLayer.finish`."""
+        """See `DeviceRuntime.finish`."""
         torch.cuda.current_stream(tensor.device).synchronize()
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -93,6 +93,6 @@ class CudaOrder(StreamOrder):
                 self._done = [stream.record_event() for stream in self._streams]
 
 
-def cuda_layer() -> CudaLayer | None:
+def cuda_runtime() -> CudaRuntime | None:
     """The layer for a new group, or None where this process sees no CUDA device."""
-    return CudaLayer() if torch.cuda.is_available() else None
+    return CudaRuntime() if torch.cuda.is_available() else None

@@ -10,7 +10,7 @@ import torch
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
-from ..host.device_runtime import DeviceLayer
+from ..host.device_runtime import DeviceRuntime
 from ..host.transport import Request, Transport
 
 
@@ -23,7 +23,7 @@ class StagedTransport(Transport):
         device: copies.
     """
 
-    def __init__(self, host: Transport, rank: int, device: DeviceLayer) -> None:
+    def __init__(self, host: Transport, rank: int, device: DeviceRuntime) -> None:
         self.backend_name = host.backend_name
         self._host = host
         self._rank = rank
@@ -139,7 +139,7 @@ class StagedTransport(Transport):
 class StagedArrival(Request):
     """A receive into host memory, and the copy to the device after it."""
 
-    def __init__(self, request: Request, there: torch.Tensor, tensor: torch.Tensor, device: DeviceLayer) -> None:
+    def __init__(self, request: Request, there: torch.Tensor, tensor: torch.Tensor, device: DeviceRuntime) -> None:
         self._request = request
         self._there = there
         self._tensor = tensor

@@ -15,7 +15,7 @@ from ..devices.cuda_awareness import try_cuda_awareness
 from ..errors import SynclineError
 from ..startup.launch import detect_launch
 from ..startup.registry import what_is_missing
-from ..startup.settings import BackendChoice, choose_backend, load_site
+from ..startup.settings import BackendChoice, choose_backend, load_settings
 from .diagnosis import diagnose
 from .finding import exit_status, in_text
 from .observation import Observation, observe
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _choice(argument: str | None) -> BackendChoice:
-    return choose_backend(argument, os.environ, detect_launch(os.environ), what_is_missing, site=load_site(os.environ))
+    return choose_backend(argument, os.environ, detect_launch(os.environ), what_is_missing, settings=load_settings(os.environ))
 
 
 def _cuda_awareness() -> str | None:

@@ -1,4 +1,4 @@
-"""DeviceLayer: what the host must know of one type of device to communicate its tensors."""
+"""DeviceRuntime: what the host must know of one type of device to communicate its tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StreamOrder(ABC):
         """Make the group's streams current again, after the collective."""
 
 
-class DeviceLayer(ABC):
+class DeviceRuntime(ABC):
     """One type of device, for one group. The copies are made inside `StreamOrder.around`, on its streams.
 
     Attributes:

@@ -42,7 +42,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class _Dialect:
+class _LauncherEnv:
     """The variables in which one launcher speaks. It is recognised when `rank` and `also` (and `world_size`) are set."""
 
     launcher: str
@@ -72,8 +72,8 @@ class _Dialect:
 # RANK and WORLD_SIZE by hand, which many scripts copy from MPI's or Slurm's variables and which then agree. A stale pair,
 # from a shell profile or a container image, would give the wrong rank to half of a program; so it is an error, not a
 # preference.
-_TORCHRUN = _Dialect("torchrun", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", also="TORCHELASTIC_RUN_ID")
-_OPEN_MPI = _Dialect(
+_TORCHRUN = _LauncherEnv("torchrun", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", also="TORCHELASTIC_RUN_ID")
+_OPEN_MPI = _LauncherEnv(
     "Open MPI",
     True,
     "OMPI_COMM_WORLD_RANK",
@@ -81,10 +81,14 @@ _OPEN_MPI = _Dialect(
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-_PMI = _Dialect("PMI (MPICH, Intel MPI)", True, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_SLURM = _Dialect("Slurm", True, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", also="SLURM_STEP_ID")
-_PMIX = _Dialect("PMIx", True, "PMIX_RANK", None, "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE", also="PMIX_NAMESPACE")
-_BY_HAND = _Dialect("RANK and WORLD_SIZE", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", also="MASTER_ADDR")
+_PMI = _LauncherEnv("PMI (MPICH, Intel MPI)", True, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SLURM = _LauncherEnv(
+    "Slurm", True, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", also="SLURM_STEP_ID"
+)
+_PMIX = _LauncherEnv("PMIx", True, "PMIX_RANK", None, "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE", also="PMIX_NAMESPACE")
+_BY_HAND = _LauncherEnv(
+    "RANK and WORLD_SIZE", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", also="MASTER_ADDR"
+)
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -96,18 +100,18 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
         LaunchError: a variable that should hold a number does not, the rank is not below the world size, or two launchers
             both claim this process and differ.
     """
-    if _is_spoken(_TORCHRUN, environ):
+    if _is_set(_TORCHRUN, environ):
         return _read(_TORCHRUN, environ)
-    spoken = [dialect for dialect in (_OPEN_MPI, _PMI) if _is_spoken(dialect, environ)]
+    spoken = [launcher_env for launcher_env in (_OPEN_MPI, _PMI) if _is_set(launcher_env, environ)]
     if not spoken:
-        spoken = [dialect for dialect in (_SLURM, _PMIX) if _is_spoken(dialect, environ)][:1]
+        spoken = [launcher_env for launcher_env in (_SLURM, _PMIX) if _is_set(launcher_env, environ)][:1]
     if not spoken:
-        return _read(_BY_HAND, environ) if _is_spoken(_BY_HAND, environ) else None
+        return _read(_BY_HAND, environ) if _is_set(_BY_HAND, environ) else None
     if "RANK" in environ and "WORLD_SIZE" in environ:
         spoken.append(_BY_HAND)
-    launches = [_read(dialect, environ) for dialect in spoken]
-    for dialect, launch in zip(spoken[1:], launches[1:], strict=True):
-        _check_agreement(spoken[0], launches[0], dialect, launch)
+    launches = [_read(launcher_env, environ) for launcher_env in spoken]
+    for launcher_env, launch in zip(spoken[1:], launches[1:], strict=True):
+        _check_agreement(spoken[0], launches[0], launcher_env, launch)
     return launches[0]
 
 
@@ -131,32 +135,32 @@ def _is_srun_step(step_id: str) -> bool:
     return step_id.isdigit() and int(step_id) < 0xFFFFFFF0
 
 
-def _is_spoken(dialect: _Dialect, environ: Mapping[str, str]) -> bool:
-    if dialect is _SLURM and not _is_srun_step(environ.get("SLURM_STEP_ID", "")):
+def _is_set(launcher_env: _LauncherEnv, environ: Mapping[str, str]) -> bool:
+    if launcher_env is _SLURM and not _is_srun_step(environ.get("SLURM_STEP_ID", "")):
         return False
-    needed = (dialect.rank, dialect.world_size, dialect.also)
+    needed = (launcher_env.rank, launcher_env.world_size, launcher_env.also)
     return all(variable in environ for variable in needed if variable is not None)
 
 
-def _read(dialect: _Dialect, environ: Mapping[str, str]) -> Launch:
-    rank = _number(dialect.rank, environ)
-    world_size = None if dialect.world_size is None else _number(dialect.world_size, environ)
+def _read(launcher_env: _LauncherEnv, environ: Mapping[str, str]) -> Launch:
+    rank = _number(launcher_env.rank, environ)
+    world_size = None if launcher_env.world_size is None else _number(launcher_env.world_size, environ)
     if rank < 0 or (world_size is not None and rank >= world_size):
         raise LaunchError(
-            f"{dialect.launcher} set {_said(dialect, rank, world_size)}; expected a rank below the "
+            f"{launcher_env.launcher} set {_said(launcher_env, rank, world_size)}; expected a rank below the "
             "world size. Are these variables left over from another job? Unset them, or launch anew"
         )
     return Launch(
-        dialect.launcher,
-        dialect.is_mpi,
+        launcher_env.launcher,
+        launcher_env.is_mpi,
         rank,
         world_size,
-        _number_if_plain(dialect.local_rank, environ),
-        _number_if_plain(dialect.local_world_size, environ),
+        _number_if_plain(launcher_env.local_rank, environ),
+        _number_if_plain(launcher_env.local_world_size, environ),
     )
 
 
-def _check_agreement(first: _Dialect, launch: Launch, second: _Dialect, other: Launch) -> None:
+def _check_agreement(first: _LauncherEnv, launch: Launch, second: _LauncherEnv, other: Launch) -> None:
     same_size = launch.world_size is None or launch.world_size == other.world_size
     if launch.rank == other.rank and same_size:
         return
@@ -167,9 +171,9 @@ def _check_agreement(first: _Dialect, launch: Launch, second: _Dialect, other: L
     )
 
 
-def _said(dialect: _Dialect, rank: int, world_size: int | None) -> str:
-    size = "" if dialect.world_size is None else f" and {dialect.world_size}={world_size}"
-    return f"{dialect.rank}={rank}{size}"
+def _said(launcher_env: _LauncherEnv, rank: int, world_size: int | None) -> str:
+    size = "" if launcher_env.world_size is None else f" and {launcher_env.world_size}={world_size}"
+    return f"{launcher_env.rank}={rank}{size}"
 
 
 def _number(variable: str, environ: Mapping[str, str]) -> int:

@@ -30,7 +30,7 @@ def _key(kind: type, default: Any, doc: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Site:
+class Settings:
     """The settings of a site: one row for each key of the site file, with its type, default and meaning."""
 
     backend: str | None = _key(str, None, "the backend where init_process_group and SYNCLINE_BACKEND name none")
@@ -55,28 +55,28 @@ class Site:
         return Crossovers(**{entry.name: getattr(self, entry.name) for entry in fields(Crossovers)})
 
 
-_KEYS = {entry.name: entry.metadata["kind"] for entry in fields(Site) if "kind" in entry.metadata}
+_KEYS = {entry.name: entry.metadata["kind"] for entry in fields(Settings) if "kind" in entry.metadata}
 
 
-def load_site(environ: Mapping[str, str] = os.environ, default_path: Path = DEFAULT_SITE_FILE) -> Site:
+def load_settings(environ: Mapping[str, str] = os.environ, default_path: Path = DEFAULT_SITE_FILE) -> Settings:
     """Read the file that `SYNCLINE_SITE` names, else the default one if it exists.
 
     Raises:
-        SiteFileError: the file named does not exist or cannot be read, or see `parse_site`.
+        SiteFileError: the file named does not exist or cannot be read, or see `parse_settings`.
     """
     named = environ.get(SITE_VARIABLE)
     path = Path(named) if named else default_path
     if not named and not path.exists():
-        return Site()
+        return Settings()
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = f"{SITE_VARIABLE} names it; correct or unset the variable" if named else "make it readable, or remove it"
         raise SiteFileError(f"cannot read the site file {path}: {error}. {why}") from error
-    return parse_site(text, str(path))
+    return parse_settings(text, str(path))
 
 
-def parse_site(text: str, path: str) -> Site:
+def parse_settings(text: str, path: str) -> Settings:
     """Check the content of a site file. A pure function.
 
     Raises:
@@ -86,7 +86,7 @@ def parse_site(text: str, path: str) -> Site:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SiteFileError(f"{path} is not valid TOML: {error}") from error
-    return Site(**{key: _checked(key, value, path) for key, value in content.items()}, path=path)
+    return Settings(**{key: _checked(key, value, path) for key, value in content.items()}, path=path)
 
 
 def _checked(key: str, value: Any, path: str) -> Any:
@@ -130,7 +130,7 @@ def choose_backend(
     *,
     scheme: str | None = None,
     rendezvous_given: bool = False,
-    site: Site | None = None,
+    settings: Settings | None = None,
 ) -> BackendChoice:
     """Choose by argument, else by environment variable, else by the site file, else automatically. A pure function.
 
@@ -144,7 +144,7 @@ def choose_backend(
         missing: maps a backend's name to what it lacks here, or to None.
         scheme: that of the `init_method`; "mpi" is as good as the argument "mpi".
         rendezvous_given: whether the caller gave an `init_method` or a world size.
-        site: the site's settings.
+        settings: the site's settings.
 
     Raises:
         LaunchError: the `init_method` is mpi:// and the argument names another backend.
@@ -155,8 +155,8 @@ def choose_backend(
         return BackendChoice(argument, "given as argument")
     if environ.get(BACKEND_VARIABLE):
         return BackendChoice(environ[BACKEND_VARIABLE], f"set by {BACKEND_VARIABLE}")
-    if site is not None and site.backend is not None:
-        return BackendChoice(site.backend, f"set by the site file {site.path}")
+    if settings is not None and settings.backend is not None:
+        return BackendChoice(settings.backend, f"set by the site file {settings.path}")
     return _with_gpus(_choose_automatically(launch, missing, rendezvous_given), missing)
 
 

@@ -1,6 +1,6 @@
 """Stores: small key-value tables through which the processes of a job find one another."""
 
-from .file import FileStore, meet
+from .file import FileStore, file_rendezvous
 from .in_memory import InMemoryStore
 from .prefix import PrefixStore
 from .store import Store
@@ -16,6 +16,6 @@ __all__ = [
     "Store",
     "TCPStore",
     "TCPStoreServer",
-    "meet",
+    "file_rendezvous",
     "new_secret",
 ]

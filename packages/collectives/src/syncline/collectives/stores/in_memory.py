@@ -6,9 +6,9 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
-from . import changes
+from . import mutations
 from .locked_store import LockedStore
-from .store import as_key, as_keys, never_came
+from .store import as_key, as_keys, key_timeout
 
 
 class InMemoryStore(LockedStore):
@@ -43,19 +43,19 @@ class InMemoryStore(LockedStore):
     def check(self, keys: Sequence[str]) -> bool:
         """See `Store.check`."""
         with self._changed:
-            return not changes.missing(as_keys(keys), self._values)
+            return not mutations.missing(as_keys(keys), self._values)
 
     def num_keys(self) -> int:
         """See `Store.num_keys`."""
         with self._changed:
             return len(self._values)
 
-    def _apply(self, key: str, change: changes.Change[changes.Answer]) -> changes.Answer:
+    def _apply(self, key: str, change: mutations.Mutation[mutations.Answer]) -> mutations.Answer:
         with self._changed:
-            answer = changes.apply(self._values, key, change)
+            answer = mutations.apply(self._values, key, change)
             self._changed.notify_all()
             return answer
 
     def _hold_until(self, keys: list[str], timeout_s: float) -> None:
-        if not self._changed.wait_for(lambda: not changes.missing(keys, self._values), timeout_s):
-            raise never_came(changes.missing(keys, self._values), self.describe(), timeout_s)
+        if not self._changed.wait_for(lambda: not mutations.missing(keys, self._values), timeout_s):
+            raise key_timeout(mutations.missing(keys, self._values), self.describe(), timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from operator import index
 
-from . import changes
+from . import mutations
 from .store import Store, as_bytes, as_key
 
 
@@ -13,21 +13,21 @@ class LockedStore(Store):
     """The four changing methods, on top of one: `_apply`."""
 
     @abstractmethod
-    def _apply(self, key: str, change: changes.Change[changes.Answer]) -> changes.Answer:
+    def _apply(self, key: str, change: mutations.Mutation[mutations.Answer]) -> mutations.Answer:
         """Carry out `change` on the value of `key`, atomically."""
 
     def set(self, key: str, value: bytes | str) -> None:
         """See `Store.set`."""
-        self._apply(as_key(key), changes.setting(as_bytes(value)))
+        self._apply(as_key(key), mutations.setting(as_bytes(value)))
 
     def add(self, key: str, amount: int) -> int:
         """See `Store.add`."""
-        return self._apply(as_key(key), changes.adding(key, index(amount)))
+        return self._apply(as_key(key), mutations.adding(key, index(amount)))
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """See `Store.compare_set`."""
-        return self._apply(as_key(key), changes.swapping(as_bytes(expected), as_bytes(desired)))
+        return self._apply(as_key(key), mutations.swapping(as_bytes(expected), as_bytes(desired)))
 
     def delete_key(self, key: str) -> bool:
         """See `Store.delete_key`."""
-        return self._apply(as_key(key), changes.removing())
+        return self._apply(as_key(key), mutations.removing())

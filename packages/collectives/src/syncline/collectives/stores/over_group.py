@@ -17,7 +17,7 @@ from .messages import Op, Status, pack, pack_seconds, unpack
 from .polling import poll
 from .served_store import ServedStore
 from .service import Service
-from .store import as_key, as_keys, never_came
+from .store import as_key, as_keys, key_timeout
 
 # Messages on the group: the length of a request and then the request, the length of an answer and then the answer.
 _ASK_LENGTH, _ASK, _ANSWER_LENGTH, _ANSWER = 1, 2, 3, 4
@@ -59,14 +59,14 @@ class GroupStore(ServedStore):
             return status == Status.DONE
 
         if not poll(ask, deadline):
-            raise never_came([name], self.describe(), deadline.timeout_s)
+            raise key_timeout([name], self.describe(), deadline.timeout_s)
         return value[0]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         """See `Store.wait`."""
         deadline, names = Deadline(self._limit_s(timeout)), as_keys(keys)
         if not poll(lambda: self.check(names), deadline):
-            raise never_came((key for key in names if not self.check([key])), self.describe(), deadline.timeout_s)
+            raise key_timeout((key for key in names if not self.check([key])), self.describe(), deadline.timeout_s)
 
     def close(self) -> None:
         """Say goodbye to rank 0, which waits for that of all ranks, a few seconds at most; close the group. May be repeated."""

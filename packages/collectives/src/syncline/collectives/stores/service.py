@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..errors import InvalidArgumentError
-from . import changes
+from . import mutations
 from .messages import Op, ProtocolError, Status, pack, unpack, unpack_int, unpack_seconds, unpack_text
 
 Client = TypeVar("Client", bound=Hashable)
@@ -75,14 +75,14 @@ class Service(Generic[Client]):
 
     def _arrived(self, clients: list[Client]) -> list[tuple[Client, bytes]]:
         """The answers to those of `clients` whose keys are all there now."""
-        served = [client for client in clients if not changes.missing(self._waiting[client].keys, self._values)]
+        served = [client for client in clients if not mutations.missing(self._waiting[client].keys, self._values)]
         return [(client, self._served(self._waiting.pop(client))) for client in served]
 
     def _served(self, waiting: _Waiting) -> bytes:
         return pack(Status.DONE, self._values[waiting.keys[0]]) if waiting.wants_value else pack(Status.DONE)
 
     def _missing(self, waiting: _Waiting) -> list[bytes]:
-        return [key.encode() for key in changes.missing(waiting.keys, self._values)]
+        return [key.encode() for key in mutations.missing(waiting.keys, self._values)]
 
     def _answer(self, op: int, fields: list[bytes]) -> bytes:
         handler = self._handlers.get(op)
@@ -95,25 +95,25 @@ class Service(Generic[Client]):
 
     def _set(self, fields: list[bytes]) -> bytes:
         key, value = _take(fields, 2)
-        changes.apply(self._values, unpack_text(key), changes.setting(value))
+        mutations.apply(self._values, unpack_text(key), mutations.setting(value))
         return pack(Status.DONE)
 
     def _check(self, fields: list[bytes]) -> bytes:
-        return pack(Status.DONE, b"%d" % (not changes.missing(map(unpack_text, fields), self._values)))
+        return pack(Status.DONE, b"%d" % (not mutations.missing(map(unpack_text, fields), self._values)))
 
     def _add(self, fields: list[bytes]) -> bytes:
         key, amount = _take(fields, 2)
         name = unpack_text(key)
-        total = changes.apply(self._values, name, changes.adding(name, unpack_int(amount)))
+        total = mutations.apply(self._values, name, mutations.adding(name, unpack_int(amount)))
         return pack(Status.DONE, b"%d" % total)
 
     def _compare_set(self, fields: list[bytes]) -> bytes:
         key, expected, desired = _take(fields, 3)
-        return pack(Status.DONE, changes.apply(self._values, unpack_text(key), changes.swapping(expected, desired)))
+        return pack(Status.DONE, mutations.apply(self._values, unpack_text(key), mutations.swapping(expected, desired)))
 
     def _delete_key(self, fields: list[bytes]) -> bytes:
         (key,) = _take(fields, 1)
-        return pack(Status.DONE, b"%d" % changes.apply(self._values, unpack_text(key), changes.removing()))
+        return pack(Status.DONE, b"%d" % mutations.apply(self._values, unpack_text(key), mutations.removing()))
 
     def _num_keys(self, fields: list[bytes]) -> bytes:
         _take(fields, 0)

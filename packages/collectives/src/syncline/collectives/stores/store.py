@@ -153,7 +153,7 @@ def as_keys(keys: Sequence[str]) -> list[str]:
     return [as_key(key) for key in keys]
 
 
-def never_came(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeout:
+def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeout:
     """The error for keys that did not come within `timeout_s` seconds."""
     names = ", ".join(repr(key) for key in keys)
     return StoreTimeout(

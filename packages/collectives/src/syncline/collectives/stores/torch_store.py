@@ -37,7 +37,7 @@ import torch.distributed as dist
 from ..contract.deadline import Deadline
 from ..errors import InvalidArgumentError, StoreError, StoreTimeout
 from .polling import poll
-from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, never_came
+from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, key_timeout
 
 
 class TorchStoreTimeout(StoreTimeout, dist.DistStoreError):
@@ -174,7 +174,7 @@ class FromTorchStore(Store):
         """See `Store.wait`."""
         timeout_s, names = self._limit_s(timeout), as_keys(keys)
         if not poll(lambda: self.check(names), Deadline(timeout_s)):
-            raise never_came(self._missing(names) or names, self.describe(), timeout_s)
+            raise key_timeout(self._missing(names) or names, self.describe(), timeout_s)
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """See `Store.compare_set`."""

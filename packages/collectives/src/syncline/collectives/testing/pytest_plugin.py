@@ -1,4 +1,4 @@
-"""pytest under mpirun: every rank runs the same tests, and all ranks agree on each verdict.
+"""pytest under mpirun: every rank runs the same tests, and all ranks agree on each outcome.
 
 ::
 
@@ -27,7 +27,7 @@ from ..default_group.default_group import destroy_process_group, init_process_gr
 from ..startup.backend import ConnectRequest
 from ..startup.launch import Launch, detect_launch
 from ..startup.registry import load_backend
-from .verdicts import RankPlugin
+from .rank_plugin import RankPlugin
 
 _RANK_PLUGIN = "syncline-ranks"
 

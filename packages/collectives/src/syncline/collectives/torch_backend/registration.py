@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import BackendUnavailableError, MisuseError
-from .connecting import create
+from .group_factory import create
 from .rendezvous import rendezvous
 
 OLDEST_TORCH = (2, 6)

@@ -8,8 +8,8 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ...devices import ByDevice, DeviceLayer
-from ...devices.cuda import cuda_layer
+from ...devices import DeviceDispatchTransport, DeviceRuntime
+from ...devices.cuda import cuda_runtime
 from ...devices.cuda_awareness import CudaAwareness, try_cuda_awareness
 from ...errors import BackendUnavailableError, LaunchError
 from ...host.host_group import HostGroup
@@ -20,7 +20,7 @@ from ...startup.srun import srun_hint
 from .srun_check import srun_problem
 
 if TYPE_CHECKING:
-    from .leaving import Goodbye
+    from .leaving import ExitBarrier
 
 _START_S = 300.0
 
@@ -62,8 +62,8 @@ class MPIBackend(Backend):
         world = MPI.COMM_WORLD
         _check_threads()
         _check_sizes(request, world.Get_rank(), world.Get_size())
-        _agree_to_say_goodbye()
-        device = cuda_layer() if request.wants("cuda") else None
+        departures = _exit_barrier().departures
+        device = cuda_runtime() if request.wants("cuda") else None
         crossovers = world.bcast(request.crossovers)
         transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, crossovers=crossovers)
         direct = (
@@ -72,7 +72,7 @@ class MPIBackend(Backend):
             else None
         )
         if device is not None:
-            transport = ByDevice(transport, world.Get_rank(), device, direct)
+            transport = DeviceDispatchTransport(transport, world.Get_rank(), device, direct)
         return HostGroup(
             transport,
             world.Get_rank(),
@@ -81,10 +81,11 @@ class MPIBackend(Backend):
             timeout_s=request.timeout_s,
             device=device,
             check_calls=request.check_calls,
+            calls=departures.group(request.group_name, range(world.Get_size())),
         )
 
 
-def _all_are_cuda_aware(device: DeviceLayer | None) -> bool:
+def _all_are_cuda_aware(device: DeviceRuntime | None) -> bool:
     """Whether every rank has CUDA devices whose memory MPI can be given. A collective of all ranks of the job."""
     from mpi4py import MPI
 
@@ -175,10 +176,10 @@ def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
 
 
 @functools.cache
-def _agree_to_say_goodbye() -> Goodbye:
-    from .leaving import Goodbye
+def _exit_barrier() -> ExitBarrier:
+    from .leaving import ExitBarrier
 
-    return Goodbye()
+    return ExitBarrier()
 
 
 backend = MPIBackend()

@@ -14,3 +14,5 @@ class Tag(enum.IntEnum):
     """`Inquest`: what a rank waits for."""
     NOTHING = 3
     """Nobody: to look for it lets MPI go on with its work."""
+    DEPARTURE = 4
+    """`ExitBarrier`: that a rank has left, and what it started before."""

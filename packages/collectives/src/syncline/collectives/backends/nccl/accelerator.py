@@ -11,19 +11,19 @@ import torch
 from ...contract.work import TensorsFuture
 
 
-class Moment(ABC):
+class Event(ABC):
     """A point in a stream: a CUDA event."""
 
     @abstractmethod
     def order_current_stream(self) -> None:
-        """Let the current stream of the calling thread go on only after this moment. Does not block the CPU."""
+        """Let the current stream of the calling thread go on only after this event. Does not block the CPU."""
 
     @abstractmethod
     def is_over(self) -> bool:
         """Whether the GPU has passed it. Not to be asked while the stream is being captured."""
 
 
-class Lane(ABC):
+class CommStream(ABC):
     """A stream of its own, on which collectives run one after the other.
 
     Attributes:
@@ -33,23 +33,23 @@ class Lane(ABC):
     handle: int
 
     @abstractmethod
-    def run(self, body: Callable[[], None], after: Moment) -> Moment:
-        """Put on the stream what `body` issues, to start after a moment of another stream.
+    def run(self, body: Callable[[], None], after: Event) -> Event:
+        """Put on the stream what `body` issues, to start after an event of another stream.
 
         `body` runs with the stream as the current one: torch operations and their memory belong to it, too.
 
         Returns:
-            The moment when all of it is done.
+            The event at which all of it is done.
         """
 
     @abstractmethod
-    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment, *, captured: bool) -> None:
+    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
         """Complete a future for the CPU; its waiters and callbacks run, on their streams, after `done`.
 
         Args:
             future: is given `tensors`.
             tensors: the outputs.
-            done: a moment of this lane.
+            done: an event of this stream.
             captured: whether it is part of a CUDA graph. A stream that enters the capture must be joined again, so none may
                 be added to those that the caller knows of.
         """
@@ -80,7 +80,7 @@ class Accelerator(ABC):
         """Its place on the bus, the same in every process of the node: "0000:17:00.0"."""
 
     @abstractmethod
-    def lane(self, device: torch.device) -> Lane:
+    def comm_stream(self, device: torch.device) -> CommStream:
         """A new stream of high priority, so that a collective need not queue behind computation."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Accelerator(ABC):
         """A future of tensors of that device."""
 
     @abstractmethod
-    def now(self, device: torch.device) -> Moment:
+    def now(self, device: torch.device) -> Event:
         """After all that the current stream holds."""
 
     @abstractmethod

@@ -10,12 +10,12 @@ from ...contract.process_group import ProcessGroup
 from ...errors import BackendUnavailableError
 from ...startup.backend import Backend, ConnectRequest
 from ...startup.registry import load_backend
-from ..gloo import rendezvous as meet_in_store
+from ..gloo import rendezvous as gloo_rendezvous
 from . import library
 from .connector import Connector
 from .cuda import CudaAccelerator
 from .process_group import NcclGroup
-from .rendezvous import MeetInGroup, MeetInStore, Rendezvous
+from .rendezvous import GroupRendezvous, Rendezvous, StoreRendezvous
 
 # A store may outlive a group (torchrun's does), so every connection writes under a number of its own.
 _generations = itertools.count()
@@ -49,12 +49,12 @@ def _rendezvous(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
         return _in_group(request.host_group, owned=False)
     if _is_launched_by_mpi(request):
         return _in_group(load_backend("mpi").connect(request), owned=True)
-    store, rank, size = meet_in_store(request)
-    return MeetInStore(dist.PrefixStore(f"syncline/nccl/{next(_generations)}", store)), rank, size
+    store, rank, size = gloo_rendezvous(request)
+    return StoreRendezvous(dist.PrefixStore(f"syncline/nccl/{next(_generations)}", store)), rank, size
 
 
 def _in_group(group: ProcessGroup, *, owned: bool) -> tuple[Rendezvous, int, int]:
-    return MeetInGroup(group, owned=owned), group.rank, group.size
+    return GroupRendezvous(group, owned=owned), group.rank, group.size
 
 
 def _is_launched_by_mpi(request: ConnectRequest) -> bool:

@@ -11,9 +11,9 @@ import torch
 from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...errors import InvalidArgumentError, MisuseError, TransportError
-from .attempt import Attempt
 from .communicator import Communicator
-from .connector import Connector, Link
+from .connector import Connector, StreamCommunicator
+from .detached_call import DetachedCall
 from .failure import FatalError
 from .pair import Direction, Pair
 from .watchdog import Watchdog
@@ -32,7 +32,7 @@ class Connections:
         place: says where an error happened.
         timeout_s: says how long connecting may take.
         watchdog: looks after each communicator, and is told when a pair cannot connect.
-        link: the communicator of all ranks, if there is one already.
+        stream_comm: the communicator of all ranks, if there is one already.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Connections:
         place: Callable[[], str],
         timeout_s: Callable[[], float],
         watchdog: Watchdog,
-        link: Link | None,
+        stream_comm: StreamCommunicator | None,
     ) -> None:
         self._connector = connector
         self._place = place
@@ -49,8 +49,8 @@ class Connections:
         self._watchdog = watchdog
         self._communicators: list[Communicator] = []
         self._pairs: dict[int, Pair] = {}
-        self._device = None if link is None else link.device
-        self._link = None if link is None else self._adopt(link)
+        self._device = None if stream_comm is None else stream_comm.device
+        self._stream_comm = None if stream_comm is None else self._adopt(stream_comm)
         self._was_captured = False
 
     @property
@@ -62,21 +62,21 @@ class Connections:
         """For threads that work for the group."""
         return self._connector.accelerator.background(self.device)
 
-    def of_all(self, call: Collective, device: torch.device) -> Link:
+    def of_all(self, call: Collective, device: torch.device) -> StreamCommunicator:
         """The communicator of all ranks.
 
         Raises:
             FatalError: they could not be connected.
         """
-        if self._link is None:
+        if self._stream_comm is None:
             self._refuse_capture(call)
             self._serve(call, device)
             try:
-                self._link = self._adopt(self._connector.of_all(device, self._deadline()))
+                self._stream_comm = self._adopt(self._connector.of_all(device, self._deadline()))
             except BaseException as error:
                 raise FatalError(error) from error
         self._serve(call, device)
-        return self._link
+        return self._stream_comm
 
     def with_peer(self, peer: int, call: Collective, device: torch.device) -> Pair:
         """Those with another rank, or what will be them."""
@@ -88,20 +88,22 @@ class Connections:
             pair = self._pairs[peer] = Pair(partial(self._of_two, peer, device), self._watchdog.fail, self.background)
         return pair
 
-    def split(self, call: Collective, members: Sequence[int] | None, color: int | None, deadline: Deadline) -> Link | None:
+    def split(
+        self, call: Collective, members: Sequence[int] | None, color: int | None, deadline: Deadline
+    ) -> StreamCommunicator | None:
         """A part's communicator, by ncclCommSplit where this group is connected; else the part connects when it is used.
 
         Raises:
             FatalError: it could not be made.
         """
         self._refuse_capture(call)
-        if self._link is None:
+        if self._stream_comm is None:
             return None
         if not self._watchdog.drain(deadline.remaining_s()):
             waited = TransportError(f"split on {self._place()}: what was in flight did not finish in {deadline.timeout_s:g} s")
             raise FatalError(waited)
         try:
-            return self._connector.split(self._link, members, color, deadline)
+            return self._connector.split(self._stream_comm, members, color, deadline)
         except BaseException as error:
             raise FatalError(error) from error
 
@@ -119,27 +121,27 @@ class Connections:
             TransportError: it takes too long.
         """
         deadline = Deadline(min(_GRAPHS_S, self._timeout_s()) if self._was_captured else self._timeout_s())
-        attempts = [
-            Attempt(communicator.destroy, self.background, "syncline-nccl-destroy") for communicator in self._communicators
+        calls = [
+            DetachedCall(communicator.destroy, self.background, "syncline-nccl-destroy") for communicator in self._communicators
         ]
-        for attempt in attempts:
-            if not attempt.done.wait(deadline.remaining_s()):
+        for detached in calls:
+            if not detached.done.wait(deadline.remaining_s()):
                 raise TransportError(self._kept_by_nccl(deadline))
-            attempt.result()
+            detached.result()
 
-    def _of_two(self, peer: int, device: torch.device) -> Mapping[Direction, Link]:
-        links = self._connector.of_two(peer, device, self._deadline())
-        return {direction: self._adopt(link) for direction, link in links.items()}
+    def _of_two(self, peer: int, device: torch.device) -> Mapping[Direction, StreamCommunicator]:
+        stream_comms = self._connector.of_two(peer, device, self._deadline())
+        return {direction: self._adopt(stream_comm) for direction, stream_comm in stream_comms.items()}
 
-    def _adopt(self, link: Link) -> Link:
-        self._communicators.append(link.communicator)
-        self._watchdog.attach(link.communicator)
-        return link
+    def _adopt(self, stream_comm: StreamCommunicator) -> StreamCommunicator:
+        self._communicators.append(stream_comm.communicator)
+        self._watchdog.attach(stream_comm.communicator)
+        return stream_comm
 
     def _deadline(self) -> Deadline:
         return Deadline(self._timeout_s())
 
-    # ---- complaints ----
+    # ---- errors ----
 
     def _serve(self, call: Collective, device: torch.device) -> None:
         """Only one GPU, that of the first call."""

@@ -12,29 +12,29 @@ import torch
 
 from ...contract.deadline import Deadline
 from ...errors import CollectiveTimeout, DisagreementError
-from .accelerator import Accelerator, Lane
-from .attempt import Attempt
-from .claims import claim, objection
+from .accelerator import Accelerator, CommStream
 from .communicator import Communicator, mapped
+from .detached_call import DetachedCall
 from .library import version_in_words
-from .rendezvous import Rendezvous, Words
+from .peer_info import find_conflict, peer_info
+from .rendezvous import Payload, Rendezvous
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Link:
+class StreamCommunicator:
     """A communicator and the stream that it works on.
 
     Attributes:
         communicator: of all ranks of a group, or of two of them in one direction.
-        lane: its stream.
+        comm_stream: its stream.
         device: the GPU of both.
         lock: held while something is issued, for NCCL allows one thread at a time.
     """
 
     communicator: Communicator
-    lane: Lane
+    comm_stream: CommStream
     device: torch.device
     lock: Lock = field(default_factory=Lock)
 
@@ -61,11 +61,11 @@ class Connector:
         self.rank = rank
         self.name = name
 
-    def of_all(self, device: torch.device, deadline: Deadline) -> Link:
+    def of_all(self, device: torch.device, deadline: Deadline) -> StreamCommunicator:
         """Connect all ranks of the group."""
         return self._connect("all", range(len(self.ranks)), device, deadline)
 
-    def of_two(self, peer: int, device: torch.device, deadline: Deadline) -> dict[tuple[int, int], Link]:
+    def of_two(self, peer: int, device: torch.device, deadline: Deadline) -> dict[tuple[int, int], StreamCommunicator]:
         """Connect with one other rank, once for each direction, by (sender, receiver).
 
         Two, so that a receive need not queue behind a send: two ranks may both send first.
@@ -75,68 +75,74 @@ class Connector:
         transfer of each direction is made here, a byte, in the same order on both ranks.
         """
         low, high = sorted((self.rank, peer))
-        links = {}
+        stream_comms = {}
         for direction in ((low, high), (high, low)):
-            link = links[direction] = self._connect("{} to {}".format(*direction), direction, device, deadline)
-            self._within(deadline, device, partial(self._send_a_byte, link))
-        return links
+            stream_comm = stream_comms[direction] = self._connect("{} to {}".format(*direction), direction, device, deadline)
+            self._within(deadline, device, partial(self._send_a_byte, stream_comm))
+        return stream_comms
 
-    def split(self, link: Link, members: Sequence[int] | None, color: int | None, deadline: Deadline) -> Link | None:
+    def split(
+        self, stream_comm: StreamCommunicator, members: Sequence[int] | None, color: int | None, deadline: Deadline
+    ) -> StreamCommunicator | None:
         """Connect a part of the ranks out of a communicator of all, who all call; None where this rank is in no part."""
-        lane = self.accelerator.lane(link.device)
-        made = self._within(deadline, link.device, lambda: link.communicator.split(members, color, lane.handle))
-        return None if made is None else Link(made, lane, link.device)
+        comm_stream = self.accelerator.comm_stream(stream_comm.device)
+        made = self._within(
+            deadline, stream_comm.device, lambda: stream_comm.communicator.split(members, color, comm_stream.handle)
+        )
+        return None if made is None else StreamCommunicator(made, comm_stream, stream_comm.device)
 
     def part(self, members: Sequence[int], name: str) -> Connector:
         """The connector of a part of the group."""
         ranks = [self.ranks[member] for member in members]
         return Connector(self.nccl, self.accelerator, self.rendezvous, ranks, list(members).index(self.rank), name)
 
-    def agree(self, topic: str, words: Words, decide: Callable[[list[Words]], Words], deadline: Deadline) -> Words:
+    def agree(self, topic: str, payload: Payload, decide: Callable[[list[Payload]], Payload], deadline: Deadline) -> Payload:
         """Let all ranks of the group agree on something, on the host."""
-        return self._agree(topic, self.ranks, words, decide, deadline)
+        return self._agree(topic, self.ranks, payload, decide, deadline)
 
     def _agree(
-        self, topic: str, ranks: Sequence[int], words: Words, decide: Callable[[list[Words]], Words], deadline: Deadline
-    ) -> Words:
-        return self.rendezvous.agree(f"{self.name}/{topic}", ranks, self.ranks[self.rank], words, decide, deadline)
+        self, topic: str, ranks: Sequence[int], payload: Payload, decide: Callable[[list[Payload]], Payload], deadline: Deadline
+    ) -> Payload:
+        return self.rendezvous.agree(f"{self.name}/{topic}", ranks, self.ranks[self.rank], payload, decide, deadline)
 
-    def _connect(self, topic: str, members: Sequence[int], device: torch.device, deadline: Deadline) -> Link:
+    def _connect(self, topic: str, members: Sequence[int], device: torch.device, deadline: Deadline) -> StreamCommunicator:
         with mapped(self.nccl, "ncclGetVersion"):
             version = version_in_words(self.nccl)
-        mine = claim(self.ranks[self.rank], self.accelerator.pci_id(device), version)
+        mine = peer_info(self.ranks[self.rank], self.accelerator.pci_id(device), version)
         decision = self._agree(topic, [self.ranks[member] for member in members], mine, self._decide, deadline)
-        if "objection" in decision:
-            raise DisagreementError(f"group '{self.name}' cannot be connected: {decision['objection']}")
-        lane = self.accelerator.lane(device)
+        if "conflict" in decision:
+            raise DisagreementError(f"group '{self.name}' cannot be connected: {decision['conflict']}")
+        comm_stream = self.accelerator.comm_stream(device)
         unique_id, rank = bytes.fromhex(decision["unique_id"]), list(members).index(self.rank)
         made = self._within(
-            deadline, device, lambda: Communicator.connect(self.nccl, unique_id, rank, len(members), lane.handle)
+            deadline, device, lambda: Communicator.connect(self.nccl, unique_id, rank, len(members), comm_stream.handle)
         )
-        return Link(made, lane, device)
+        return StreamCommunicator(made, comm_stream, device)
 
-    def _send_a_byte(self, link: Link) -> None:
+    def _send_a_byte(self, stream_comm: StreamCommunicator) -> None:
         def body() -> None:
-            byte = torch.empty(1, dtype=torch.uint8, device=link.device)  # any: a kernel to fill it might wait for the GPU
-            if link.communicator.rank == 0:
-                link.communicator.send(byte, 1)
+            byte = torch.empty(
+                1, dtype=torch.uint8, device=stream_comm.device
+            )  # any: a kernel to fill it might wait for the GPU
+            if stream_comm.communicator.rank == 0:
+                stream_comm.communicator.send(byte, 1)
             else:
-                link.communicator.recv(byte, 0)
+                stream_comm.communicator.recv(byte, 0)
 
-        link.lane.run(body, self.accelerator.now(link.device))
+        stream_comm.comm_stream.run(body, self.accelerator.now(stream_comm.device))
 
-    def _decide(self, claims: list[Words]) -> Words:
-        found = objection(claims)
+    def _decide(self, peers: list[Payload]) -> Payload:
+        found = find_conflict(peers)
         if found is not None:
-            return {"objection": found}
+            return {"conflict": found}
         with mapped(self.nccl, "ncclGetUniqueId"):
             return {"unique_id": bytes(self.nccl.get_unique_id()).hex()}
 
     def _within(self, deadline: Deadline, device: torch.device, connect: Callable[[], T]) -> T:
-        attempt = Attempt(connect, partial(self.accelerator.background, device), "syncline-nccl-connect")
-        if not attempt.done.wait(deadline.remaining_s()):
+        detached = DetachedCall(connect, partial(self.accelerator.background, device), "syncline-nccl-connect")
+        if not detached.done.wait(deadline.remaining_s()):
             raise CollectiveTimeout(
                 f"NCCL did not connect the ranks of group '{self.name}' within {deadline.timeout_s:g} s, although all came; "
                 "NCCL_DEBUG=INFO shows what it tries (NCCL_SOCKET_IFNAME chooses the network)"
             )
-        return attempt.result()
+        return detached.result()

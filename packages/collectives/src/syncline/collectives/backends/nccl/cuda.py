@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 
 from ...contract.work import TensorsFuture
-from .accelerator import Accelerator, Lane, Moment
+from .accelerator import Accelerator, CommStream, Event
 from .streams import StreamPool
 
 _HIGH_PRIORITY = -1
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
-class CudaMoment(Moment):
+class CudaEvent(Event):
     """An event that was recorded."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -37,29 +37,29 @@ class CudaMoment(Moment):
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
-class CudaLane(Lane):
-    """A high-priority stream that no other lane has."""
+class CudaCommStream(CommStream):
+    """A high-priority stream that nobody else has."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.handle = _streams.lend(device, self)
+        self.handle = _streams.acquire(device, self)
         self._stream = torch.cuda.ExternalStream(self.handle, device)  # type: ignore[no-untyped-call]
 
-    def run(self, body: Callable[[], None], after: Moment) -> Moment:
+    def run(self, body: Callable[[], None], after: Event) -> Event:
         """Issue it at once."""
-        assert isinstance(after, CudaMoment)
+        assert isinstance(after, CudaEvent)
         after.order(self._stream)
         with torch.cuda.stream(self._stream):
             body()
-        return CudaMoment(self._stream)
+        return CudaEvent(self._stream)
 
-    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Moment, *, captured: bool) -> None:
+    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
         """Let torch record, on the current stream, the event that waiters and callbacks wait for.
 
         The stream may hold later collectives by now, for which they would wait, too; so a stream of torch's pool stands in,
         which waits for `done` only. In a capture they do wait for these: the other stream would never be joined.
         """
-        assert isinstance(done, CudaMoment)
+        assert isinstance(done, CudaEvent)
         ordered: torch.cuda.Stream = self._stream
         if not captured:
             ordered = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -94,17 +94,17 @@ class CudaAccelerator(Accelerator):
 
         return str(runtime.deviceGetPCIBusId(device.index))
 
-    def lane(self, device: torch.device) -> CudaLane:
+    def comm_stream(self, device: torch.device) -> CudaCommStream:
         """A new one."""
-        return CudaLane(device)
+        return CudaCommStream(device)
 
     def future(self, device: torch.device) -> TensorsFuture:
         """One that knows of streams."""
         return torch.futures.Future(devices=[device])
 
-    def now(self, device: torch.device) -> CudaMoment:
+    def now(self, device: torch.device) -> CudaEvent:
         """An event on the current stream."""
-        return CudaMoment(torch.cuda.current_stream(device))
+        return CudaEvent(torch.cuda.current_stream(device))
 
     def current_stream(self, device: torch.device) -> int:
         """Its cudaStream_t."""
@@ -116,7 +116,7 @@ class CudaAccelerator(Accelerator):
 
 
 def _new_stream(device: torch.device) -> int:
-    """A stream of CUDA's own: torch's come from a pool of 32, which lanes would have to share."""
+    """A stream of CUDA's own: torch's come from a pool of 32, which users would have to share."""
     from cupy.cuda import runtime
 
     with torch.cuda.device(device):

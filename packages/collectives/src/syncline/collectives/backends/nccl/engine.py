@@ -13,14 +13,14 @@ from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...contract.layout import untracked
 from ...errors import GroupClosedError, InvalidArgumentError, MisuseError, SynclineError, TransportError
-from .accelerator import Moment
+from .accelerator import Event
 from .algorithms import Body
 from .batch import Batch
 from .communicator import Communicator
 from .connections import Connections
-from .connector import Connector, Link
+from .connector import Connector, StreamCommunicator
 from .failure import Failure, FatalError
-from .flight import Description
+from .pending_collective import Description
 from .watchdog import Watchdog
 from .work import NcclWork
 
@@ -37,11 +37,15 @@ class Engine:
         connector: how the ranks are connected.
         place: says where an error happened.
         timeout_s: says how long one collective may take; asked for each.
-        link: the communicator of all ranks, if there is one already.
+        stream_comm: the communicator of all ranks, if there is one already.
     """
 
     def __init__(
-        self, connector: Connector, place: Callable[[], str], timeout_s: Callable[[], float], link: Link | None
+        self,
+        connector: Connector,
+        place: Callable[[], str],
+        timeout_s: Callable[[], float],
+        stream_comm: StreamCommunicator | None,
     ) -> None:
         self._accelerator = connector.accelerator
         self._rank = connector.rank
@@ -50,7 +54,7 @@ class Engine:
         self._lock = threading.Lock()  # held while a collective is issued: an issue is one
         name = f"syncline-nccl-{connector.name}-rank{connector.rank}"
         self._watchdog = Watchdog(name, place, lambda: self._connections.background())
-        self._connections = Connections(connector, place, timeout_s, self._watchdog, link)
+        self._connections = Connections(connector, place, timeout_s, self._watchdog, stream_comm)
         self._sequence = itertools.count()
         self._is_closed = False
         self._batch: Batch | None = None
@@ -80,8 +84,8 @@ class Engine:
         self._watchdog.fail(TransportError(f"what was in flight did not finish when the group was closed on {self._place()}"))
         self._watchdog.stop()
         failure = self._failure()
-        if not failure.was_told:
-            raise failure.tell()
+        if not failure.was_reported:
+            raise failure.report()
 
     def abort(self) -> None:
         """End what is in flight, without waiting. Does not take the lock: its holder may be stuck in NCCL."""
@@ -127,10 +131,10 @@ class Engine:
                 return self._add_to_batch(
                     call, body, outputs, reads, device, is_one_call=async_op and not in_steps and not blocks
                 )
-            link = self._connections.of_all(call, device)
+            stream_comm = self._connections.of_all(call, device)
             work = self._new_work(call, outputs, reads, device, blocks=blocks)
             self._watch(work)
-            self._put(link, work, _delivering(body), self._accelerator.now(device))
+            self._put(stream_comm, work, _delivering(body), self._accelerator.now(device))
         work.settle()
         if not async_op:
             work.wait()
@@ -161,13 +165,13 @@ class Engine:
     def _issue_batch(self, call: Collective, work: NcclWork, batch: Batch) -> None:
         with self._ending_the_group(), self._lock:
             self._check_usable(call)
-            link = self._connections.of_all(call, self.device)
-            work.flight.hold([*batch.outputs, *batch.reads])
+            stream_comm = self._connections.of_all(call, self.device)
+            work.pending.hold([*batch.outputs, *batch.reads])
             self._watch(work)
-            self._put(link, work, batch.run, self._accelerator.now(link.device))
+            self._put(stream_comm, work, batch.run, self._accelerator.now(stream_comm.device))
         work.settle()
 
-    def split(self, members: Sequence[int] | None, color: int | None, deadline: Deadline) -> Link | None:
+    def split(self, members: Sequence[int] | None, color: int | None, deadline: Deadline) -> StreamCommunicator | None:
         """The communicator of a part of the group; see `Connections.split`."""
         call = Collective("split")
         with self._ending_the_group(), self._lock:
@@ -211,9 +215,9 @@ class Engine:
             self._watch(work)
         after = self._accelerator.now(device)
 
-        def task(link: Link) -> None:
+        def task(stream_comm: StreamCommunicator) -> None:
             with self._ending_the_group():
-                self._put(link, work, _delivering(body), after)
+                self._put(stream_comm, work, _delivering(body), after)
             work.settle()
 
         pair.submit(direction, task)
@@ -247,25 +251,27 @@ class Engine:
     def _watch(self, work: NcclWork) -> None:
         """From before it is issued: NCCL may never return. What is captured runs later, and elsewhere."""
         if not self._accelerator.is_capturing():
-            self._watchdog.watch(work.flight)
+            self._watchdog.watch(work.pending)
 
-    def _put(self, link: Link, work: NcclWork, run: Callable[[Communicator], object], after: Moment) -> None:
+    def _put(
+        self, stream_comm: StreamCommunicator, work: NcclWork, run: Callable[[Communicator], object], after: Event
+    ) -> None:
         captured = self._accelerator.is_capturing()
 
         def issue() -> None:
             with untracked():
-                run(link.communicator)
+                run(stream_comm.communicator)
 
         try:
             if self._watchdog.failure is not None:
                 raise self._watchdog.failure.error
             if captured:
                 self._connections.note_capture()
-            with link.lock:
-                moment = link.lane.run(issue, after)
+            with stream_comm.lock:
+                event = stream_comm.comm_stream.run(issue, after)
         except BaseException as error:
             raise FatalError(_described(work, error)) from error
-        work.is_issued_as(link.lane, moment, captured=captured)
+        work.is_issued_as(stream_comm.comm_stream, event, captured=captured)
 
     # ---- failures ----
 
@@ -277,7 +283,7 @@ class Engine:
         except FatalError as fatal:
             self._watchdog.fail(fatal.error)
             failure = self._failure()  # it may have failed before, which then is the reason
-            raise failure.tell() from (fatal.error.__cause__ if failure.error is fatal.error else fatal.error)
+            raise failure.report() from (fatal.error.__cause__ if failure.error is fatal.error else fatal.error)
 
     def _failure(self) -> Failure:
         failure = self._watchdog.failure
@@ -293,7 +299,7 @@ class Engine:
         if failure is not None:
             raise TransportError(
                 f"{call.signature()} on {self._place()} was not started because the group had failed before: {failure.error}"
-            ) from failure.tell()
+            ) from failure.report()
 
     def _device_of(self, call: Collective, tensors: Sequence[torch.Tensor]) -> torch.device:
         devices = {tensor.device for tensor in tensors}
@@ -307,7 +313,7 @@ def _described(work: NcclWork, error: BaseException) -> BaseException:
     """What NCCL says, with the collective that it was said of."""
     if not isinstance(error, SynclineError):
         return error
-    described = type(error)(f"{work.flight.describe()}: {error}")
+    described = type(error)(f"{work.pending.describe()}: {error}")
     described.__cause__ = error
     return described
 

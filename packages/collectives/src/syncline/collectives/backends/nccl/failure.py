@@ -8,19 +8,19 @@ class Failure:
 
     Attributes:
         error: what is raised.
-        was_told: whether it was raised to, or shown to, somebody who uses the group. If not, `close` must raise it: what the
-            group has delivered since is garbage, and nobody knows.
+        was_reported: whether it was raised to, or shown to, somebody who uses the group. If not, `close` must raise it:
+            what the group has delivered since is garbage, and nobody knows.
     """
 
-    __slots__ = ("error", "was_told")
+    __slots__ = ("error", "was_reported")
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
-        self.was_told = False
+        self.was_reported = False
 
-    def tell(self) -> BaseException:
+    def report(self) -> BaseException:
         """The error, for one who raises or shows it."""
-        self.was_told = True
+        self.was_reported = True
         return self.error
 
 

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 from threading import Lock
 from typing import TypeAlias
 
-from .attempt import Attempt
-from .connector import Link
+from .connector import StreamCommunicator
+from .detached_call import DetachedCall
 
 Direction: TypeAlias = tuple[int, int]
-Task: TypeAlias = Callable[[Link], None]
+Task: TypeAlias = Callable[[StreamCommunicator], None]
 
 
 class Pair:
@@ -23,14 +23,14 @@ class Pair:
     transfers are issued by the caller.
 
     Args:
-        connect: gives the link for each direction; called on that thread.
+        connect: gives the communicator for each direction; called on that thread.
         fail: is told if it cannot.
         context: entered on that thread.
     """
 
     def __init__(
         self,
-        connect: Callable[[], Mapping[Direction, Link]],
+        connect: Callable[[], Mapping[Direction, StreamCommunicator]],
         fail: Callable[[BaseException], None],
         context: Callable[[], AbstractContextManager[object]],
     ) -> None:
@@ -39,38 +39,38 @@ class Pair:
         self._context = context
         self._lock = Lock()
         self._waiting: deque[tuple[Direction, Task]] = deque()
-        self._links: Mapping[Direction, Link] | None = None
+        self._stream_comms: Mapping[Direction, StreamCommunicator] | None = None
         self._is_started = False
 
     @property
     def is_connected(self) -> bool:
         """Whether transfers are issued by the caller."""
-        return self._links is not None
+        return self._stream_comms is not None
 
     def submit(self, direction: Direction, task: Task) -> None:
-        """Issue a transfer on the link of its direction: now, or when there is one."""
+        """Issue a transfer on the communicator of its direction: now, or when there is one."""
         with self._lock:
-            if self._links is None:
+            if self._stream_comms is None:
                 self._waiting.append((direction, task))
                 if not self._is_started:
                     self._is_started = True
-                    Attempt(self._run, self._context, "syncline-nccl-pair")
+                    DetachedCall(self._run, self._context, "syncline-nccl-pair")
                 return
-        task(self._links[direction])
+        task(self._stream_comms[direction])
 
     def _run(self) -> None:
         try:
-            links = self._connect()
-            while (entry := self._next(links)) is not None:
+            stream_comms = self._connect()
+            while (entry := self._next(stream_comms)) is not None:
                 direction, task = entry
-                task(links[direction])
+                task(stream_comms[direction])
         except BaseException as error:  # noqa: BLE001 - the group's waiters raise it
             self._fail(error)
             self._waiting.clear()  # after that: what waits holds the works, which must hear of it
 
-    def _next(self, links: Mapping[Direction, Link]) -> tuple[Direction, Task] | None:
+    def _next(self, stream_comms: Mapping[Direction, StreamCommunicator]) -> tuple[Direction, Task] | None:
         with self._lock:
             if self._waiting:
                 return self._waiting.popleft()
-            self._links = links
+            self._stream_comms = stream_comms
             return None

@@ -22,11 +22,11 @@ from ...host.host_group import members_of
 from . import algorithms
 from .algorithms import Body
 from .communicator import Communicator
-from .connector import Connector, Link
+from .connector import Connector, StreamCommunicator
 from .datatypes import NativeReduction, native_reduction
 from .engine import Engine
 from .library import version_in_words
-from .rendezvous import Words
+from .rendezvous import Payload
 
 
 class NcclGroup(ProcessGroup):
@@ -58,7 +58,7 @@ class NcclGroup(ProcessGroup):
 
     Args:
         connector: how it is connected.
-        link: its communicator, if it was split from another group's.
+        stream_comm: its communicator, if it was split from another group's.
         reproducible: reduce in rank order whatever depends on the order.
     """
 
@@ -68,7 +68,7 @@ class NcclGroup(ProcessGroup):
         *,
         timeout_s: float,
         ranks: Sequence[int] | None = None,
-        link: Link | None = None,
+        stream_comm: StreamCommunicator | None = None,
         reproducible: bool = False,
         owns_rendezvous: bool = True,
     ) -> None:
@@ -77,7 +77,7 @@ class NcclGroup(ProcessGroup):
         self._reproducible = reproducible
         self._owns_rendezvous = owns_rendezvous
         self._device_types = frozenset({connector.accelerator.device_type})
-        self._engine = Engine(connector, self.place, lambda: self.timeout_s, link)
+        self._engine = Engine(connector, self.place, lambda: self.timeout_s, stream_comm)
         self._splits_made = itertools.count()
         self._subsets_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
@@ -229,14 +229,14 @@ class NcclGroup(ProcessGroup):
         deadline = Deadline(self.timeout_s)
         said = self._connector.agree(f"split {number}", {"color": color, "key": key}, _all_said, deadline)
         members = None if color is None else members_of(color, said["all"])
-        link = self._engine.split(members, color, deadline)
+        stream_comm = self._engine.split(members, color, deadline)
         if members is None:
             return None
         return NcclGroup(
             self._connector.part(members, f"{self.name}/{number}.{color}"),
             timeout_s=timeout_s,
             ranks=[self.ranks[member] for member in members],
-            link=link,
+            stream_comm=stream_comm,
             reproducible=self._reproducible,
             owns_rendezvous=False,
         )
@@ -285,7 +285,7 @@ class NcclGroup(ProcessGroup):
         return native_reduction(op, tensor.dtype, reproducible=self._reproducible)
 
 
-def _all_said(words: list[Words]) -> Words:
+def _all_said(words: list[Payload]) -> Payload:
     return {"all": [[entry["color"], entry["key"]] for entry in words]}
 
 

@@ -17,7 +17,7 @@ from ...contract.deadline import Deadline
 from ...contract.process_group import ProcessGroup
 from ...errors import DisagreementError, TransportError
 
-Words: TypeAlias = dict[str, Any]
+Payload: TypeAlias = dict[str, Any]
 # The messages of an agreement; `monitored_barrier` has a tag above these.
 _FIRST_TAG, _TAGS = 32_000, 700
 # In place of a decision: why there is none.
@@ -27,7 +27,7 @@ _COULD_NOT = "could not decide"
 class Rendezvous(ABC):
     """Lets some ranks agree on something, once for each topic.
 
-    The first of the ranks hears the words of all and decides; all get its decision. Words are what JSON can hold.
+    The first of the ranks receives the payloads of all and decides; all get its decision. Payloads are what JSON can hold.
     """
 
     def agree(
@@ -35,18 +35,18 @@ class Rendezvous(ABC):
         topic: str,
         ranks: Sequence[int],
         rank: int,
-        words: Words,
-        decide: Callable[[list[Words]], Words],
+        payload: Payload,
+        decide: Callable[[list[Payload]], Payload],
         deadline: Deadline,
-    ) -> Words:
+    ) -> Payload:
         """Meet. All of `ranks` call it, in any order with other topics.
 
         Args:
             topic: names the agreement; used once.
             ranks: who meets, as ranks of the job.
             rank: who this process is.
-            words: what it says.
-            decide: called on the first rank with the words of all, in the order of `ranks`.
+            payload: what it says.
+            decide: called on the first rank with the payloads of all, in the order of `ranks`.
             deadline: for the whole.
 
         Raises:
@@ -54,31 +54,31 @@ class Rendezvous(ABC):
         """
         leader, *others = ranks
         if rank != leader:
-            self.tell(topic, leader, rank, words, deadline)
-            decision = self.hear(topic, rank, leader, deadline)
+            self.send(topic, leader, rank, payload, deadline)
+            decision = self.recv(topic, rank, leader, deadline)
             if _COULD_NOT in decision:
                 raise TransportError(f"rank {leader} came to '{topic}', but failed there: {decision[_COULD_NOT]}")
             return decision
-        heard = [words, *(self.hear(topic, leader, other, deadline) for other in others)]
+        received = [payload, *(self.recv(topic, leader, other, deadline) for other in others)]
         try:
-            decision = decide(heard)
+            decision = decide(received)
         except Exception as error:
-            self._tell_all(topic, others, leader, {_COULD_NOT: str(error)}, deadline)
+            self._send_all(topic, others, leader, {_COULD_NOT: str(error)}, deadline)
             raise
-        self._tell_all(topic, others, leader, decision, deadline)
+        self._send_all(topic, others, leader, decision, deadline)
         return decision
 
-    def _tell_all(self, topic: str, others: Sequence[int], leader: int, words: Words, deadline: Deadline) -> None:
+    def _send_all(self, topic: str, others: Sequence[int], leader: int, payload: Payload, deadline: Deadline) -> None:
         for other in others:
-            self.tell(topic, other, leader, words, deadline)
+            self.send(topic, other, leader, payload, deadline)
 
     @abstractmethod
-    def tell(self, topic: str, to: int, sender: int, words: Words, deadline: Deadline) -> None:
-        """Leave words for a rank."""
+    def send(self, topic: str, to: int, sender: int, payload: Payload, deadline: Deadline) -> None:
+        """Leave a payload for a rank."""
 
     @abstractmethod
-    def hear(self, topic: str, to: int, sender: int, deadline: Deadline) -> Words:
-        """Wait for a rank's words."""
+    def recv(self, topic: str, to: int, sender: int, deadline: Deadline) -> Payload:
+        """Wait for a rank's payload."""
 
     @abstractmethod
     def close(self) -> None:
@@ -89,25 +89,25 @@ class Rendezvous(ABC):
         """The same without waiting for anybody."""
 
 
-class MeetInStore(Rendezvous):
-    """Words are values of a store."""
+class StoreRendezvous(Rendezvous):
+    """Payloads are values of a store."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
 
-    def tell(self, topic: str, to: int, sender: int, words: Words, deadline: Deadline) -> None:
+    def send(self, topic: str, to: int, sender: int, payload: Payload, deadline: Deadline) -> None:
         """Set a key."""
-        self._store.set(f"{topic}/{sender}-{to}", json.dumps(words))
+        self._store.set(f"{topic}/{sender}-{to}", json.dumps(payload))
 
-    def hear(self, topic: str, to: int, sender: int, deadline: Deadline) -> Words:
+    def recv(self, topic: str, to: int, sender: int, deadline: Deadline) -> Payload:
         """Wait for the key."""
         key = f"{topic}/{sender}-{to}"
         try:
             self._store.wait([key], timedelta(seconds=max(deadline.remaining_s(), 1e-3)))
-            heard: Words = json.loads(self._store.get(key))
+            received: Payload = json.loads(self._store.get(key))
         except Exception as error:
             raise _did_not_come(topic, sender, deadline, error) from error
-        return heard
+        return received
 
     def close(self) -> None:
         """Nothing: the store goes with its last user."""
@@ -116,8 +116,8 @@ class MeetInStore(Rendezvous):
         """Nothing."""
 
 
-class MeetInGroup(Rendezvous):
-    """Words are messages of a host group, such as MPI's, of the same ranks.
+class GroupRendezvous(Rendezvous):
+    """Payloads are messages of a host group, such as MPI's, of the same ranks.
 
     Args:
         group: only its `send` and `recv` are used, which have no place in the order of its collectives.
@@ -128,27 +128,27 @@ class MeetInGroup(Rendezvous):
         self._group = group
         self._owned = owned
 
-    def tell(self, topic: str, to: int, sender: int, words: Words, deadline: Deadline) -> None:
+    def send(self, topic: str, to: int, sender: int, payload: Payload, deadline: Deadline) -> None:
         """Send the length, then the text."""
-        text = json.dumps({"topic": topic, "words": words}).encode()
+        text = json.dumps({"topic": topic, "payload": payload}).encode()
         length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
         for message in (length, torch.frombuffer(bytearray(text), dtype=torch.uint8)):
             self._group.send(message, to, _tag(topic), async_op=True).wait(max(deadline.remaining_s(), 1e-3))
 
-    def hear(self, topic: str, to: int, sender: int, deadline: Deadline) -> Words:
+    def recv(self, topic: str, to: int, sender: int, deadline: Deadline) -> Payload:
         """Receive both."""
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._receive(length, topic, sender, deadline)
         message = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         self._receive(message, topic, sender, deadline)
-        heard = json.loads(ctypes.string_at(message.data_ptr(), message.numel()))
-        if heard["topic"] != topic:
+        received = json.loads(ctypes.string_at(message.data_ptr(), message.numel()))
+        if received["topic"] != topic:
             raise DisagreementError(
-                f"{self._group.place()}: expected rank {sender} to come to '{topic}', found it at '{heard['topic']}'; the "
+                f"{self._group.place()}: expected rank {sender} to come to '{topic}', found it at '{received['topic']}'; the "
                 "ranks must use and split their groups in the same order"
             )
-        words: Words = heard["words"]
-        return words
+        payload: Payload = received["payload"]
+        return payload
 
     def close(self) -> None:
         """Close the group if it is ours."""

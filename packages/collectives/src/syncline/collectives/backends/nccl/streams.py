@@ -13,7 +13,7 @@ import torch
 class StreamPool:
     """Makes streams and lends them; what is no longer used is lent again.
 
-    Two lanes on one stream would wait for one another, which they must not: a send and a receive, for one, may each be what
+    Two users of one stream would wait for one another, which they must not: a send and a receive, for one, may each be what
     lets the other go on. Streams are never destroyed, because torch's allocator keeps memory for each by its handle.
 
     Args:
@@ -25,7 +25,7 @@ class StreamPool:
         self._idle: dict[torch.device, list[int]] = defaultdict(list)
         self._lock = Lock()
 
-    def lend(self, device: torch.device, user: object) -> int:
+    def acquire(self, device: torch.device, user: object) -> int:
         """The handle of a stream that is the user's as long as that lives."""
         with self._lock:
             idle = self._idle[device]

@@ -10,13 +10,13 @@ from typing import Protocol
 
 from ...contract.deadline import Deadline
 from ...errors import CollectiveTimeout, SynclineError, TransportError
-from .attempt import Attempt
+from .detached_call import DetachedCall
 from .failure import Failure
 
 _PERIOD_S = 0.1
 
 
-class Flight(Protocol):
+class WatchedCollective(Protocol):
     """What the watchdog needs of a collective in flight."""
 
     @property
@@ -37,7 +37,7 @@ class Flight(Protocol):
         """Wake every waiter with an error."""
 
 
-class Link(Protocol):
+class WatchedCommunicator(Protocol):
     """What it needs of a communicator."""
 
     def check(self) -> None:
@@ -82,8 +82,8 @@ class Watchdog:
         self._place = place
         self._context = context
         self._condition = threading.Condition()
-        self._flights: list[Flight] = []
-        self._links: list[Link] = []
+        self._pending: list[WatchedCollective] = []
+        self._communicators: list[WatchedCommunicator] = []
         self._failure: Failure | None = None
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -93,22 +93,22 @@ class Watchdog:
         """What ended the group, or None."""
         return self._failure
 
-    def attach(self, link: Link) -> None:
+    def attach(self, communicator: WatchedCommunicator) -> None:
         """A communicator to look after; one that comes after a failure is aborted."""
         with self._condition:
             if self._failure is None:
-                self._links.append(link)
+                self._communicators.append(communicator)
                 return
-        self._abort(link, [])
+        self._abort(communicator, [])
 
-    def watch(self, flight: Flight) -> None:
+    def watch(self, collective: WatchedCollective) -> None:
         """A collective to look after, from before it is issued."""
         with self._condition:
-            self._flights.append(flight)
+            self._pending.append(collective)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
-            elif len(self._flights) == 1:  # it sleeps until there is one
+            elif len(self._pending) == 1:  # it sleeps until there is one
                 self._condition.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -118,33 +118,33 @@ class Watchdog:
                 return
             self._gpu_problem()
             failure = self._failure = Failure(error)
-            flights, self._flights = self._flights, []
-            links, self._links = self._links, []
+            collectives, self._pending = self._pending, []
+            communicators, self._communicators = self._communicators, []
             self._condition.notify_all()
-        for flight in flights:
+        for collective in collectives:
             try:
-                flight.fail(failure)
+                collective.fail(failure)
             except Exception:  # noqa: BLE001 - a future that a faulty GPU keeps from ending must not keep the others from it
                 pass
-        for link in links:
-            self._abort(link, flights)
+        for communicator in communicators:
+            self._abort(communicator, collectives)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight; false if that took longer than `timeout_s` seconds, or the group failed."""
         with self._condition:
             self._gpu_problem()
-            self._condition.wait_for(lambda: not self._flights or self._failure is not None, timeout_s)
-            return not self._flights and self._failure is None
+            self._condition.wait_for(lambda: not self._pending or self._failure is not None, timeout_s)
+            return not self._pending and self._failure is None
 
     def stop(self) -> None:
         """End the thread; nothing will be watched any more."""
         with self._condition:
             self._stopping = True
-            self._links = []
+            self._communicators = []
             self._condition.notify_all()
 
-    def _abort(self, link: Link, flights: list[Flight]) -> None:
-        Attempt(partial(_abort_holding, link, flights), self._context, f"{self._name}-abort")
+    def _abort(self, communicator: WatchedCommunicator, collectives: list[WatchedCollective]) -> None:
+        DetachedCall(partial(_abort_holding, communicator, collectives), self._context, f"{self._name}-abort")
 
     def _loop(self) -> None:
         with self._context():
@@ -155,7 +155,7 @@ class Watchdog:
     def _look(self) -> bool:
         """Wait for something to be in flight, and look after it; false at the end."""
         with self._condition:
-            self._condition.wait_for(lambda: self._flights or self._stopping)
+            self._condition.wait_for(lambda: self._pending or self._stopping)
             if self._stopping:
                 return False
             found = self._problem()
@@ -164,12 +164,12 @@ class Watchdog:
         return True
 
     def _reap(self) -> None:
-        over = [flight for flight in self._flights if flight.is_over()]
+        over = [collective for collective in self._pending if collective.is_over()]
         if not over:
             return
-        for flight in over:
-            flight.release()
-            self._flights.remove(flight)
+        for collective in over:
+            collective.release()
+            self._pending.remove(collective)
         self._condition.notify_all()
 
     def _gpu_problem(self) -> TransportError | None:
@@ -184,27 +184,27 @@ class Watchdog:
         gpu_problem = self._gpu_problem()
         if gpu_problem is not None:
             return gpu_problem
-        for link in self._links:
+        for communicator in self._communicators:
             try:
-                link.check()
+                communicator.check()
             except SynclineError as error:
                 return self._reported(error)
-        late = next((flight for flight in self._flights if flight.deadline.expired()), None)
+        late = next((collective for collective in self._pending if collective.deadline.expired()), None)
         return None if late is None else self._timed_out(late)
 
     def _reported(self, error: SynclineError) -> TransportError:
-        waiting = f"; {self._flights[0].describe()} was in flight" if self._flights else ""
+        waiting = f"; {self._pending[0].describe()} was in flight" if self._pending else ""
         failure = TransportError(f"{error} ({self._place()}{waiting})")
         failure.__cause__ = error
         return failure
 
-    def _timed_out(self, flight: Flight) -> CollectiveTimeout:
+    def _timed_out(self, collective: WatchedCollective) -> CollectiveTimeout:
         return CollectiveTimeout(
-            f"{flight.describe()} did not finish within {flight.deadline.timeout_s:g} s. Look for a rank that died, left "
-            "early, or issued other collectives; a longer time limit is the `timeout` of init_process_group"
+            f"{collective.describe()} did not finish within {collective.deadline.timeout_s:g} s. Look for a rank that died, "
+            "left early, or issued other collectives; a longer time limit is the `timeout` of init_process_group"
         )
 
 
-def _abort_holding(link: Link, flights: list[Flight]) -> None:  # noqa: ARG001 - holding them is the point
+def _abort_holding(communicator: WatchedCommunicator, collectives: list[WatchedCollective]) -> None:  # noqa: ARG001 - holding them is the point
     """Abort, and hold the tensors of what was in flight until the kernels that may write them are gone."""
-    link.abort()
+    communicator.abort()

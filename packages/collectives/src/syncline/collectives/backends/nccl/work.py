@@ -11,10 +11,10 @@ import torch
 from ...contract.deadline import Deadline, seconds
 from ...contract.work import TensorsFuture, Work
 from ...errors import CollectiveTimeout, MisuseError
-from .accelerator import Accelerator, Lane, Moment
+from .accelerator import Accelerator, CommStream, Event
 from .batch import Batch
 from .failure import Failure
-from .flight import Description, Flight, gpu_fault
+from .pending_collective import Description, PendingCollective, gpu_fault
 
 # How often a thread that was asked to block looks at the GPU: at once, then less and less often.
 _FIRST_LOOK_S = 20e-6
@@ -24,7 +24,7 @@ _LONGEST_PAUSE_S = 2e-3
 class NcclWork(Work):
     """One collective, or several as one. Made before anything is issued, so that its deadline covers the issuing.
 
-    Who holds the tensors, and how long, says Note [Memory in flight] in `flight`.
+    Who holds the tensors, and how long, says Note [Memory in flight] in `collective`.
 
     Args:
         tensors: the outputs.
@@ -38,7 +38,7 @@ class NcclWork(Work):
         batch: what it is the work of, if it is of several as one.
 
     Attributes:
-        flight: what the watchdog looks after.
+        collective: what the watchdog looks after.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class NcclWork(Work):
         source: int | None = None,
         batch: Batch | None = None,
     ) -> None:
-        self.flight = Flight(describe, timeout_s, (*tensors, *reads), self)
+        self.pending = PendingCollective(describe, timeout_s, (*tensors, *reads), self)
         self._tensors = tensors
         self._describe = describe
         self._accelerator = accelerator
@@ -63,8 +63,8 @@ class NcclWork(Work):
         self._source = source
         self._batch = batch
         self._issued_from = accelerator.current_stream(device)
-        self._lane: Lane | None = None
-        self._moment: Moment | None = None
+        self._comm_stream: CommStream | None = None
+        self._event: Event | None = None
         self._issued = threading.Event()
         self._failed = threading.Event()
         self._failure: Failure | None = None
@@ -74,10 +74,10 @@ class NcclWork(Work):
 
     # ---- for the group and its watchdog ----
 
-    def is_issued_as(self, lane: Lane, moment: Moment, *, captured: bool) -> None:
+    def is_issued_as(self, comm_stream: CommStream, event: Event, *, captured: bool) -> None:
         """All of it is on a stream, or captured from there into a CUDA graph. `settle` must follow, under no lock."""
-        self._lane, self._moment = lane, moment
-        self.flight.is_issued(moment, captured=captured)
+        self._comm_stream, self._event = comm_stream, event
+        self.pending.is_issued(event, captured=captured)
 
     def fail(self, failure: Failure) -> None:
         """Wake every waiter with an error; the first counts. Runs callbacks, as `settle` does."""
@@ -98,7 +98,7 @@ class NcclWork(Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Order the current stream after the collective; with a timeout, also block until it is over."""
         timeout_s = None if timeout is None else seconds(timeout)
-        deadline = self.flight.deadline if timeout_s is None else Deadline(timeout_s)
+        deadline = self.pending.deadline if timeout_s is None else Deadline(timeout_s)
         if not self._issued.is_set() and self._batch is not None and self._batch.is_here():
             raise MisuseError(f"{self._describe()}: its batch is still open, so it would never come; wait after `coalescing`")
         if not self._issued.wait(deadline.remaining_s()):
@@ -108,23 +108,23 @@ class NcclWork(Work):
         blocks = self._blocks or timeout_s is not None
         if capturing and blocks:
             raise MisuseError(f"{self._describe()}: a CUDA graph is being captured, so nothing can be waited for on the CPU")
-        if capturing or not self.flight.captured:
+        if capturing or not self.pending.captured:
             self._order_current_stream()
         if blocks:
             self._block(deadline)
         if blocks or self._accelerator.current_stream(self._device) == self._issued_from:
-            self.flight.release()
+            self.pending.release()
         return True
 
     def is_completed(self) -> bool:
         """Whether the GPU is done, or the collective failed; false in a capture, when the GPU cannot be asked."""
         if self._failure is not None:
             return True
-        return not self._accelerator.is_capturing() and self.flight.is_over()
+        return not self._accelerator.is_capturing() and self.pending.is_over()
 
     def exception(self) -> BaseException | None:
         """The error with which the collective failed, or None."""
-        return None if self._failure is None else self._failure.tell()
+        return None if self._failure is None else self._failure.report()
 
     def result(self) -> list[torch.Tensor]:
         """The output tensors."""
@@ -159,23 +159,23 @@ class NcclWork(Work):
         if self._failure is not None:
             future.set_exception(self._failure.error)  # type: ignore[arg-type]  # torch says "result: T"
         else:
-            assert self._lane is not None
-            assert self._moment is not None
-            self._lane.complete(future, self._tensors, self._moment, captured=self.flight.captured)
+            assert self._comm_stream is not None
+            assert self._event is not None
+            self._comm_stream.complete(future, self._tensors, self._event, captured=self.pending.captured)
 
     # ---- waiting ----
 
     def _order_current_stream(self) -> None:
-        assert self._moment is not None
+        assert self._event is not None
         try:
-            self._moment.order_current_stream()
+            self._event.order_current_stream()
         except Exception as error:
             self._raise_failure()  # it says more than a GPU that faulted, and repeats itself at every call
             raise gpu_fault(self._describe(), error) from error
 
     def _block(self, deadline: Deadline) -> None:
         pause_s = _FIRST_LOOK_S
-        while not self.flight.is_over():
+        while not self.pending.is_over():
             if deadline.expired():
                 self._raise_failure()
                 raise self._not_in_time(deadline)
@@ -185,10 +185,10 @@ class NcclWork(Work):
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise self._failure.tell()
+            raise self._failure.report()
 
     def _not_in_time(self, deadline: Deadline) -> CollectiveTimeout:
-        whose = "of the group" if deadline is self.flight.deadline else "given to wait()"
+        whose = "of the group" if deadline is self.pending.deadline else "given to wait()"
         return CollectiveTimeout(
             f"{self._describe()} did not finish within the {deadline.timeout_s:g} s {whose}; it goes on, and its "
             "tensors still belong to it. Wait again, or abort the group."

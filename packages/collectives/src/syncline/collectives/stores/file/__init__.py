@@ -1,6 +1,6 @@
 """A store in a folder that all processes can reach."""
 
-from .meeting import meet
+from .rendezvous import file_rendezvous
 from .store import FileStore
 
-__all__ = ["FileStore", "meet"]
+__all__ = ["FileStore", "file_rendezvous"]

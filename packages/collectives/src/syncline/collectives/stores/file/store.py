@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ...contract.deadline import Deadline
 from ...errors import InvalidArgumentError, StoreError, StoreUnavailableError
-from .. import changes
+from .. import mutations
 from ..locked_store import LockedStore
 from ..polling import poll
-from ..store import as_key, as_keys, never_came
+from ..store import as_key, as_keys, key_timeout
 from .folder import Folder
 from .lock import LinkLock
 from .log import Log
@@ -34,7 +34,7 @@ class FileStore(LockedStore):
 
     What an earlier run left behind is in the folder of *its* run and is never read. That is why there is no default for
     `run_id`: give what names this run and no other, such as the scheduler's job and step number together. Where there is
-    no such thing, `meet` finds one.
+    no such thing, `file_rendezvous` finds one.
 
     What others can write is refused, see Note [A folder of our own]; what is made is for its owner only.
 
@@ -74,18 +74,18 @@ class FileStore(LockedStore):
             return bool(found)
 
         if not poll(look, Deadline(timeout_s)):
-            raise never_came([name], self.describe(), timeout_s)
+            raise key_timeout([name], self.describe(), timeout_s)
         return found[0]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         """See `Store.wait`."""
         timeout_s, names = self._limit_s(timeout), as_keys(keys)
-        if not poll(lambda: not changes.missing(names, self._values()), Deadline(timeout_s)):
-            raise never_came(changes.missing(names, self._values()) or names, self.describe(), timeout_s)
+        if not poll(lambda: not mutations.missing(names, self._values()), Deadline(timeout_s)):
+            raise key_timeout(mutations.missing(names, self._values()) or names, self.describe(), timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
         """See `Store.check`."""
-        return not changes.missing(as_keys(keys), self._values())
+        return not mutations.missing(as_keys(keys), self._values())
 
     def num_keys(self) -> int:
         """See `Store.num_keys`."""
@@ -100,7 +100,7 @@ class FileStore(LockedStore):
         with self._explained():
             shutil.rmtree(self._folder)
 
-    def _apply(self, key: str, change: changes.Change[changes.Answer]) -> changes.Answer:
+    def _apply(self, key: str, change: mutations.Mutation[mutations.Answer]) -> mutations.Answer:
         with self._explained(), self._lock.held(self._timeout_s), self._reading:
             self._log.refresh()
             old = self._log.values.get(key)

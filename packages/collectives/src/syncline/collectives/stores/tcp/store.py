@@ -13,7 +13,7 @@ from ...errors import InvalidArgumentError, StoreError, StoreTimeout
 from ..messages import Op, ProtocolError, Status, pack, pack_seconds, unpack
 from ..polling import poll
 from ..served_store import ServedStore
-from ..store import as_key, as_keys, never_came
+from ..store import as_key, as_keys, key_timeout
 from .secret import as_secret, require_pyzmq
 from .sockets import LONGEST_MESSAGE_BYTES
 
@@ -95,7 +95,7 @@ class TCPStore(ServedStore):
             if status != Status.TIMED_OUT:
                 return fields
             if deadline.expired():
-                raise never_came([field.decode() for field in fields], self.describe(), timeout_s)
+                raise key_timeout([field.decode() for field in fields], self.describe(), timeout_s)
 
     def _exchange(self, message: bytes, timeout_s: float) -> tuple[int, list[bytes]]:
         if len(message) > LONGEST_MESSAGE_BYTES:

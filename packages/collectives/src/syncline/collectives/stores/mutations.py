@@ -11,17 +11,17 @@ from typing import TypeAlias, TypeVar
 from ..errors import InvalidArgumentError
 
 Answer = TypeVar("Answer")
-Change: TypeAlias = Callable[[bytes | None], tuple[bytes | None, Answer]]
+Mutation: TypeAlias = Callable[[bytes | None], tuple[bytes | None, Answer]]
 
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 
 
-def setting(value: bytes) -> Change[None]:
+def setting(value: bytes) -> Mutation[None]:
     """Whatever was there, `value` is now."""
     return lambda _: (value, None)
 
 
-def adding(key: str, amount: int) -> Change[int]:
+def adding(key: str, amount: int) -> Mutation[int]:
     """Decimal text plus `amount`."""
 
     def change(old: bytes | None) -> tuple[bytes, int]:
@@ -42,7 +42,7 @@ def _number(key: str, value: bytes | None) -> int:
         raise InvalidArgumentError(f"add({key!r}): expected a decimal number as value, found {value[:40]!r}") from None
 
 
-def swapping(expected: bytes, desired: bytes) -> Change[bytes]:
+def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
     """`desired` if the value is `expected`, with torch's answers; see `Store.compare_set`."""
 
     def change(old: bytes | None) -> tuple[bytes | None, bytes]:
@@ -53,7 +53,7 @@ def swapping(expected: bytes, desired: bytes) -> Change[bytes]:
     return change
 
 
-def removing() -> Change[bool]:
+def removing() -> Mutation[bool]:
     """Nothing is there any more; whether something was."""
     return lambda old: (None, old is not None)
 
@@ -63,7 +63,7 @@ def missing(keys: Iterable[str], present: Container[str]) -> list[str]:
     return [key for key in keys if key not in present]
 
 
-def apply(values: dict[str, bytes], key: str, change: Change[Answer]) -> Answer:
+def apply(values: dict[str, bytes], key: str, change: Mutation[Answer]) -> Answer:
     """Carry out `change` on a table in memory. The caller holds the lock."""
     new, answer = change(values.get(key))
     if new is None:

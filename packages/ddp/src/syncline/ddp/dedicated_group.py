@@ -1,4 +1,4 @@
-"""A lane: a second group of the same ranks, for collectives that have no fixed place among those of the first."""
+"""A dedicated group: a second group of the same ranks, for collectives that have no fixed place among those of the first."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, TorchGroup
 
-# One lane for each group, however many layers ask; it goes when the group goes. By the torch group where there is one, because
-# `TorchGroup` is made anew whenever one is handed in.
-_lanes: weakref.WeakKeyDictionary[object, ProcessGroup] = weakref.WeakKeyDictionary()
+# One dedicated group for each group, however many layers ask; it goes when the group goes. By the torch group where there is
+# one, because `TorchGroup` is made anew whenever one is handed in.
+_dedicated_groups: weakref.WeakKeyDictionary[object, ProcessGroup] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def lane_beside(group: ProcessGroup) -> ProcessGroup:
+def dedicated_group(group: ProcessGroup) -> ProcessGroup:
     """A group of the same ranks with an order of its own. The first call for a group is a collective of that group.
 
-    Note [A lane of its own]
+    Note [A group of its own]
     ~~~~~~~~~~~~~~~~~~~~~~~~
     A layer that communicates in backward does so when autograd comes to it. When the reducer starts a bucket also depends on
     which parameters this rank has not used, so between the two there is no order that is the same on every rank. In one group
@@ -27,20 +27,20 @@ def lane_beside(group: ProcessGroup) -> ProcessGroup:
     """
     key = group.torch_group if isinstance(group, TorchGroup) else group
     with _lock:
-        lane = _lanes.get(key)
-    if lane is None:
-        lane = _make_lane(group)
+        dedicated = _dedicated_groups.get(key)
+    if dedicated is None:
+        dedicated = _make_dedicated_group(group)
         with _lock:
-            _lanes[key] = lane
-    return lane
+            _dedicated_groups[key] = dedicated
+    return dedicated
 
 
-def _make_lane(group: ProcessGroup) -> ProcessGroup:
+def _make_dedicated_group(group: ProcessGroup) -> ProcessGroup:
     if isinstance(group, TorchGroup):
         return _make_torch_lane(group)
-    lane = group.split(0)
-    assert lane is not None  # every rank gave a color
-    return lane
+    dedicated = group.split(0)
+    assert dedicated is not None  # every rank gave a color
+    return dedicated
 
 
 def _make_torch_lane(group: TorchGroup) -> ProcessGroup:
@@ -50,4 +50,4 @@ def _make_torch_lane(group: TorchGroup) -> ProcessGroup:
         backend=str(dist.get_backend_config(group.torch_group)),
         use_local_synchronization=True,  # only the group's ranks call this
     )
-    return TorchGroup(made, name=f"{group.name}/lane", timeout_s=group.timeout_s)
+    return TorchGroup(made, name=f"{group.name}/dedicated", timeout_s=group.timeout_s)

@@ -11,7 +11,7 @@ import torch
 from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...errors import TransportError
-from .accelerator import Moment
+from .accelerator import Event
 from .failure import Failure
 
 
@@ -44,22 +44,22 @@ class Waiter(Protocol):
         """Wake all who wait for it."""
 
 
-class Flight:
+class PendingCollective:
     """Holds the tensors of a collective until the GPU is done with them.
 
     Note [Memory in flight]
     ~~~~~~~~~~~~~~~~~~~~~~~
     The stream reads and writes the caller's tensors after the call has returned. torch's allocator would give their memory to
-    the next tensor as soon as the caller drops them, so the flight holds references, until
+    the next tensor as soon as the caller drops them, so this object holds references, until
 
     1. the stream from which the collective was issued has been ordered after it (`wait`): then the collective is as good as a
        kernel of that stream, and what is freed there is reused in order; or
     2. the watchdog, or a thread that blocks, sees that the collective is over; or
     3. the group failed, and the communicators' kernels have left the GPU.
 
-    The watchdog holds the flight, and not the work, which keeps the outputs as its result: so once it was waited for, memory is
-    free as soon as the caller drops the work and the tensors. `record_stream` is not needed, and memory does not pile up behind
-    it. Copies that a collective makes for itself are made on its own stream and need neither.
+    The watchdog holds the `PendingCollective`, not the work, which keeps the outputs as its result. So once the work was waited
+    for, memory is free as soon as the caller drops the work and the tensors. `record_stream` is not needed, and memory does not
+    pile up behind it. Copies that a collective makes for itself are made on its own stream and need neither.
 
     Args:
         describe: says in words what it is.
@@ -68,7 +68,7 @@ class Flight:
         waiter: hears of a failure, as long as it lives.
     """
 
-    __slots__ = ("_held", "_moment", "_waiter", "captured", "deadline", "describe")
+    __slots__ = ("_event", "_held", "_waiter", "captured", "deadline", "describe")
 
     def __init__(self, describe: Description, timeout_s: float, tensors: Sequence[torch.Tensor], waiter: Waiter) -> None:
         self.describe = describe
@@ -76,15 +76,15 @@ class Flight:
         self.captured = False
         self._held = tuple(tensors)
         self._waiter = weakref.ref(waiter)
-        self._moment: Moment | None = None
+        self._event: Event | None = None
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Hold these: a batch is filled after its work was made."""
         self._held = tuple(tensors)
 
-    def is_issued(self, moment: Moment, *, captured: bool) -> None:
-        """It is on a stream, or was captured from there into a CUDA graph, and will be over at a moment."""
-        self._moment, self.captured = moment, captured
+    def is_issued(self, event: Event, *, captured: bool) -> None:
+        """It is on a stream, or was captured from there into a CUDA graph, and will be over at an event."""
+        self._event, self.captured = event, captured
 
     def is_over(self) -> bool:
         """Whether the GPU is done with it. What was captured is: its event means nothing outside the graph.
@@ -92,10 +92,10 @@ class Flight:
         Raises:
             TransportError: the GPU faulted.
         """
-        if self._moment is None or self.captured:
+        if self._event is None or self.captured:
             return self.captured
         try:
-            return self._moment.is_over()
+            return self._event.is_over()
         except RuntimeError as error:
             raise gpu_fault(self.describe(), error) from error
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Attempt(Generic[T]):
+class DetachedCall(Generic[T]):
     """Calls once, in the background. NCCL waits for other ranks, kernels or graphs without end, and cannot be asked to stop.
 
     Args:

@@ -1,4 +1,4 @@
-"""ByDevice: a host transport for the host's tensors, and another way for those of a device."""
+"""DeviceDispatchTransport: a host transport for the host's tensors, and another way for those of a device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
-from ..host.device_runtime import DeviceLayer
+from ..host.device_runtime import DeviceRuntime
 from ..host.transport import PreparedAllReduce, Request, Transport
 from .staged_transport import StagedTransport
 
 
-class ByDevice(Transport):
+class DeviceDispatchTransport(Transport):
     """Hands every call to one of two transports of the same ranks, by where its tensor is.
 
     Args:
@@ -24,7 +24,7 @@ class ByDevice(Transport):
         direct: for tensors of the device; without it they are staged through the host.
     """
 
-    def __init__(self, host: Transport, rank: int, device: DeviceLayer, direct: Transport | None = None) -> None:
+    def __init__(self, host: Transport, rank: int, device: DeviceRuntime, direct: Transport | None = None) -> None:
         self.backend_name = host.backend_name
         self._host = host
         self._rank = rank
@@ -104,7 +104,7 @@ class ByDevice(Transport):
 
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """Both on a subset."""
-        return ByDevice(
+        return DeviceDispatchTransport(
             self._host.subset(members, name, number, deadline),
             list(members).index(self._rank),
             self._device,

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from syncline.collectives.testing.verdicts import Verdict, combined
+from syncline.collectives.testing.rank_plugin import RankOutcome, combined
 
-PASSED, SKIPPED, FAILED = Verdict("call", "passed"), Verdict("call", "skipped", "why"), Verdict("call", "failed", "boom")
+PASSED, SKIPPED, FAILED = (
+    RankOutcome("call", "passed"),
+    RankOutcome("call", "skipped", "why"),
+    RankOutcome("call", "failed", "boom"),
+)
 
 
-@pytest.mark.parametrize("verdicts", [[PASSED], [PASSED] * 3, [SKIPPED] * 2])
-def test_agreement(verdicts: list[Verdict]) -> None:
-    assert combined(verdicts) is None
+@pytest.mark.parametrize("rank_outcomes", [[PASSED], [PASSED] * 3, [SKIPPED] * 2])
+def test_agreement(rank_outcomes: list[RankOutcome]) -> None:
+    assert combined(rank_outcomes) is None
 
 
 def test_one_failure_fails_all() -> None:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 
 from ...startup.nodes import host_identity
-from .rendezvous import Words
+from .rendezvous import Payload
 
 #: Set to a text of its own on each rank, it lets several ranks share one GPU: NCCL takes them for ranks of different hosts,
 #: which talk over sockets. A testing aid; slow, and not for training.
@@ -16,7 +16,7 @@ HOST_ID_VARIABLE = "NCCL_HOSTID"
 MULTI_RANK_VARIABLE, MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 
 
-def claim(rank: int, pci_id: str, version: str) -> Words:
+def peer_info(rank: int, pci_id: str, version: str) -> Payload:
     """What this process says.
 
     Args:
@@ -41,14 +41,14 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-def objection(claims: Sequence[Words]) -> str | None:
+def find_conflict(peers: Sequence[Payload]) -> str | None:
     """Why these ranks cannot be connected, or None. A pure function."""
-    return _one_gpu_twice(claims) or _two_versions(claims)
+    return _one_gpu_twice(peers) or _two_versions(peers)
 
 
-def _one_gpu_twice(claims: Sequence[Words]) -> str | None:
-    taken: dict[tuple[str, str, str], Words] = {}
-    for mine in claims:
+def _one_gpu_twice(peers: Sequence[Payload]) -> str | None:
+    taken: dict[tuple[str, str, str], Payload] = {}
+    for mine in peers:
         other = taken.setdefault((mine["host"], mine["host_id"], mine["pci_id"]), mine)
         if other is not mine and not (other["shares"] and mine["shares"]):
             return (
@@ -61,9 +61,9 @@ def _one_gpu_twice(claims: Sequence[Words]) -> str | None:
     return None
 
 
-def _two_versions(claims: Sequence[Words]) -> str | None:
-    first = claims[0]
-    for mine in claims:
+def _two_versions(peers: Sequence[Payload]) -> str | None:
+    first = peers[0]
+    for mine in peers:
         if mine["version"] != first["version"]:
             return (
                 f"rank {first['rank']} on {first['hostname']} has NCCL {first['version']}, rank {mine['rank']} on "

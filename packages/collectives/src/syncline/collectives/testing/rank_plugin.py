@@ -1,4 +1,4 @@
-"""The part of the pytest plugin that lives only under mpirun: verdicts, silence, and the end of a hang."""
+"""The part of the pytest plugin that lives only under mpirun: outcomes, silence, and the end of a hang."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .watchdog import Watchdog
 
 T = TypeVar("T")
 
-# A rank that waits for the others' verdicts gives them a little longer than they have themselves, so that the rank that
+# A rank that waits for the others' outcomes gives them a little longer than they have themselves, so that the rank that
 # hangs speaks first.
 _LONGER_S = 3.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RankOutcome:
     """How one phase of a test went on one rank.
 
     Attributes:
@@ -38,21 +38,24 @@ class Verdict:
     text: str = ""
 
 
-def combined(verdicts: list[Verdict]) -> str | None:
+def combined(rank_outcomes: list[RankOutcome]) -> str | None:
     """The words with which a phase fails on every rank, or None if all ranks did the same and none failed. Pure.
 
     Args:
-        verdicts: of all ranks, by rank, at one place.
+        rank_outcomes: of all ranks, by rank, at one place.
     """
-    outcomes = {verdict.outcome for verdict in verdicts}
+    outcomes = {rank_outcome.outcome for rank_outcome in rank_outcomes}
     if len(outcomes) == 1 and "failed" not in outcomes:
         return None
     if "failed" not in outcomes:
-        lines = [f"rank {rank}: {verdict.outcome} {verdict.text}".rstrip() for rank, verdict in enumerate(verdicts)]
+        lines = [
+            f"rank {rank}: {rank_outcome.outcome} {rank_outcome.text}".rstrip()
+            for rank, rank_outcome in enumerate(rank_outcomes)
+        ]
         return "the ranks did not do the same:\n" + "\n".join(lines)
-    failed = [rank for rank, verdict in enumerate(verdicts) if verdict.outcome == "failed"]
-    blocks = [f"---- rank {rank} of {len(verdicts)} ----\n{verdicts[rank].text}" for rank in failed]
-    return f"failed on rank(s) {', '.join(map(str, failed))} of {len(verdicts)}\n" + "\n".join(blocks)
+    failed = [rank for rank, rank_outcome in enumerate(rank_outcomes) if rank_outcome.outcome == "failed"]
+    blocks = [f"---- rank {rank} of {len(rank_outcomes)} ----\n{rank_outcomes[rank].text}" for rank in failed]
+    return f"failed on rank(s) {', '.join(map(str, failed))} of {len(rank_outcomes)}\n" + "\n".join(blocks)
 
 
 class RankPlugin:
@@ -106,9 +109,9 @@ class RankPlugin:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Agree on each phase before pytest decides whether to go on to the next."""
         report = yield
-        mine = Verdict(f"{report.when} of {item.nodeid}", report.outcome, "" if report.passed else _text(report))
-        verdicts = self._agree(mine)
-        words = combined(verdicts)
+        mine = RankOutcome(f"{report.when} of {item.nodeid}", report.outcome, "" if report.passed else _text(report))
+        rank_outcomes = self._agree(mine)
+        words = combined(rank_outcomes)
         if words is not None:
             self._discard_group()
             if self._agreement.size > 1:
@@ -125,14 +128,19 @@ class RankPlugin:
         if self._silent_output is not None:
             self._silent_output.flush()
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """A rank that exits with a failure ends the job, so all wait until rank 0 has printed its summary."""
+        self._exchange(None, "the exit", self._patience_s)
+
     # ---- agreeing ----
 
-    def _agree(self, mine: Verdict) -> list[Verdict]:
+    def _agree(self, mine: RankOutcome) -> list[RankOutcome]:
         self._watchdog.arm(f"{mine.place}, now waiting for the other ranks,", self._limit_s + _LONGER_S)
         patience_s = self._patience_s if mine.outcome == "failed" else self._limit_s + 2 * _LONGER_S
-        verdicts = self._exchange(mine, mine.place, patience_s, f"{mine.outcome} here\n{mine.text}".rstrip())
+        rank_outcomes = self._exchange(mine, mine.place, patience_s, f"{mine.outcome} here\n{mine.text}".rstrip())
         self._watchdog.arm(mine.place, self._limit_s)
-        return verdicts
+        return rank_outcomes
 
     def _exchange(self, value: T, place: str, patience_s: float, words: str = "") -> list[T]:
         """Give each rank the values of all; end the job if they do not come, or come from another place."""

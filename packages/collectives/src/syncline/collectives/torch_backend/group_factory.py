@@ -14,7 +14,7 @@ from ..errors import BackendUnavailableError, InvalidArgumentError, LaunchError,
 from ..startup.backend import ConnectRequest
 from ..startup.launch import detect_launch
 from ..startup.registry import load_backend
-from ..startup.settings import choose_backend, load_site
+from ..startup.settings import choose_backend, load_settings
 from .torch_process_group import TorchProcessGroup
 
 logger = logging.getLogger("syncline.collectives")
@@ -86,7 +86,7 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
             options.group_size,
             None,
             timeout_s,
-            reproducible=load_site(os.environ).reproducible,
+            reproducible=load_settings(os.environ).reproducible,
             store=options.store if chosen.meets_in_store else None,
         )
         return chosen.connect(request)
@@ -105,7 +105,7 @@ def _choice(size: int) -> str:
         launch,
         lambda name: load_backend(name).missing(),
         rendezvous_given=size > 1,
-        site=load_site(os.environ),
+        settings=load_settings(os.environ),
     )
     if ":" in choice.name or not torch.cuda.is_available():
         return choice.name

@@ -1,0 +1,188 @@
+"""What scripts do to gradients, reducers and backwards without asking: averaged, or an error by name; never silently local."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.collectives import MisuseError, ProcessGroup
+from syncline.collectives.testing import run_ranks
+from syncline.reducer import Reducer
+
+pytestmark = pytest.mark.ranks
+
+VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
+
+
+def named(*names: str, shape: tuple[int, ...] = (2, 2)) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, torch.nn.Parameter(torch.ones(shape))) for name in names]
+
+
+def backward(
+    reducer: Reducer, parameters: list[tuple[str, torch.nn.Parameter]], group: ProcessGroup, factors: tuple[float, ...]
+) -> None:
+    """Gradients of factor * (rank + 1), added to what is there; their average is 1.5 * factor on two ranks."""
+    reducer.prepare_for_backward()
+    total = torch.zeros(())
+    for (_, parameter), factor in zip(parameters, factors, strict=True):
+        total = total + (parameter * factor * (group.rank + 1)).sum()
+    total.backward()
+
+
+def values(parameters: list[tuple[str, torch.nn.Parameter]]) -> list[float | None]:
+    return [None if p.grad is None else float(p.grad.flatten()[0]) for _, p in parameters]
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_was_given_other_memory_is_averaged(as_view: bool, set_to_none: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
+        for step in range(4):
+            backward(reducer, parameters, group, (1.0, 2.0))
+            assert values(parameters) == [1.5, 3.0]
+            gradient = parameters[0][1].grad
+            assert gradient is not None
+            if step:
+                gradient.data = gradient.data.clamp(-1, 1)
+            for _, parameter in parameters:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    assert parameter.grad is not None
+                    parameter.grad.zero_()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_gradients_that_two_parameters_have_exchanged_add_up_where_they_are(as_view: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        (_, a), (_, b) = parameters
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
+        for _ in range(2):
+            a.grad = b.grad = None
+            backward(reducer, parameters, group, (1.0, 2.0))
+        a.grad, b.grad = b.grad, a.grad
+        backward(reducer, parameters, group, (1.0, 2.0))
+        assert values(parameters) == [4.5, 4.5]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_an_unused_gradient_stays_also_as_another_object_in_the_same_memory(as_view: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        (_, a), (_, b) = parameters
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view, find_unused_parameters=True)
+        backward(reducer, parameters, group, (1.0, 2.0))
+        assert b.grad is not None
+        with torch.no_grad():
+            b.grad.fill_(10.0 * group.rank)
+        b.grad = b.grad.detach()
+        a.grad = None
+        reducer.prepare_for_backward()
+        (a * (group.rank + 1)).sum().backward()
+        assert values(parameters) == [1.5, 10.0 * group.rank]
+
+    run_ranks(2, body)
+
+
+def test_two_reducers_average_what_came_though_ranks_see_it_in_different_orders() -> None:
+    """The first reducer's end must not write where the second has still to collect."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b", "c")
+        groups = [group.split(0) for _ in range(2)]
+        reducers = [Reducer(parameters, each, bucket_cap_bytes=0) for each in groups if each is not None]
+        for step in range(4):
+            for _, parameter in parameters:
+                parameter.grad = None
+            order = (0, 1, 2) if group.rank == 0 or step != 2 else (2, 0, 1)
+            for reducer in reducers:
+                reducer.prepare_for_backward()
+            total = torch.zeros(())
+            for index in order:
+                total = total + (parameters[index][1] * (2.0 + 10 * group.rank) * (index + 1)).sum()
+            total.backward()
+            assert values(parameters) == [7.0, 14.0, 21.0]
+
+    run_ranks(2, body)
+
+
+def test_two_reducers_of_one_group_may_not_share_parameters() -> None:
+    """In different orders on different ranks their buckets would mix."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        first, _second = (Reducer(parameters, group) for _ in range(2))
+        with pytest.raises(MisuseError, match="give each a group of its own"):
+            first.prepare_for_backward()
+
+    run_ranks(2, body)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in backward")
+
+
+def failing_backward(reducer: Reducer, parameters: list[tuple[str, torch.nn.Parameter]]) -> Callable[[], None]:
+    """A backward that fails after its first gradient; returned is another one, prepared for before."""
+    (_, a), (_, b) = parameters
+    reducer.prepare_for_backward()
+    second = a.sum() + b.sum()
+    first = Fails.apply(a).sum() + b.sum()  # type: ignore[no-untyped-call]
+    with pytest.raises(ArithmeticError):
+        first.backward()
+    return lambda: second.backward()
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_backward_after_a_failed_one_is_refused_without_a_forward_too(as_view: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
+        again = failing_backward(reducer, parameters)
+        with pytest.raises(MisuseError, match=r"never ended.*close or delete this one"):
+            again()
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_resized_parameter_is_refused_by_name(as_view: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b", shape=(3,))
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
+        parameters[1][1].data = torch.ones(5)
+        with pytest.raises(MisuseError, match=r"shape \[3\] for parameter 'b'.*found \[5\]"):
+            backward(reducer, parameters, group, (1.0, 2.0))
+
+    run_ranks(1, body)
+
+
+def test_hooks_on_nodes_do_not_pile_up_when_a_parameter_is_converted_in_each_step() -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a")
+        reducer = Reducer(parameters, group)
+        for _ in range(5):
+            parameters[0][1].data = parameters[0][1].data.double()
+            parameters[0][1].data = parameters[0][1].data.float()
+            parameters[0][1].grad = None
+            backward(reducer, parameters, group, (1.0,))
+        assert len(reducer._hooks._nodes) == 1
+        assert len(reducer._hooks._handles) == 1
+
+    run_ranks(1, body)
