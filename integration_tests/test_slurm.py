@@ -189,14 +189,11 @@ def test_a_node_fails(cluster: SlurmCluster, submit, open_mpi) -> None:
 
 
 KILLED = """
-from pathlib import Path
 from test_support.slurm_cluster import SlurmCluster
 
 with SlurmCluster() as cluster:
-    cluster.start(["srun", "-N2", "sleep", "600"], cluster.folder, {})
-    while "RUNNING" not in cluster.call("squeue", "--format=%T"):
-        pass
-    print(cluster.folder, flush=True)
+    srun = cluster.start(["srun", "-N2", "sh", "-c", "readlink /proc/self/ns/pid; sleep 600"], cluster.folder, {})
+    print(cluster.folder, srun.stdout.readline().strip(), srun.stdout.readline().strip(), flush=True)
     input()
 """
 
@@ -206,25 +203,27 @@ def test_a_killed_test_leaves_no_daemon_and_no_step(cluster: SlurmCluster) -> No
     paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "tools")}
     with subprocess.Popen(words, env=paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        folder = process.stdout.readline().strip()
+        folder, namespace, same = process.stdout.readline().split()
         try:
-            assert len(processes_of(folder)) > 8, "those of the daemons, of srun and of the steps"
+            assert namespace == same
+            names = processes_in(namespace)
+            assert {"munged", "slurmctld", "slurmd", "slurmstepd", "srun", "sleep"} <= set(names), names
             process.kill()
             end_s = time.monotonic() + 10
-            while processes_of(folder):
-                assert time.monotonic() < end_s, processes_of(folder)
+            while processes_in(namespace):
+                assert time.monotonic() < end_s, processes_in(namespace)
                 time.sleep(0.1)
         finally:
             process.kill()
             shutil.rmtree(folder)
 
 
-def processes_of(folder: str) -> list[str]:
-    """The processes of a cluster by their names; all have its configuration in their environment."""
+def processes_in(namespace: str) -> list[str]:
+    """The names of the processes in a namespace of process ids, such as "pid:[4026531836]"."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if f"SLURM_CONF={folder}/".encode() in (path / "environ").read_bytes():
+            if os.readlink(path / "ns" / "pid") == namespace:
                 found.append((path / "comm").read_text().strip())
         except OSError:
             pass  # it has ended meanwhile

@@ -46,10 +46,11 @@ def srun_conflict(interface: str | None, vendor: str, is_from_pypi: bool) -> str
 
 # Note [Addresses through Slurm's PMI-2]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# Ranks of several nodes tell one another their addresses through Slurm. A request with a value of the greatest length that Slurm
-# announces is longer than the requests that it reads: it is cut ("value not properly terminated in client request"). MPICH sends
-# such values where an address is longer than one value. Then it hangs, or ends the process with "Destination is unreachable".
-# UCX puts each network device into the address. Measured with MPICH 5.0.2 under Slurm 22.05.8: 11 devices work, 13 do not.
+# Ranks of several nodes tell one another their addresses through Slurm. A request with a value of the greatest length that
+# Slurm announces is longer than the requests that it reads: it is cut ("value not properly terminated in client request").
+# MPICH sends such values where an address is longer than one value. Then it hangs, or ends the process with "Destination is
+# unreachable". UCX puts each network device into the address. Measured with MPICH 5.0.2 under Slurm 22.05.8: 11 devices work,
+# 13 do not.
 _MOST_DEVICES = 8
 
 
