@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -218,6 +219,19 @@ def test_launcher_and_library_of_different_mpis(run_job) -> None:
     assert "started 2 rank(s), but" in job.output
     assert "sees 1" in job.output
     assert "MPI4PY_LIBMPI" in job.output
+
+
+def test_torchrun_with_an_mpi_installed(run_job, tmp_path: Path) -> None:
+    """The doctor finds nothing wrong; who asks for MPI there is told what starts MPI programs."""
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable, "-m")
+    doctor = run_job(None, "", *words, "syncline.collectives", "doctor")
+    assert doctor.status == 0, doctor.output
+    assert "torchrun, 2 process(es)" in doctor.output
+    assert "WRONG" not in doctor.output
+    job = run_job(None, "", *words, "syncline.collectives", "doctor", SYNCLINE_BACKEND="mpi")
+    assert job.status != 0
+    words_found = " ".join(job.output.split())
+    assert "torchrun started these 2 ranks and does not start MPI programs. Start them with mpiexec or srun" in words_found
 
 
 def test_no_mpi_library(run_job) -> None:
