@@ -13,14 +13,16 @@ _OURS: dict[Any, Reduction] = (
     {getattr(dist.ReduceOp, op.name): op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM} if dist.is_available() else {}
 )
 
+_PREMUL_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None) if dist.is_available() else None
+
 
 def from_torch(op: Any) -> Reduction | None:
     """Our word for a reduction of torch's, or None if it is none of these."""
     if not _OURS:
         return None
     ours = _OURS.get(getattr(op, "op", op))  # an instance of `dist.ReduceOp` is equal to the constants, but not found by them
-    if ours is None and isinstance(op, dist.ReduceOp) and op == dist.ReduceOp.PREMUL_SUM:
-        return premul_sum(float(op.__getstate__()[1]))  # torch pickles the factor, and shows it in newer versions only
+    if ours is None and isinstance(op, dist.ReduceOp) and op == _PREMUL_SUM:
+        return premul_sum(float(op.__getstate__()[1]))  # type: ignore[attr-defined]  # only its pickle has the factor
     return ours
 
 
