@@ -148,8 +148,12 @@ def _as_device(given: Any, like: torch.device) -> torch.device:
     return torch.device(like.type, given) if isinstance(given, int) else torch.device(given)
 
 
+def _is_number(given: object) -> bool:
+    return isinstance(given, numbers.Real) and not isinstance(given, bool)
+
+
 def _bytes(argument: str, cap_mb: float) -> int:
-    if isinstance(cap_mb, bool) or not isinstance(cap_mb, numbers.Real):
+    if not _is_number(cap_mb):
         raise InvalidArgumentError(f"expected {argument} to be a number of MiB, found {cap_mb!r}")
     if not 0 < cap_mb < math.inf:
         raise InvalidArgumentError(f"expected a finite {argument} above 0 MiB, found {cap_mb}")

@@ -289,7 +289,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.process_group = group
         self._is_default_group = process_group is None
         self._reducer = self._make_reducer()
-        check_annotations(hook)
         self._reducer.set_hook(hook, state)
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]) -> None:

@@ -219,9 +219,9 @@ def _joined(
     return None
 
 
-def _check_dense(name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
+def _check_dense(name: str, tensors: Sequence[torch.Tensor] | None, group: ProcessGroup) -> None:
     problem = "expected a list of tensors, found None" if tensors is None else checks.no_tensors({"tensors": tensors})
-    if problem is None and not all(tensor.layout is torch.strided for tensor in tensors):
+    if problem is None and not all(tensor.layout is torch.strided for tensor in tensors or ()):
         problem = "expected dense tensors, which are joined to one, found a sparse one; reduce it by all_reduce"
     if problem is not None:
         raise InvalidArgumentError(f"{name} on {group.place()}: {problem}")
