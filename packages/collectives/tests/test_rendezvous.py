@@ -19,6 +19,7 @@ from syncline.collectives import (
     StoreTimeout,
     StoreUnavailableError,
 )
+from syncline.collectives.startup import first_words
 from syncline.collectives.startup.rendezvous import (
     Address,
     address_by_environment,
@@ -163,6 +164,15 @@ def test_the_secret_of_a_user(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "own")
     with pytest.raises(LaunchError, match=r"expected .*link to belong to this user"):
         user_secret(tmp_path / "link")
+
+
+def test_the_first_to_say_something_is_told_so_and_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(8) as processes:
+        found = list(processes.map(lambda _: first_words.is_first("said", tmp_path / "own"), range(8)))
+    assert sorted(found) == [False] * 7 + [True]
+    assert first_words.is_first("said otherwise", tmp_path / "own")
+    monkeypatch.setattr(first_words, "FRESH_S", 0.0)
+    assert first_words.is_first("said", tmp_path / "own")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 
@@ -32,6 +33,20 @@ def is_simple(tensor: torch.Tensor) -> bool:
             tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
         )
     )
+
+
+def no_tensors(call_arguments: Mapping[str, object]) -> str | None:
+    """Whether an argument is no tensor; for a name that ends in "s", no list of tensors. None stands for what is not given."""
+    for name, given in call_arguments.items():
+        if name.endswith("s"):
+            if given is not None and (isinstance(given, torch.Tensor | str) or not isinstance(given, Sequence)):
+                return f"expected {name} to be a list of tensors, found {type(given).__name__}"
+            for index, entry in enumerate(cast(Sequence[object], given or ())):
+                if not isinstance(entry, torch.Tensor):
+                    return f"expected {name} to be a list of tensors, found {type(entry).__name__} at index {index}"
+        elif not isinstance(given, torch.Tensor):
+            return f"expected {name} to be a torch.Tensor, found {type(given).__name__}"
+    return None
 
 
 def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: str) -> str | None:

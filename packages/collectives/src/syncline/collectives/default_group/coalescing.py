@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..contract import checks
 from ..contract.layout import untracked
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import ReduceOp, Reduction
@@ -69,6 +70,7 @@ def broadcast_coalesced(
     if buffer_size_bytes < 1:
         raise InvalidArgumentError(f"expected buffer_size_bytes of at least 1, found {buffer_size_bytes}")
     chosen = resolve_group(group)
+    _check_dense("broadcast_coalesced", tensors, chosen)
     pending: deque[_Pending] = deque()
     plan = _plan(tensors, buffer_size_bytes)
     at_once = len(plan) == len(set(map(_kind, tensors))) and sum(map(_nbytes, tensors)) <= _BLOCKING_BYTES
@@ -104,6 +106,7 @@ def all_reduce_coalesced(
     Extra memory: a copy of all tensors.
     """
     chosen = resolve_group(group)
+    _check_dense("all_reduce_coalesced", tensors, chosen)
     futures: list[TensorsFuture] = []
     for members in _plan(tensors, DEFAULT_BUFFER_BYTES):
         targets = [tensors[index] for index in members]
@@ -131,6 +134,8 @@ def all_gather_coalesced(
         InvalidArgumentError: the wrong number of lists, or a list that is not like the input.
     """
     chosen = resolve_group(group)
+    for tensors in (input_tensor_list, *output_tensor_lists):
+        _check_dense("all_gather_coalesced", tensors, chosen)
     _check_lists(output_tensor_lists, input_tensor_list, chosen)
     futures: list[TensorsFuture] = []
     for members in _plan(input_tensor_list, DEFAULT_BUFFER_BYTES):
@@ -212,6 +217,14 @@ def _joined(
         return work
     work.wait()
     return None
+
+
+def _check_dense(name: str, tensors: Sequence[torch.Tensor] | None, group: ProcessGroup) -> None:
+    problem = "expected a list of tensors, found None" if tensors is None else checks.no_tensors({"tensors": tensors})
+    if problem is None and not all(tensor.layout is torch.strided for tensor in tensors or ()):
+        problem = "expected dense tensors, which are joined to one, found a sparse one; reduce it by all_reduce"
+    if problem is not None:
+        raise InvalidArgumentError(f"{name} on {group.place()}: {problem}")
 
 
 def _check_lists(outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], group: ProcessGroup) -> None:

@@ -16,6 +16,7 @@ from ..contract.deadline import seconds
 from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from ..startup.backend import Backend, ConnectRequest
+from ..startup.first_words import fail_with_one_voice
 from ..startup.launch import check_init_method, detect_launch
 from ..startup.registry import load_backend, what_is_missing
 from ..startup.settings import BackendChoice, choose_backend, load_settings
@@ -86,30 +87,36 @@ def init_process_group(
     timeout_s = seconds(timeout, settings.timeout_s)
     launch = detect_launch(os.environ)
     scheme = check_init_method(init_method)
-    with _lock:
-        if _default is not None:
-            raise MisuseError(f"init_process_group was called before and made {_default!r}; call destroy_process_group first")
-        choice = choose_backend(
-            backend,
-            os.environ,
-            launch,
-            what_is_missing,
-            scheme=scheme,
-            rendezvous_given=init_method is not None or store is not None or world_size != -1,
-            settings=settings,
-        )
-        request = ConnectRequest(
-            launch,
-            None if rank == -1 else rank,
-            None if world_size == -1 else world_size,
-            init_method,
-            timeout_s,
-            reproducible=settings.reproducible if reproducible is None else reproducible,
-            store=store,
-            check_calls=check_calls,
-            thresholds=settings.thresholds.overridden(os.environ),
-        )
-        _default = _load(choice).connect(request)
+    try:
+        with _lock:
+            if _default is not None:
+                raise MisuseError(
+                    f"init_process_group was called before and made {_default!r}; call destroy_process_group first"
+                )
+            choice = choose_backend(
+                backend,
+                os.environ,
+                launch,
+                what_is_missing,
+                scheme=scheme,
+                rendezvous_given=init_method is not None or store is not None or world_size != -1,
+                settings=settings,
+            )
+            request = ConnectRequest(
+                launch,
+                None if rank == -1 else rank,
+                None if world_size == -1 else world_size,
+                init_method,
+                timeout_s,
+                reproducible=settings.reproducible if reproducible is None else reproducible,
+                store=store,
+                check_calls=check_calls,
+                thresholds=settings.thresholds.overridden(os.environ),
+            )
+            _default = _load(choice).connect(request)
+    except Exception:
+        fail_with_one_voice(launch, is_initialized)
+        raise
     if _default.size == 1 and launch is None and world_size == -1 and multiprocessing.parent_process() is not None:
         warnings.warn(_ALONE_AMONG_SIBLINGS, stacklevel=2)
     if _default.rank == 0:

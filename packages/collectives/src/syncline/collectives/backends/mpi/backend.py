@@ -158,6 +158,11 @@ def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
     from .library import library_name
 
     launch = request.launch
+    if launch is not None and not launch.is_mpi and launch.least_world_size() > size:
+        raise LaunchError(
+            f"backend 'mpi' was asked for, but {launch.launcher} started these {launch.least_world_size()} ranks and does not "
+            "start MPI programs. Start them with mpiexec or srun, or choose backend 'gloo' (unset SYNCLINE_BACKEND)"
+        )
     if launch is not None and launch.world_size not in (None, size):
         raise LaunchError(
             f"{launch.launcher} started {launch.world_size} rank(s), but {library_name()} sees {size}: the launcher and the "
