@@ -86,10 +86,10 @@ def test_who_finishes_first_ends_no_work_of_others(run_job) -> None:
         """
         import sys, time
         import torch
-        import syncline.collectives.backends.mpi.leaving as leaving
+        import syncline.collectives.backends.mpi.job_abort as job_abort
         from syncline.collectives import all_reduce, init_process_group
 
-        leaving.NOTICE_AFTER_S = 0.01
+        job_abort.NOTICE_AFTER_S = 0.01
         group = init_process_group()
         tensor = torch.ones(2)
         all_reduce(tensor)

@@ -107,7 +107,7 @@ def init_process_group(
             reproducible=settings.reproducible if reproducible is None else reproducible,
             store=store,
             check_calls=check_calls,
-            crossovers=settings.crossovers.overridden(os.environ),
+            thresholds=settings.thresholds.overridden(os.environ),
         )
         _default = _load(choice).connect(request)
     if _default.size == 1 and launch is None and world_size == -1 and multiprocessing.parent_process() is not None:

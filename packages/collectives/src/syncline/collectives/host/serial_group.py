@@ -20,7 +20,7 @@ from .departures import GroupCalls
 from .device_runtime import Body, DeviceRuntime, StreamOrder
 from .group_work import GroupWork
 from .progress import Progress
-from .transport import PreparedAllReduce, Transport
+from .transport import Plan, Transport
 
 _CPU = frozenset({"cpu"})
 
@@ -71,7 +71,7 @@ class SerialGroup(ProcessGroup):
         self._closed = False
         self._first_failure: BaseException | None = None
         self._in_flight: set[PendingWork] = set()
-        self._prepared: dict[tuple[Reduction, torch.dtype, int], PreparedAllReduce] = {}
+        self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, int], Plan] = {}
         self._deadline: Deadline | None = None  # of the collective that runs now
 
     @property
@@ -100,7 +100,7 @@ class SerialGroup(ProcessGroup):
             return
         self._closed = True
         drained = self._progress.drain(self.timeout_s)
-        self._prepared.clear()
+        self._plans.clear()
         self._progress.stop()
         if drained and self._first_failure is None:
             self._transport.close()
@@ -114,7 +114,7 @@ class SerialGroup(ProcessGroup):
         if self._closed:
             return
         self._closed = True
-        self._prepared.clear()
+        self._plans.clear()
         failure = self._first_failure = self._first_failure or self._aborted()
         if self._deadline is not None:
             self._deadline.cancel()
@@ -163,14 +163,14 @@ class SerialGroup(ProcessGroup):
         owned = [tensor for tensor in tensors if device.owns(tensor)]
         return device.order(owned) if owned else None
 
-    def _run_prepared(self, prepared: PreparedAllReduce, tensor: torch.Tensor, op: Reduction) -> None:
-        """As `_run`; see Note [Prepared calls]."""
+    def _run_plan(self, plan: Plan, tensor: torch.Tensor, op: Reduction) -> None:
+        """As `_run`; see Note [Plans]."""
         sequence = next(self._sequence)
         if self._first_failure is not None:
             raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
         deadline = self._deadline = self._start()
         try:
-            prepared(tensor, deadline)
+            plan.run(tensor, tensor, deadline)
         except BaseException as error:  # noqa: BLE001 - raised again
             self._fail(error, Collective("all_reduce", tensor, op), sequence, deadline)
         finally:

@@ -20,7 +20,7 @@ from ...startup.srun import srun_hint
 from .srun_check import srun_problem
 
 if TYPE_CHECKING:
-    from .leaving import ExitBarrier
+    from .job_abort import ExitBarrier
 
 _START_S = 300.0
 
@@ -52,7 +52,7 @@ class MPIBackend(Backend):
         _check_init_method(request)
         from mpi4py import MPI
 
-        from .leaving import abort_on_uncaught
+        from .job_abort import abort_on_uncaught
         from .node.node_transport import NodeTransport
         from .transport import MPITransport
 
@@ -64,8 +64,8 @@ class MPIBackend(Backend):
         _check_sizes(request, world.Get_rank(), world.Get_size())
         departures = _exit_barrier().departures
         device = cuda_runtime() if request.wants("cuda") else None
-        crossovers = world.bcast(request.crossovers)
-        transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, crossovers=crossovers)
+        thresholds = world.bcast(request.thresholds)
+        transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, thresholds=thresholds)
         direct = (
             MPITransport(world.Dup(), reproducible=request.reproducible, on_device=True)
             if _all_are_cuda_aware(device)
@@ -177,7 +177,7 @@ def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
 
 @functools.cache
 def _exit_barrier() -> ExitBarrier:
-    from .leaving import ExitBarrier
+    from .job_abort import ExitBarrier
 
     return ExitBarrier()
 

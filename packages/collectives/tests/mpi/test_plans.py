@@ -13,38 +13,33 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
-from syncline.collectives.backends.mpi.node import in_window, slice_reduction, staging, window_reduction
-from syncline.collectives.backends.mpi.node.board import Board, board_bytes, is_ordered
-from syncline.collectives.backends.mpi.node.exchange import Exchange
-from syncline.collectives.backends.mpi.node.in_window import InWindow
-from syncline.collectives.backends.mpi.node.peer_memory import PeerMemory
-from syncline.collectives.backends.mpi.node.prepared import PreparedExchange, PreparedSingleCopy
+from syncline.collectives.backends.mpi.call_verifier import NO_KEY
+from syncline.collectives.backends.mpi.node import copy_in_copy_out, window_collective
+from syncline.collectives.backends.mpi.node.algorithm import Operation, size_of
+from syncline.collectives.backends.mpi.node.copy_in_copy_out import CopyInCopyOut, StagingArea
+from syncline.collectives.backends.mpi.node.eager_exchange import EagerExchange
+from syncline.collectives.backends.mpi.node.plan import NodePlan, PlanRequest
 from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded
-from syncline.collectives.backends.mpi.node.single_copy import SingleCopy
-from syncline.collectives.backends.mpi.node.staging import Slots, Staged
-from syncline.collectives.backends.mpi.node.way import FullWay, Way
-from syncline.collectives.backends.mpi.node.windows import Place
-from syncline.collectives.contract.collective import Collective
+from syncline.collectives.backends.mpi.node.shm_barrier import ShmBarrier, barrier_bytes, has_total_store_order
+from syncline.collectives.backends.mpi.node.window_collective import WindowCollective, tensor_from_address
+from syncline.collectives.backends.mpi.node.windows import Windows
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.reduce_op import DTYPES_OF, Reduction
 from syncline.collectives.host.reduction import reduce_in_rank_order
-from syncline.collectives.host.transport import PreparedAllReduce
+from syncline.collectives.host.transport import CallKind
 from syncline.collectives.testing import run_ranks
 
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's"),
+    pytest.mark.skipif(not has_total_store_order(), reason="this processor reorders writes"),
 ]
 
 CELLS = [(op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str)]
 NUMELS = (1, 3, 16, 61)  # with chunks of 64 bytes: less than a rank each, less than a chunk, and several
 OFFSET_BYTES = 32
 PART_BYTES = 4096
-NO_MEETING: Any = None  # who all call the same never needs one
-
-
-def unexpected(*_: object) -> None:
-    raise AssertionError("all tensors can be read")
+SLOT_BYTES = 4096
 
 
 def reduction(op: ReduceOp) -> Reduction:
@@ -61,74 +56,93 @@ def data(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return ((index * 5 + rank * 3) % 7).to(dtype)
 
 
-class Rank:
-    """One rank's ways, and tensors as these want them."""
+class FakeSync:
+    """What plans ask of a `GroupSync`: by a `ShmBarrier` of threads."""
 
-    def __init__(self, group: ProcessGroup, window: Segment, slots: Slots, board: Board, name: str) -> None:
+    def __init__(self, barrier: ShmBarrier) -> None:
+        self._barrier = barrier
+
+    def barrier(self, *_: Any) -> ShmBarrier:
+        return self._barrier
+
+    def verify(self, describe: Any, deadline: Deadline, digest: int = 0, key: int = NO_KEY) -> bool:
+        is_same, is_common = self._barrier.arrive_and_wait(deadline, digest, key)
+        assert is_same, describe()
+        return is_common
+
+    def wait(self, describe: Any, deadline: Deadline) -> None:
+        self._barrier.arrive_and_wait(deadline)
+
+
+class FakeMemory:
+    """What plans ask of a `NodeMemory`: one window, and one segment for staging."""
+
+    has_windows = True
+
+    def __init__(self, window: Segment, staging: Segment) -> None:
+        self._windows = Windows()
+        self._windows.add(window)
+        self._staging = staging
+        self.find = self._windows.find
+
+    def allocate_segment(self, *_: Any) -> Segment:
+        return self._staging
+
+
+class Rank:
+    """One rank, and its plans of one algorithm."""
+
+    def __init__(self, group: ProcessGroup, window: Segment, staging: Segment, barrier: ShmBarrier, name: str) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
-        self._window, self._slots, self._board, self._name = window, slots, board, name
-        self._prepared: dict[object, PreparedAllReduce] = {}
+        self._window, self._name = window, name
+        self._sync: Any = FakeSync(barrier)
+        self._memory: Any = FakeMemory(window, staging)
+        self._staging = StagingArea(self._memory, self._sync)
+        self._plans: dict[CallKind, NodePlan] = {}
 
     def tensor(self, source: torch.Tensor) -> torch.Tensor:
         """A copy, at the same place on every rank, in the window or not."""
-        if self._name != "in window":
-            self._last = source.clone()
-            return self._last
+        if self._name != "window":
+            return source.clone()
         return self._window.view(self.rank, OFFSET_BYTES, source.numel(), source.dtype).copy_(source)
 
+    def run(
+        self,
+        operation: Operation,
+        tensor: torch.Tensor,
+        whole: torch.Tensor,
+        op: Reduction | None = None,
+        root: int | None = None,
+    ) -> None:
+        """By the plan that is kept for the kind."""
+        kind = CallKind(operation.name.lower(), op, root, tensor.dtype, tensor.numel())
+        if kind not in self._plans:
+            self._plans[kind] = self._make(operation, kind)
+        self._plans[kind].run(tensor, whole, Deadline(30))
+        assert self._plans[kind].algorithm == self._name
+
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
-        """By a way that is made for this call, or by one that was prepared at the first of its kind."""
-        if not self._name.startswith("prepared"):
-            self.way().all_reduce(tensor, op)
-            return
-        kind = op, tensor.dtype, tensor.numel()
-        if kind not in self._prepared:
-            self._prepared[kind] = self._prepare(tensor, op, Collective("all_reduce", tensor, op))
-        self._prepared[kind](tensor, Deadline(30))
+        self.run(Operation.ALL_REDUCE, tensor, tensor, op)
 
-    def _prepare(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce:
-        if self._name == "prepared exchange":
-            return PreparedExchange(self._board, NO_MEETING, tensor, op, call)
-        return PreparedSingleCopy(self._board, NO_MEETING, self._peers(), tensor, op, call, unexpected)
-
-    def way(self) -> Way:
-        """For one call; all ranks have met, if the way wants that."""
-        if self._name == "single copy":
-            return SingleCopy(self._peers(), self.rank, self._addresses(), self._arrive)
-        if self._name != "staged":
-            return self.full_way()
-        self.group.barrier()
-        return Staged(self._slots, self.group.barrier)
-
-    def full_way(self) -> FullWay:
-        """The same, if it is not staged."""
-        if self._name == "exchange":
-            return Exchange(self._board, self._arrive)
-        self.group.barrier()
-        return InWindow(Place(self._window, OFFSET_BYTES, 0), self.group.barrier)
-
-    def _arrive(self, address: int = 0) -> None:
-        self._board.arrive(Deadline(30), address=address)
-
-    def _addresses(self) -> list[int]:
-        """Where each rank has the tensor that it made last."""
-        self._arrive(self._last.data_ptr())
-        return self._board.addresses()
-
-    def _peers(self) -> PeerMemory:
-        """All in this process, which may read itself."""
-        return PeerMemory([os.getpid()] * self.size)
+    def _make(self, operation: Operation, kind: CallKind) -> NodePlan:
+        size = size_of(operation, kind.numel * kind.dtype.itemsize, self.size)
+        request, unused = PlanRequest(kind, operation, size, None, self._sync), None
+        if self._name == "window":
+            return WindowCollective(request, self._memory, EagerExchange(request, unused))
+        if self._name == "eager":
+            return EagerExchange(request, unused)
+        return CopyInCopyOut(request, self._staging, unused)
 
 
 def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:
-    slot_bytes = 1024 if name == "prepared exchange" else 64  # that takes all at once, others piece by piece
-    files = [create_file("test", size * padded(nbytes)) for nbytes in (PART_BYTES, PART_BYTES, board_bytes(slot_bytes))]
+    part_bytes = barrier_bytes(SLOT_BYTES)
+    files = [create_file("test", size * padded(nbytes)) for nbytes in (PART_BYTES, PART_BYTES, part_bytes)]
 
     def run(group: ProcessGroup) -> None:
-        window, slots = (Segment(file, size, PART_BYTES, group.rank) for file in files[:2])
+        window, staging = (Segment(file, size, PART_BYTES, group.rank) for file in files[:2])
         # Sleeping lets the other threads run; between processes nothing need be done.
-        meeting_place = Board(Segment(files[2], size, board_bytes(slot_bytes), group.rank), slot_bytes, lambda: time.sleep(0))
-        body(Rank(group, window, Slots(slots), meeting_place, name))
+        barrier = ShmBarrier(Segment(files[2], size, part_bytes, group.rank), SLOT_BYTES, lambda: time.sleep(0))
+        body(Rank(group, window, staging, barrier, name))
 
     try:
         run_ranks(size, run)
@@ -137,48 +151,35 @@ def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:
             os.close(file)
 
 
-@pytest.fixture(params=["in window", "staged", "exchange", "single copy"])
+@pytest.fixture(params=["window", "copy-in copy-out", "eager"])
 def name(request: pytest.FixtureRequest) -> str:
-    return _usable(request.param)
+    return str(request.param)
 
 
-@pytest.fixture(params=["in window", "staged", "exchange", "single copy", "prepared exchange", "prepared single copy"])
-def all_reduce_name(request: pytest.FixtureRequest) -> str:
-    return _usable(request.param)
-
-
-@pytest.fixture(params=["in window", "exchange"])
+@pytest.fixture(params=["window", "eager"])
 def full_name(request: pytest.FixtureRequest) -> str:
-    return _usable(request.param)
-
-
-def _usable(name: str) -> str:
-    if name not in ("in window", "staged") and not is_ordered():
-        pytest.skip("this processor reorders writes")
-    return name
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_window, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(window_reduction, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(window_reduction, "LEAST_CHUNK_BYTES", 1)
-    monkeypatch.setattr(staging, "SLOT_BYTES", 64)
-    monkeypatch.setattr(slice_reduction, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(window_collective, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(window_collective, "LEAST_CHUNK_BYTES", 1)
+    monkeypatch.setattr(copy_in_copy_out, "SLOT_BYTES", 64)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_all_reduce(size: int, all_reduce_name: str) -> None:
+def test_all_reduce(size: int, name: str) -> None:
     def body(rank: Rank) -> None:
         for op, dtype in CELLS:
             for numel in NUMELS:
-                for repetition in range(2 if all_reduce_name.startswith("prepared") else 1):
+                for repetition in range(2):
                     terms = [data(other + repetition, numel, dtype) for other in range(size)]
                     tensor = rank.tensor(terms[rank.rank])
                     rank.all_reduce(tensor, reduction(op))
                     assert torch.equal(tensor, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel, repetition)
 
-    on_ranks(size, all_reduce_name, body)
+    on_ranks(size, name, body)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -191,7 +192,7 @@ def test_reduce_scatter(size: int, name: str, is_part: bool) -> None:
                 block = rank.tensor(blocks[rank.rank])
                 mine = block.view(size, numel)[rank.rank]
                 output = mine if is_part else torch.zeros(numel, dtype=dtype)
-                rank.way().reduce_scatter(output, block, reduction(op))
+                rank.run(Operation.REDUCE_SCATTER, output, block, reduction(op))
                 terms = [source.view(size, numel)[rank.rank] for source in blocks]
                 assert torch.equal(output, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel)
                 expected = blocks[rank.rank].clone()
@@ -211,7 +212,7 @@ def test_all_gather(size: int, full_name: str, is_part: bool) -> None:
                 sources = [data(other, numel, torch.float32).to(dtype) for other in range(size)]
                 block = rank.tensor(torch.zeros(size * numel, dtype=dtype))
                 part = block.view(size, numel)[rank.rank].copy_(sources[rank.rank])
-                rank.full_way().all_gather(block, part if is_part else sources[rank.rank].clone())
+                rank.run(Operation.ALL_GATHER, part if is_part else sources[rank.rank].clone(), block)
                 assert torch.equal(block.view(torch.uint8), torch.cat(sources).view(torch.uint8)), (dtype, numel)
 
     on_ranks(size, full_name, body)
@@ -223,13 +224,13 @@ def test_broadcast(size: int, full_name: str) -> None:
         for root in range(size):
             for numel in NUMELS:
                 tensor = rank.tensor(data(rank.rank, numel, torch.float64))
-                rank.full_way().broadcast(tensor, root)
+                rank.run(Operation.BROADCAST, tensor, tensor, root=root)
                 assert torch.equal(tensor, data(root, numel, torch.float64))
 
     on_ranks(size, full_name, body)
 
 
-def test_calls_in_a_row_with_delays(all_reduce_name: str) -> None:
+def test_calls_in_a_row_with_delays(name: str) -> None:
     """Each rank sleeps now and then, so that they overtake one another wherever nothing stops them."""
 
     def body(rank: Rank) -> None:
@@ -244,9 +245,19 @@ def test_calls_in_a_row_with_delays(all_reduce_name: str) -> None:
             assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms)), repetition
             tensor.fill_(-1.0)  # nobody may see that any more
 
-    on_ranks(3, all_reduce_name, body)
+    on_ranks(3, name, body)
 
 
 def _delay(chance: random.Random) -> None:
     if chance.random() < 0.3:
         time.sleep(chance.random() * 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_view_of_an_address_shares_its_memory_and_keeps_nothing(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(6, dtype=dtype)
+    with torch.inference_mode():
+        view = tensor_from_address(tensor.data_ptr() + 2 * dtype.itemsize, 4, dtype)
+    assert not view.is_inference()
+    view.fill_(3)
+    assert tensor.tolist() == [0, 0, 3, 3, 3, 3]

@@ -1,4 +1,4 @@
-"""After a time-out: which ranks wait as well, for what, and which say nothing."""
+"""After a time-out: which ranks wait as well, for what, and which are silent."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import time
 
 from mpi4py import MPI
 
-from . import yielding
-from .tags import Tag
+from . import library
+from .library import Tag
 
 _GRACE_S = 2.0
 _LONGEST_BYTES = 4096
 
 
-class Inquest:
+class TimeoutReport:
     """Lets the ranks that ran out of time tell one another where they stand.
 
     Every rank that times out sends the others one line and listens for theirs for two seconds more. Ranks that wait for the
-    same missing rank time out at about the same time, so the one that stays silent is the one to look for.
+    same missing rank time out at about the same time, so the rank that stays silent is the one to look for.
 
     Args:
-        communicator: a private one, on which nothing else has its tag.
+        communicator: a private one, on which nothing else has the tag `STATEMENT`.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
         self._communicator = communicator
         self._sent: list[MPI.Request] = []
 
-    def hold(self, signature: str) -> str:
+    def collect(self, signature: str) -> str:
         """Tell the others what this rank waits for, and put what they say into words."""
         rank, size = self._communicator.Get_rank(), self._communicator.Get_size()
         others = [other for other in range(size) if other != rank]
@@ -50,5 +50,5 @@ class Inquest:
                 self._communicator.Recv([line, MPI.BYTE], status.Get_source(), Tag.STATEMENT)
                 heard[status.Get_source()] = line.decode(errors="replace")
             else:
-                yielding.give_way()
+                library.yield_cpu()
         return heard

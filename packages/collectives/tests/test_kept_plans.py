@@ -1,4 +1,4 @@
-"""An all_reduce like an earlier one takes the transport's prepared way, if the tensor is simple: see Note [Prepared calls]."""
+"""The group keeps a transport's plans, and runs them at once for an `all_reduce` that comes again: see Note [Plans]."""
 
 from __future__ import annotations
 
@@ -18,45 +18,52 @@ from syncline.collectives import (
     premul_sum,
 )
 from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
-from syncline.collectives.contract.collective import Collective
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.layout import flat
-from syncline.collectives.contract.reduce_op import Reduction
 from syncline.collectives.host.host_group import HostGroup
-from syncline.collectives.host.transport import PreparedAllReduce
+from syncline.collectives.host.transport import CallKind, Plan
 from syncline.collectives.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
 
-class Preparing(InProcessTransport):
-    """Writes down which way a call takes, and may fail on the prepared one."""
+class RecordingPlan(Plan):
+    """Reduces as the transport does; writes down when it was made and when it runs, and may fail."""
+
+    algorithm = "recording"
+
+    def __init__(self, transport: PlanningTransport, kind: CallKind) -> None:
+        self._transport = transport
+        self._kind = kind
+        transport.log.append("made")
+
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
+        self._transport.log.append("run")
+        self._transport.on_run(deadline)
+        assert self._kind.op is not None
+        self._transport.all_reduce(flat(tensor), self._kind.op, self._kind.call(tensor), deadline)
+
+
+class PlanningTransport(InProcessTransport):
+    """Has a plan for each `all_reduce`."""
 
     def __init__(self, meeting_point: MeetingPoint, rank: int) -> None:
         super().__init__(meeting_point, rank)
         self.log: list[str] = []
-        self.on_prepared: Callable[[Deadline], object] = lambda deadline: None
+        self.on_run: Callable[[Deadline], object] = lambda deadline: None
 
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        self.log.append("usual")
-        super().all_reduce(tensor, op, call, deadline)
-
-    def prepared_all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce | None:
-        def prepared(tensor: torch.Tensor, deadline: Deadline) -> None:
-            self.log.append("prepared")
-            self.on_prepared(deadline)
-            reduce_usually(flat(tensor), op, Collective("all_reduce", tensor, op), deadline)
-
-        reduce_usually = super().all_reduce
-        return prepared
+    def plan(self, kind: CallKind) -> Plan | None:
+        return RecordingPlan(self, kind) if kind.name == "all_reduce" else None
 
 
-def make(size: int = 1, rank: int = 0, meeting_point: MeetingPoint | None = None, **options) -> tuple[HostGroup, Preparing]:
-    transport = Preparing(meeting_point or MeetingPoint(size), rank)
+def make(
+    size: int = 1, rank: int = 0, meeting_point: MeetingPoint | None = None, **options
+) -> tuple[HostGroup, PlanningTransport]:
+    transport = PlanningTransport(meeting_point or MeetingPoint(size), rank)
     return HostGroup(transport, rank, size, **{"timeout_s": 20, **options}), transport
 
 
-def test_from_the_second_of_a_kind_on() -> None:
+def test_a_plan_is_made_for_the_first_call_of_a_kind() -> None:
     group, transport = make()
     for shape, dtype, op in (
         ((6,), torch.float32, ReduceOp.SUM),
@@ -67,7 +74,7 @@ def test_from_the_second_of_a_kind_on() -> None:
         ((), torch.float32, ReduceOp.SUM),
     ):
         group.all_reduce(torch.ones(shape, dtype=dtype), op)
-    assert transport.log == ["usual", "prepared", "usual", "usual", "usual", "usual"]
+    assert transport.log == ["made", "run", "run", "made", "run", "made", "run", "made", "run", "made", "run"]
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -87,7 +94,7 @@ def test_the_result_and_the_work_are_the_same(async_op: bool) -> None:
             assert torch.equal(tensor, torch.arange(6.0).view(2, 3) * (2 * number + 1))
         return transport.log
 
-    assert run_ranks(2, body) == [["usual", "prepared", "prepared"]] * 2
+    assert run_ranks(2, body) == [["made", "run", "run", "run"]] * 2
 
 
 def strided() -> torch.Tensor:
@@ -109,21 +116,21 @@ def of_inference() -> torch.Tensor:
     ids=["strided", "negated", "of inference", "tracked", "parameter"],
 )
 @pytest.mark.parametrize("async_op", [False, True])
-def test_tensors_that_are_not_simple_take_the_usual_way(tensor: Callable[[], torch.Tensor], async_op: bool) -> None:
+def test_tensors_that_are_not_simple_are_served_by_the_same_plan(tensor: Callable[[], torch.Tensor], async_op: bool) -> None:
     group, transport = make()
     group.all_reduce(torch.ones(6))
     for _ in range(2):
         made = tensor()
         group.all_reduce(made, async_op=async_op).wait()
         assert made.tolist() == torch.ones(6).view(made.shape).tolist()
-    assert transport.log == ["usual"] * 3
+    assert transport.log == ["made", "run", "run", "run"]
 
 
-def test_complex_conjugates_take_the_usual_way() -> None:
+def test_complex_conjugates_are_served_by_the_same_plan() -> None:
     group, transport = make()
     for tensor in (torch.full((3,), 1 + 2j), torch.full((3,), 1 + 2j).conj()):
         group.all_reduce(tensor)
-    assert transport.log == ["usual", "usual"]
+    assert transport.log == ["made", "run", "run"]
 
 
 def test_bad_arguments_are_refused_as_ever() -> None:
@@ -136,7 +143,7 @@ def test_bad_arguments_are_refused_as_ever() -> None:
     with pytest.raises(InvalidArgumentError, match=r"AVG is not defined for torch\.int64"):
         group.all_reduce(torch.ones(6, dtype=torch.int64), ReduceOp.AVG)
     group.all_reduce(torch.ones(6), premul_sum(2.0))
-    assert transport.log == ["usual", "usual"]
+    assert transport.log == ["made", "run", "made", "run"]
 
 
 def test_calls_are_compared_before_if_the_group_does_so() -> None:
@@ -161,12 +168,12 @@ def test_failures_are_told_in_the_groups_words() -> None:
     def fail(deadline: Deadline) -> None:
         raise TransportError("the wire was cut")
 
-    transport.on_prepared = fail
+    transport.on_run = fail
     with pytest.raises(TransportError, match=r"all_reduce\(float32\[2, 3\], op=SUM\), number 1 on rank 0 .*the wire was cut"):
         group.all_reduce(torch.ones(2, 3))
     with pytest.raises(TransportError, match=r"number 2 on .*was not started because the group had failed before.*was cut"):
         group.all_reduce(torch.ones(2, 3))
-    assert transport.log == ["usual", "prepared"]
+    assert transport.log == ["made", "run", "run"]
 
 
 def test_the_time_limit_holds() -> None:
@@ -178,7 +185,7 @@ def test_the_time_limit_holds() -> None:
             pass
         raise TimeoutError("nobody came")
 
-    transport.on_prepared = hang
+    transport.on_run = hang
     with pytest.raises(CollectiveTimeout, match=r"number 1 on .* did not finish within 0\.05 s: nobody came"):
         group.all_reduce(torch.ones(3))
 
@@ -198,7 +205,7 @@ def test_abort_ends_it() -> None:
         assert is_waiting.wait(10)
         group.abort()
 
-    transport.on_prepared = wait
+    transport.on_run = wait
     aborting = threading.Thread(target=abort)
     aborting.start()
     with pytest.raises(TransportError, match="the group was aborted"):
@@ -206,7 +213,7 @@ def test_abort_ends_it() -> None:
     aborting.join()
     with pytest.raises(GroupClosedError):
         group.all_reduce(torch.ones(3))
-    assert transport.log == ["usual", "prepared"]
+    assert transport.log == ["made", "run", "run"]
 
 
 def test_a_closed_group_refuses() -> None:
@@ -215,14 +222,14 @@ def test_a_closed_group_refuses() -> None:
     group.close()
     with pytest.raises(GroupClosedError, match="the group is closed"):
         group.all_reduce(torch.ones(3))
-    assert transport.log == ["usual"]
+    assert transport.log == ["made", "run"]
 
 
-def test_a_call_that_finishes_while_the_group_is_closed_prepares_nothing() -> None:
+def test_a_call_that_finishes_while_the_group_is_closed_keeps_no_plan() -> None:
     group, transport = make()
     gate = threading.Event()
     group.all_reduce(torch.ones(5))
-    transport.on_prepared = lambda deadline: gate.wait(10)
+    transport.on_run = lambda deadline: gate.wait(10)
     group.all_reduce(torch.ones(5), async_op=True)
     last = group.all_reduce(torch.ones(3), async_op=True)
     threading.Timer(0.05, gate.set).start()
@@ -230,8 +237,8 @@ def test_a_call_that_finishes_while_the_group_is_closed_prepares_nothing() -> No
     assert last.is_completed()
     with pytest.raises(GroupClosedError, match="the group is closed"):
         group.all_reduce(torch.ones(3))
-    assert transport.log == ["usual", "prepared", "usual"]
-    assert not group._prepared
+    assert transport.log == ["made", "run", "run", "made", "run"]
+    assert not group._plans
 
 
 def test_it_has_its_place_in_the_total_order() -> None:
@@ -239,15 +246,15 @@ def test_it_has_its_place_in_the_total_order() -> None:
     group, transport = make()
     group.all_reduce(torch.ones(3))
     gate, order = threading.Event(), []
-    transport.on_prepared = lambda deadline: order.append("held")
+    transport.on_run = lambda deadline: order.append("held")
     group._progress.enqueue(lambda: gate.wait(10) and None)
     held = group.all_reduce(torch.ones(3), async_op=True)
     inner = torch.ones(3)
 
     def issue_another(_: object) -> None:
-        transport.on_prepared = lambda deadline: order.append("in the callback")
+        transport.on_run = lambda deadline: order.append("in the callback")
         group.all_reduce(inner)
-        transport.on_prepared = lambda deadline: order.append("behind")
+        transport.on_run = lambda deadline: order.append("behind")
 
     held.get_future().then(issue_another)
     threading.Timer(0.05, gate.set).start()
@@ -258,10 +265,20 @@ def test_it_has_its_place_in_the_total_order() -> None:
 def test_many_kinds_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     from syncline.collectives.host import host_group
 
-    monkeypatch.setattr(host_group, "_MOST_PREPARED", 4)
+    monkeypatch.setattr(host_group, "_MOST_PLANS", 4)
     group, transport = make()
     for numel in range(1, 10):
         group.all_reduce(torch.ones(numel))
-        assert len(group._prepared) <= 4
+        assert len(group._plans) <= 4
     group.all_reduce(torch.ones(9))
-    assert transport.log == ["usual"] * 9 + ["prepared"]
+    assert transport.log == ["made", "run"] * 9 + ["run"]
+
+
+def test_the_algorithm_of_the_latest_call_is_told() -> None:
+    group, _ = make()
+    assert group.algorithm_of("all_reduce", torch.ones(3)) is None
+    group.all_reduce(torch.ones(3), ReduceOp.MAX)
+    group.broadcast(torch.ones(3))
+    assert group.algorithm_of("all_reduce", torch.zeros(1, 3)) == "recording"
+    assert group.algorithm_of("all_reduce", torch.zeros(4)) is None
+    assert group.algorithm_of("broadcast", torch.zeros(3)) is None

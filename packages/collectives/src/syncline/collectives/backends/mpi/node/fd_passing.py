@@ -1,4 +1,4 @@
-"""Two ways for a rank to get at a file that another rank of its node has open."""
+"""Passing a file descriptor between ranks of a node: by /proc, or over a socket (SCM_RIGHTS)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TIMEOUT_S = 10.0
 _TOKEN_BYTES = 16
 
 
-def open_file(pid: int, file: int, name: str) -> int:
+def open_peer_fd(pid: int, file: int, name: str) -> int:
     """A descriptor of the file that another process of this machine made by `create_file`.
 
     Raises:
@@ -23,31 +23,31 @@ def open_file(pid: int, file: int, name: str) -> int:
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
-class Offer:
+class FdServer:
     """A file held out at an abstract socket, which has no place in any file system and needs a common network namespace only.
 
     Who knows the token may have it. The token travels by MPI, so it is known to ranks of this job alone. (The socket's name is
     for all to see, and to ask the kernel who a peer is says little: a user namespace shows all foreign users as one.)
 
-    Nobody waits in `serve`. It is called when all askers have connected and sent, and the kernel completes both without it.
+    Nobody waits in `serve`. It is called when all clients have connected and sent, and the kernel completes both without it.
 
     Args:
         file: the descriptor.
-        askers: how many there can be.
+        clients: how many there can be.
 
     Attributes:
         address: of the socket.
-        token: to be shown by the askers.
+        token: to be shown by the clients.
     """
 
-    def __init__(self, file: int, askers: int) -> None:
+    def __init__(self, file: int, clients: int) -> None:
         self.address = f"\0syncline-{os.urandom(16).hex()}"
         self.token = os.urandom(_TOKEN_BYTES)
         self._file = file
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._listener.bind(self.address)
-        self._listener.listen(askers)
+        self._listener.listen(clients)
 
     def serve(self) -> None:
         """Hand the file to everybody who has come with the token; to others nothing."""
@@ -72,8 +72,8 @@ class Offer:
         self._listener.close()
 
 
-def ask(address: str, token: bytes) -> socket.socket:
-    """Connect to an offer and show the token.
+def request_fd(address: str, token: bytes) -> socket.socket:
+    """Connect to a server and show the token.
 
     Raises:
         OSError: nobody is there: another machine or network namespace.
@@ -89,8 +89,8 @@ def ask(address: str, token: bytes) -> socket.socket:
     return connection
 
 
-def receive(connection: socket.socket) -> int:
-    """The descriptor that an offer answers with, once it has served.
+def receive_fd(connection: socket.socket) -> int:
+    """The descriptor that a server answers with, once it has served.
 
     Raises:
         OSError: it answered with none.

@@ -28,7 +28,7 @@ from mpi4py import MPI
 from ...host.departures import Departure, Departures
 from ...host.progress import all_idle
 from .exit_status import exit_status, watch_exit_status
-from .tags import Tag
+from .library import Tag
 
 # Ranks that leave at about the same time need no notices.
 NOTICE_AFTER_S = 0.1
