@@ -17,7 +17,7 @@ from test_support.slurm_cluster import SlurmCluster, what_is_missing
 
 pytestmark = pytest.mark.launch
 
-PAGE = Path(__file__).parent.parent / "packages" / "ddp" / "docs" / "slurm.md"
+PAGE = Path(__file__).parent.parent / "docs" / "howto" / "slurm.md"
 SCRIPTS = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL))
 PYTHON = Path(sys.executable).parent
 FOR_EVER = str(10**9)

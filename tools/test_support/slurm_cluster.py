@@ -200,7 +200,7 @@ SchedulerParameters=bf_interval=1,sched_min_interval=0
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
-KillWait=10
+KillWait=3
 InactiveLimit=0
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
