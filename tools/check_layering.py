@@ -34,6 +34,7 @@ COLLECTIVES = "syncline.collectives"
 FLOORS: dict[str, tuple[str, ...]] = {
     COLLECTIVES: (
         "errors",
+        "version",
         "torch_private",
         "contract",
         "host",
@@ -56,6 +57,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "timeout_report",
         "call_verifier",
         "transport",
+        "exit_status",
         "job_abort",
         "node",
         "backend",

@@ -237,15 +237,17 @@ class HostGroup(HostExchanges):
         return made[0]
 
     def _part(self, members: list[int], name: str, number: int, timeout_s: float, deadline: Deadline) -> HostGroup:
+        ranks = [self.ranks[member] for member in members]
         return HostGroup(
             self._transport.subset(members, name, number, deadline),
             members.index(self.rank),
             len(members),
             name=name,
             timeout_s=timeout_s,
-            ranks=[self.ranks[member] for member in members],
+            ranks=ranks,
             device=self._device,
             check_calls=self._check_calls,
+            calls=None if self._calls is None else self._calls.part(name, ranks),
         )
 
 

@@ -59,7 +59,7 @@ class MPIBackend(Backend):
         world = MPI.COMM_WORLD
         _check_threads()
         _check_sizes(request, world.Get_rank(), world.Get_size())
-        _make_exit_barrier()
+        departures = _exit_barrier().departures
         device = cuda_runtime() if request.wants("cuda") else None
         thresholds = world.bcast(request.thresholds)
         transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, thresholds=thresholds)
@@ -78,6 +78,7 @@ class MPIBackend(Backend):
             timeout_s=request.timeout_s,
             device=device,
             check_calls=request.check_calls,
+            calls=departures.group(request.group_name, range(world.Get_size())),
         )
 
 
@@ -171,7 +172,7 @@ def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
 
 
 @functools.cache
-def _make_exit_barrier() -> ExitBarrier:
+def _exit_barrier() -> ExitBarrier:
     from .job_abort import ExitBarrier
 
     return ExitBarrier()

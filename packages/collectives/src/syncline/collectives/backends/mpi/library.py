@@ -26,6 +26,8 @@ class Tag(enum.IntEnum):
     """`TimeoutReport`: what a rank waits for."""
     NOTHING = 3
     """Never sent: a probe for it lets MPI make progress."""
+    DEPARTURE = 4
+    """`ExitBarrier`: that a rank has left, and what it started before."""
 
 
 def library_name() -> str:
