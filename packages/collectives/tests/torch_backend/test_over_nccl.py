@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, TransportError
 from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.torch_backend import TorchProcessGroup, connecting
+from syncline.collectives.torch_backend import TorchProcessGroup, group_factory
 from test_support.fake_nccl import NcclError
 from test_support.fake_nccl_group import run_on_fakes
 
@@ -90,7 +90,7 @@ def test_a_failure_that_nobody_heard_of_is_told_at_the_end() -> None:
 def torchs_default_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NcclGroup]]:
     """torch.distributed over "syncline-nccl", which finds the group put into this list."""
     groups: list[NcclGroup] = []
-    monkeypatch.setattr(connecting, "_connect", lambda *_: groups[0])
+    monkeypatch.setattr(group_factory, "_connect", lambda *_: groups[0])
     yield groups
     if dist.is_initialized():
         dist.destroy_process_group()
