@@ -65,7 +65,7 @@ def test_bench_side_by_side(run_job, tmp_path: Path) -> None:
 
 
 def test_large_calls_that_differ_are_named(run_job) -> None:
-    """Note [Meeting first]: the ranks compare what they are about to do before they block in MPI."""
+    """Note [Presync]: the ranks compare what they are about to do before they block in MPI."""
     job = run_job(
         2,
         """

@@ -40,68 +40,136 @@ def test_a_rank_raises_in_the_middle_of_a_step(run_job) -> None:
     assert time.monotonic() - start_s < SOON_S
 
 
-@pytest.mark.parametrize("leave", ["sys.exit(0)", "return"])
-def test_a_rank_leaves_early(run_job, leave: str) -> None:
+def test_a_rank_that_left_early_fails_those_who_wait_for_it_and_nobody_else(run_job) -> None:
+    """Rank 0 returns without closing the group. Rank 1 waits for it, in a collective and in a receive; rank 2 does not."""
     start_s = time.monotonic()
     job = run_job(
-        2,
-        f"""
-        import sys
+        3,
+        """
+        import sys, time
         import torch
-        import syncline.collectives.backends.mpi.leaving as leaving
-        from syncline.collectives import all_reduce, init_process_group
-
-        leaving.GOODBYE_S = 2.0
+        from syncline.collectives import TransportError, init_process_group
 
         def main():
             group = init_process_group()
+            pair = group.split(0 if group.rank < 2 else None)
+            group.all_reduce(torch.ones(3))
             if group.rank == 0:
-                {leave}
-            all_reduce(torch.ones(3))
-            print("not reached")
+                return
+            if group.rank == 2:
+                time.sleep(4.0)
+                sys.stdout.write("rank 2 is done\\n")
+                return
+            start_s = time.monotonic()
+            try:
+                pair.recv(torch.ones(3), src=0)
+            except TransportError as error:
+                sys.stdout.write(f"received: {error}\\n")
+            pair.all_reduce(torch.ones(3))
 
         main()
         """,
     )
     assert job.status != 0
-    assert "rank 0 of 2" in job.output
-    assert "has left, but 2 s later not all other ranks have" in job.output
-    assert "not reached" not in job.output
+    assert "received: recv(float32[3]" in job.output, job.output
+    assert "rank 1 of 3" in job.output
+    assert "TransportError: all_reduce(float32[3], op=SUM), number 0 on rank 1" in job.output
+    assert "rank(s) 0 of the job left without taking part" in job.output
+    assert "rank 2 is done" not in job.output  # the failure of rank 1, which nobody caught, ended the job at once
     assert time.monotonic() - start_s < SOON_S
 
 
-def test_an_exit_status_is_kept(run_job) -> None:
-    job = run_job(
-        2,
-        """
-        import sys
-        from syncline.collectives import destroy_process_group, init_process_group
-
-        group = init_process_group()
-        destroy_process_group()
-        sys.exit(3)
-        """,
-    )
-    assert job.status == 3
-
-
-def test_all_is_well_without_destroy(run_job) -> None:
-    """A script that never calls destroy_process_group ends all the same, with status 0."""
+def test_who_finishes_first_ends_no_work_of_others(run_job) -> None:
+    """No group is closed; rank 0 goes on for longer than the others wait before they tell that they have left."""
     job = run_job(
         3,
         """
-        import sys
+        import sys, time
         import torch
+        import syncline.collectives.backends.mpi.job_abort as job_abort
         from syncline.collectives import all_reduce, init_process_group
 
+        job_abort.NOTICE_AFTER_S = 0.01
         group = init_process_group()
         tensor = torch.ones(2)
         all_reduce(tensor)
+        time.sleep(1.0 - group.rank / 2)
         sys.stdout.write(f"rank {group.rank} has {tensor.tolist()}\\n")  # in one piece, line end and all
         """,
     )
     assert job.status == 0, job.output
     assert sorted(job.output.split("\n")[:3]) == [f"rank {rank} has [3.0, 3.0]" for rank in range(3)]
+
+
+def test_an_exit_status_is_kept_and_ends_no_work_once_the_group_is_closed(run_job) -> None:
+    job = run_job(
+        2,
+        """
+        import sys, time
+        from syncline.collectives import destroy_process_group, init_process_group
+
+        group = init_process_group()
+        destroy_process_group()
+        if group.rank == 1:
+            sys.exit(3)
+        time.sleep(1.0)
+        print("rank 0 has saved its work", flush=True)
+        """,
+    )
+    assert job.status == 3
+    assert "rank 0 has saved its work" in job.output
+
+
+def test_an_exit_status_ends_the_job_at_once(run_job) -> None:
+    """Also where the script closes the group on its way out, for the others have not."""
+    start_s = time.monotonic()
+    job = run_job(
+        2,
+        """
+        import sys, time
+        from syncline.collectives import destroy_process_group, init_process_group
+
+        group = init_process_group()
+        try:
+            try:
+                sys.exit(4)
+            except SystemExit:
+                pass  # which the job survives
+            group.barrier()
+            if group.rank == 1:
+                sys.exit(3)
+            time.sleep(60)
+        finally:
+            destroy_process_group()
+        """,
+    )
+    assert job.status == 3, job.output
+    assert "rank 1 of 2" in job.output
+    assert "exits with status 3 and ends the job" in job.output
+    assert time.monotonic() - start_s < SOON_S
+
+
+def test_an_exception_at_a_prompt_ends_what_was_typed(run_job) -> None:
+    job = run_job(
+        2,
+        """
+        import code, sys
+        import torch
+        from syncline.collectives import init_process_group
+
+        group = init_process_group()
+        sys.ps1 = ">>> "  # what makes Python interactive
+        console = code.InteractiveConsole({"group": group, "torch": torch})
+        if group.rank == 1:
+            console.push("raise ValueError('typed wrongly')")
+        console.push("tensor = torch.ones(1)")
+        console.push("_ = group.all_reduce(tensor)")
+        sys.stdout.write(f"{console.locals['tensor'].item()}\\n")
+        """,
+    )
+    assert job.status == 0, job.output
+    assert "ValueError: typed wrongly" in job.output
+    assert job.output.count("2.0") == 2
 
 
 def test_a_collective_that_not_all_call_times_out(run_job) -> None:

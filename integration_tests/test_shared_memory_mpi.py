@@ -1,8 +1,7 @@
-"""Collectives through memory that ranks of a node share: which way is taken, on one node and on emulated ones."""
+"""Collectives through memory that ranks of a node share: which algorithm is used, on one node and on emulated ones."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
@@ -26,12 +25,14 @@ from syncline.collectives import (
     TransportError,
     premul_sum,
 )
-from syncline.collectives.backends.mpi.node.huge_pages import huge_page_bytes
+from syncline.collectives.backends.mpi.node.os_memory import huge_page_bytes
 from syncline.collectives.backends.mpi.node.segment import Segment, create_file
+from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.reduce_op import DTYPES_OF, Reduction
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.host.reduction import reduce_in_rank_order
-from syncline.collectives.startup.crossovers import Crossovers
+from syncline.collectives.host.transport import Plan
+from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.testing import CHECKS
 from syncline.ddp import DistributedDataParallel
 
@@ -44,40 +45,21 @@ REDUCTIONS = [
     "reduce_scatter_in_place",
 ]
 NEVER = 2**62
-# The sizes at which each way takes all that it can.
-WAYS = {
-    "Exchange": Crossovers(exchange_bytes=NEVER, exchange_bytes_fast_mpi=NEVER),
-    "SingleCopy": Crossovers(exchange_bytes=0, single_copy_bytes=1, single_copy_bytes_fast_mpi=1),
-    "Staged": Crossovers(
-        exchange_bytes=0,
-        window_bytes=1,
-        single_copy_bytes=NEVER,
-        single_copy_bytes_fast_mpi=NEVER,
-        staged_bytes=1,
-        staged_bytes_not_native=1,
-    ),
+# The sizes at which each algorithm takes all that it can.
+ALGORITHMS = {
+    "eager": AlgorithmThresholds(eager_bytes=NEVER, staged_bytes=NEVER),
+    "copy-in copy-out": AlgorithmThresholds(eager_bytes=1, window_bytes=1, staged_bytes=1),
+    "MPI": AlgorithmThresholds(eager_bytes=1, window_bytes=NEVER, staged_bytes=NEVER),
 }
-BY_MPI = Crossovers(
-    exchange_bytes=0,
-    window_bytes=NEVER,
-    single_copy_bytes=NEVER,
-    single_copy_bytes_fast_mpi=NEVER,
-    staged_bytes=NEVER,
-    staged_bytes_not_native=NEVER,
-)
+STAGED, BY_MPI = ALGORITHMS["copy-in copy-out"], ALGORITHMS["MPI"]
 # On these values every order of additions gives the same bits.
 EXACT = [
     (op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str) if op not in (ReduceOp.AVG, ReduceOp.PRODUCT)
 ]
 
 
-# Above what is exchanged, whatever the library.
-SINGLE_COPY = Crossovers(exchange_bytes_fast_mpi=512 << 10, single_copy_bytes=1, single_copy_bytes_fast_mpi=1)
-PREPARED = "Prepared"
-
-
 class Group:
-    """A group of all ranks, and the ways that its calls take: one that was prepared, and what that falls back to."""
+    """A group of all ranks, which writes down the algorithms that its plans took."""
 
     def __init__(self, **options: Any) -> None:
         from mpi4py import MPI
@@ -87,28 +69,33 @@ class Group:
         world = MPI.COMM_WORLD
         self.transport = NodeTransport(world.Dup(), **options)
         self.group = HostGroup(self.transport, world.Get_rank(), world.Get_size(), timeout_s=30)
-        self.ways: list[str] = []
-        chooser = self.transport._ways
-        name = "of_reduction" if self.transport._is_one_node else "window"
-        plain = getattr(chooser, name)
+        self.algorithms: list[str] = []
+        make = self.transport.plan
 
-        def recording(*arguments: Any) -> Any:
-            way = plain(*arguments)
-            self.ways.append(type(way).__name__)
-            return way
+        def recording(*arguments: Any) -> RecordingPlan:
+            return RecordingPlan(make(*arguments), self.algorithms)
 
-        setattr(chooser, name, recording)
-        prepare = self.transport.prepared_all_reduce
+        self.transport.plan = recording  # type: ignore[method-assign, assignment]
 
-        def recording_prepared(*arguments: Any) -> Any:
-            prepared = prepare(*arguments)
-            return prepared and functools.partial(self._run_prepared, prepared)
+    def took(self, algorithm: str) -> list[str]:
+        """That one for each call, or MPI's own if the rank is alone."""
+        return [algorithm if self.group.size > 1 else "MPI"] * len(self.algorithms)
 
-        self.transport.prepared_all_reduce = recording_prepared  # type: ignore[method-assign]
 
-    def _run_prepared(self, prepared: Any, tensor: torch.Tensor, deadline: Any) -> None:
-        self.ways.append(PREPARED)
-        prepared(tensor, deadline)
+class RecordingPlan(Plan):
+    """Another plan, and a list that grows with each run."""
+
+    def __init__(self, plan: Plan, algorithms: list[str]) -> None:
+        self._plan = plan
+        self._algorithms = algorithms
+
+    @property
+    def algorithm(self) -> str:
+        return self._plan.algorithm
+
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
+        self._plan.run(tensor, whole, deadline)
+        self._algorithms.append(self._plan.algorithm)
 
 
 def by_pairs(communicator: Any) -> Any:
@@ -117,17 +104,17 @@ def by_pairs(communicator: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def eager() -> Iterator[Group]:
+def staged() -> Iterator[Group]:
     """All sizes go through windows or are staged."""
-    made = Group(crossovers=WAYS["Staged"])
+    made = Group(thresholds=STAGED)
     yield made
     made.group.close()
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def one_way(request: pytest.FixtureRequest) -> Iterator[tuple[Group, str]]:
-    """A group, and the way that reductions of all sizes take."""
-    made = Group(crossovers=WAYS[request.param])
+@pytest.fixture(scope="module", params=["eager", "copy-in copy-out"])
+def one_algorithm(request: pytest.FixtureRequest) -> Iterator[tuple[Group, str]]:
+    """A group, and the algorithm that its reductions of all sizes take."""
+    made = Group(thresholds=ALGORITHMS[request.param])
     yield made, request.param
     made.group.close()
 
@@ -135,28 +122,19 @@ def one_way(request: pytest.FixtureRequest) -> Iterator[tuple[Group, str]]:
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Group]:
     """The same, on nodes of two ranks; the last may have one."""
-    made = Group(crossovers=WAYS["Staged"], split=by_pairs)
+    made = Group(thresholds=STAGED, split=by_pairs)
     yield made
     made.group.close()
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node import (
-        across,
-        in_window,
-        node_transport,
-        slice_reduction,
-        staging,
-        window_reduction,
-    )
+    from syncline.collectives.backends.mpi.node import copy_in_copy_out, hierarchical_all_reduce, window_collective
 
-    monkeypatch.setattr(node_transport, "SLOT_BYTES", 1 << 10)  # of groups that are made from now on
-    monkeypatch.setattr(slice_reduction, "CHUNK_BYTES", 1 << 10)
-    monkeypatch.setattr(in_window, "CHUNK_BYTES", 1 << 10)
-    monkeypatch.setattr(window_reduction, "CHUNK_BYTES", 1 << 10)
-    monkeypatch.setattr(staging, "SLOT_BYTES", 1 << 10)
-    monkeypatch.setattr(across, "CROSSING_BYTES", 1 << 10)
+    monkeypatch.setattr(window_collective, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(window_collective, "LEAST_CHUNK_BYTES", 1 << 8)
+    monkeypatch.setattr(copy_in_copy_out, "SLOT_BYTES", 1 << 10)
+    monkeypatch.setattr(hierarchical_all_reduce, "CHUNK_BYTES", 1 << 10)
 
 
 def noise(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -210,26 +188,27 @@ def makes_huge_pages() -> bool:
     return huge_bytes_at(segment.address()) > 0
 
 
-def test_windows_lie_in_huge_pages(eager: Group) -> None:
-    if not makes_huge_pages() or eager.group.size == 1:
+def test_windows_lie_in_huge_pages(staged: Group) -> None:
+    if not makes_huge_pages() or staged.group.size == 1:
         pytest.skip("on several ranks, and where the kernel makes huge pages of shared memory")
-    tensor = eager.group.allocate(4 * huge_page_bytes() // 4, torch.float32)
+    tensor = staged.group.allocate(4 * huge_page_bytes() // 4, torch.float32)
     assert huge_bytes_at(tensor.data_ptr()) >= 2 * huge_page_bytes()
 
 
 @pytest.mark.parametrize("check", REDUCTIONS)
-def test_each_way_conforms(one_way: tuple[Group, str], small_pieces: None, check: str) -> None:
-    made, way = one_way
-    made.ways.clear()
+def test_each_algorithm_conforms(one_algorithm: tuple[Group, str], small_pieces: None, check: str) -> None:
+    made, algorithm = one_algorithm
+    made.algorithms.clear()
     CHECKS[check](made.group)
-    assert set(made.ways) - {"NoneType", PREPARED} == ({way} if made.group.size > 1 else set())
+    # A tensor without elements is MPI's.
+    assert set(made.algorithms) - {"MPI"} == ({algorithm} if made.group.size > 1 else set())
 
 
-def test_in_the_window(eager: Group, small_pieces: None) -> None:
-    group = eager.group
+def test_in_the_window(staged: Group, small_pieces: None) -> None:
+    group = staged.group
     memory = group.allocate((group.size + 1) * 1003, torch.float32)
     block, tensor = memory[: group.size * 1003], memory[5:1008]
-    eager.ways.clear()
+    staged.algorithms.clear()
     terms = [noise(rank, 1003) for rank in range(group.size)]
     total = reduce_in_rank_order(ReduceOp.AVG, terms)
     group.all_reduce(tensor.copy_(terms[group.rank]), ReduceOp.AVG)
@@ -244,32 +223,31 @@ def test_in_the_window(eager: Group, small_pieces: None) -> None:
     output = torch.zeros(1003)
     group.reduce_scatter_tensor(output, block.mul_(group.rank + 1))
     assert torch.equal(output, reduce_in_rank_order(ReduceOp.SUM, [terms[group.rank] * (r + 1) for r in range(group.size)]))
-    assert set(eager.ways) == ({"InWindow", PREPARED} if group.size > 1 else {"NoneType"})
+    assert staged.algorithms == staged.took("window")
 
 
-def test_where_the_ranks_tensors_lie_is_agreed(eager: Group) -> None:
+def test_where_the_ranks_tensors_lie_is_agreed(staged: Group) -> None:
     """In the window at different places, on some ranks only, and on its edge: the result is the same."""
-    group = eager.group
+    group = staged.group
     window = group.allocate(1024, torch.float32)
     last = group.rank == group.size - 1
     edge = window.as_strided((1020,), (1,), 0)
-    for tensor, way in (
-        (window[1:1001] if last else window[:1000], "Staged"),
-        (torch.empty(1000) if last else window[:1000], "Staged"),
-        (edge[20:], "InWindow"),
+    for tensor, algorithm in (
+        (window[1:1001] if last else window[:1000], "copy-in copy-out"),
+        (torch.empty(1000) if last else window[:1000], "copy-in copy-out"),
+        (edge[20:], "window"),
     ):
-        eager.ways.clear()
-        group._prepared.clear()
+        staged.algorithms.clear()
         terms = [noise(rank, 1000) for rank in range(group.size)]
         group.all_reduce(tensor.copy_(terms[group.rank]))
         assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms))
-        assert eager.ways == [way if group.size > 1 else "NoneType"]
+        assert staged.algorithms == staged.took(algorithm)
 
 
 def test_every_reduction_on_emulated_nodes(nodes: Group, small_pieces: None) -> None:
     """Whole numbers, odd sizes; ranks 2 + 2, and 2 + 1, where only one rank of each node owns a slice."""
     group = nodes.group
-    nodes.ways.clear()
+    nodes.algorithms.clear()
     for op, dtype in EXACT:
         memory = group.allocate(700, dtype)
         for numel in (700, 1):
@@ -277,7 +255,7 @@ def test_every_reduction_on_emulated_nodes(nodes: Group, small_pieces: None) -> 
             group.all_reduce(tensor, reduction(op))
             terms = [whole(rank, numel, dtype) for rank in range(group.size)]
             assert torch.equal(tensor, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel)
-    assert set(nodes.ways) == {"InWindow" if group.size > 1 else "NoneType"}
+    assert nodes.algorithms == nodes.took("hierarchical" if group.size > 2 else "window")
 
 
 def test_averages_and_rounding_on_emulated_nodes(nodes: Group) -> None:
@@ -309,7 +287,7 @@ def test_halves_cross_as_float32_and_come_back_as_halves(
 
         monkeypatch.setattr(between, "_collective", recording)
     nodes.group.all_reduce(tensor)
-    numel = 4000 // nodes.transport._hierarchy.owners
+    numel = 4000 // nodes.transport._hierarchy.leaders
     assert crossed == ([] if between is None else [("Alltoallv", 4 * numel), ("Allgatherv", 2 * numel)])
 
 
@@ -319,12 +297,12 @@ def test_halves_outside_windows_cross_by_the_slice(
     nodes: Group, op: Reduction, has_windows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces, of which the last is shorter; again and again, with ranks that come late."""
-    from syncline.collectives.backends.mpi.node import across
+    from syncline.collectives.backends.mpi.node import hierarchical_all_reduce
 
-    monkeypatch.setattr(across, "STAGE_BYTES", 2048)
+    monkeypatch.setattr(hierarchical_all_reduce, "STAGE_BYTES", 2048)
     group, generator = nodes.group, random.Random(nodes.group.rank)
-    made = Group(crossovers=WAYS["Staged"], split=by_pairs)
-    crossings = calls_of(monkeypatch, across.Crossing, "_cross")
+    made = Group(thresholds=STAGED, split=by_pairs)
+    crossings = calls_of(monkeypatch, hierarchical_all_reduce.NodeReduction, "run")
     window = made.group.allocate(10, torch.float32) if has_windows else None
     for repetition in range(20):
         tensor = whole(group.rank + repetition, 5000, torch.bfloat16)
@@ -342,7 +320,7 @@ def test_halves_outside_windows_cross_by_the_slice(
 
 def test_staged_halves_are_rounded_once_and_other_dtypes_are_exact() -> None:
     """Also a tensor with fewer elements than a node has ranks."""
-    made = Group(crossovers=WAYS["Staged"], split=by_pairs)
+    made = Group(thresholds=STAGED, split=by_pairs)
     group = made.group
     for dtype in (torch.bfloat16, torch.float16):
         large = 256.0 if dtype is torch.bfloat16 else 2048.0  # to which 1 cannot be added
@@ -359,7 +337,7 @@ def test_staged_halves_are_rounded_once_and_other_dtypes_are_exact() -> None:
 
 @pytest.mark.parametrize("has_windows", [False, True], ids=["no windows", "windows"])
 def test_ranks_that_stage_different_calls_are_told_so(has_windows: bool) -> None:
-    made = Group(crossovers=WAYS["Staged"], split=by_pairs)
+    made = Group(thresholds=STAGED, split=by_pairs)
     if made.group.size == 1:
         pytest.skip("no other rank")
     if has_windows:
@@ -371,11 +349,11 @@ def test_ranks_that_stage_different_calls_are_told_so(has_windows: bool) -> None
 
 
 def test_halves_outside_windows_where_no_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node import across
+    from syncline.collectives.backends.mpi.node import hierarchical_all_reduce
 
-    made = Group(crossovers=WAYS["Staged"], split=by_pairs)
-    monkeypatch.setattr(made.transport._memory, "share", lambda *_: None)  # what all ranks hear if one gets none
-    crossings = calls_of(monkeypatch, across.Crossing, "_cross")
+    made = Group(thresholds=STAGED, split=by_pairs)
+    monkeypatch.setattr(made.transport._memory, "allocate_segment", lambda *_: None)  # what all ranks hear if one gets none
+    crossings = calls_of(monkeypatch, hierarchical_all_reduce.NodeReduction, "run")
     for _ in range(2):
         tensor = whole(made.group.rank, 5000, torch.bfloat16)
         made.group.all_reduce(tensor)
@@ -397,9 +375,7 @@ def test_other_collectives_on_emulated_nodes(nodes: Group) -> None:
 @pytest.mark.parametrize("split", [None, by_pairs], ids=["one node", "emulated nodes"])
 def test_reproducible_is_in_rank_order_everywhere(split: Callable[[Any], Any] | None) -> None:
     options = {} if split is None else {"split": split}
-    group = Group(
-        reproducible=True, crossovers=replace(WAYS["Staged"], staged_bytes=2048, staged_bytes_not_native=2048), **options
-    ).group
+    group = Group(reproducible=True, thresholds=replace(STAGED, staged_bytes=2048), **options).group
     memory = group.allocate(1000, torch.float32)
     for tensor in (memory, memory.clone(), torch.empty(100)):
         terms = [noise(rank, tensor.numel()) for rank in range(group.size)]
@@ -408,73 +384,64 @@ def test_reproducible_is_in_rank_order_everywhere(split: Callable[[Any], Any] | 
     group.close()
 
 
-@pytest.mark.parametrize(
-    ("numel", "crossovers", "way"),
-    [(5, Crossovers(), "Exchange"), (1_200_001, SINGLE_COPY, "SingleCopy"), (10_000, BY_MPI, "NoneType")],
-    ids=["exchange", "single copy", "MPI"],
-)
-def test_ways_serve_tracked_and_plain_tensors_in_turn(numel: int, crossovers: Crossovers, way: str) -> None:
-    """What a call keeps for the next, it keeps for those that autograd tracks and for the others.
+PLANS = [(5, AlgorithmThresholds(), "eager"), (1_200_001, STAGED, "copy-in copy-out"), (10_000, BY_MPI, "MPI")]
 
-    Rank 0's second tensor is tracked, the others' are not: a rank that takes the prepared way meets one that does not.
-    """
-    made = Group(crossovers=crossovers)
+
+@pytest.mark.parametrize(("numel", "thresholds", "algorithm"), PLANS, ids=[name for _, _, name in PLANS])
+def test_a_plan_serves_tracked_and_plain_tensors_in_turn(numel: int, thresholds: AlgorithmThresholds, algorithm: str) -> None:
+    """Rank 0's second tensor is tracked, the others' are not."""
+    made = Group(thresholds=thresholds)
     group = made.group
     for number in range(4):
         terms = [whole(rank + number, numel, torch.float32) for rank in range(group.size)]
         tensor = terms[group.rank].clone().requires_grad_(number < 2 and group.rank == 0)
         group.all_reduce(tensor)
         assert torch.equal(tensor.detach(), reduce_in_rank_order(ReduceOp.SUM, terms))
-    unprepared = 2 if group.rank == 0 else 1
-    assert made.ways == ([way] * unprepared + [PREPARED] * (4 - unprepared) if group.size > 1 else ["NoneType"] * 4)
+    assert made.algorithms == made.took(algorithm)
+    assert len(made.algorithms) == 4
+    assert group.algorithm_of("all_reduce", tensor) == made.algorithms[-1]
     group.close()
 
 
-@pytest.mark.parametrize(("numel", "way"), [(40_000, "Exchange"), (1_200_001, "SingleCopy")])
-def test_windows_that_are_made_after_a_call_was_prepared_are_used(
-    numel: int, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from syncline.collectives.backends.mpi.node import prepared
-
-    in_window: list[object] = []
-    run = prepared.WindowAllReduce.run
-    monkeypatch.setattr(prepared.WindowAllReduce, "run", lambda self: in_window.append(self) or run(self))
-    made = Group(crossovers=SINGLE_COPY)
+@pytest.mark.parametrize("numel", [40_000, 1_200_001])
+def test_windows_that_are_made_after_a_plan_are_used(numel: int) -> None:
+    made = Group()
     group = made.group
     plain = torch.empty(numel)
     for _ in range(2):
         _sum_of_noise(group, plain)
+    elsewhere = made.algorithms[0]
     window = group.allocate(numel, torch.float32)
-    for tensor, times in ((window, 1), (plain, 1), (window, 2)):
+    for tensor in (window, plain, window):
         _sum_of_noise(group, tensor)
-        assert len(in_window) == (times if group.size > 1 else 0)
-    assert made.ways == ([way] + [PREPARED] * 4 if group.size > 1 else ["NoneType"] * 5)
+    in_window = "window" if group.size > 1 else elsewhere
+    assert made.algorithms == [elsewhere] * 2 + [in_window, elsewhere, in_window]
     for tensor in (window, plain):
-        if group.rank == 0:  # it meets ranks that are prepared
-            group._prepared.clear()
+        if group.rank == 0:  # it has no plan, others have
+            group._plans.clear()
         _sum_of_noise(group, tensor)
     group.close()
 
 
 @pytest.mark.parametrize("numel", [40_000, 200_000, 1_200_001])
-def test_what_was_prepared_in_windows_serves_tensors_elsewhere(numel: int) -> None:
-    """Also where the way that these take was never tried before."""
-    for crossovers in (SINGLE_COPY, WAYS["Staged"], replace(BY_MPI, window_bytes=1)):
-        group = Group(crossovers=crossovers).group
+def test_what_was_planned_in_windows_serves_tensors_elsewhere(numel: int) -> None:
+    """Also where the algorithm that these take was never tried before."""
+    for thresholds in (AlgorithmThresholds(), STAGED, replace(BY_MPI, window_bytes=1)):
+        group = Group(thresholds=thresholds).group
         window = group.allocate(numel, torch.float32)
         for tensor in (window, window, torch.empty(numel), torch.empty(numel), window):
             _sum_of_noise(group, tensor)
-            if group.rank == 0:  # it meets ranks that are prepared
-                group._prepared.clear()
+            if group.rank == 0:  # it has no plan, others have
+                group._plans.clear()
         group.close()
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.PREMUL_SUM])
 @pytest.mark.parametrize("numel", [8, 40_000, 200_000])
-def test_what_is_prepared_reduces_as_ever(op: ReduceOp, numel: int) -> None:
-    """In windows and elsewhere, by MPI and otherwise; tensors of two dimensions; and autograd sees that they were written."""
-    made = Group(crossovers=replace(SINGLE_COPY, window_bytes=1024)), Group(crossovers=BY_MPI)
-    for group in (one.group for one in made):
+def test_a_plan_serves_windows_and_plain_memory_and_tells_autograd(op: ReduceOp, numel: int) -> None:
+    """By every algorithm; tensors of two dimensions; and autograd sees that they were written."""
+    for thresholds in (*ALGORITHMS.values(), replace(STAGED, window_bytes=1024)):
+        group = Group(thresholds=thresholds).group
         for tensor in (group.allocate(numel, torch.float32).view(2, -1), torch.empty(2, numel // 2), torch.empty(numel)):
             for number in range(3):
                 terms = [whole(rank + number, numel, torch.float32).view(tensor.shape) for rank in range(group.size)]
@@ -483,30 +450,6 @@ def test_what_is_prepared_reduces_as_ever(op: ReduceOp, numel: int) -> None:
                 assert torch.allclose(tensor, reduce_in_rank_order(reduction(op), terms))
                 assert tensor._version > version
         group.close()
-    assert made[0].ways.count(PREPARED) >= (6 if made[0].group.size > 1 and op is not ReduceOp.PREMUL_SUM else 0)
-
-
-@pytest.mark.parametrize("numel", [300_001, 1_200_001])
-def test_what_no_other_rank_may_read_goes_another_way(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank's tensor is pinned for a device: at the first call, or at a prepared one, or both."""
-    from syncline.collectives.backends.mpi.node import prepared, ways
-
-    for pinned_at in ({0}, {1}, {1, 2}, {0, 1}):
-        made = Group(crossovers=replace(WAYS["SingleCopy"], staged_bytes=2_000_000))
-        group = made.group
-        for number in range(4):
-            is_pinned = number in pinned_at and group.rank == group.size - 1
-            for room in (prepared, ways):
-                monkeypatch.setattr(room, "readable_address", _nowhere if is_pinned else torch.Tensor.data_ptr)
-            _sum_of_noise(group, torch.empty(numel))
-        assert group.size == 1 or PREPARED in made.ways
-        group.close()
-
-
-def _nowhere(tensor: torch.Tensor) -> int:
-    from syncline.collectives.backends.mpi.node.board import NOWHERE
-
-    return NOWHERE
 
 
 def _sum_of_noise(group: ProcessGroup, tensor: torch.Tensor) -> None:
@@ -516,8 +459,8 @@ def _sum_of_noise(group: ProcessGroup, tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("numel", [5, 1_200_001])
-def test_prepared_calls_that_differ_are_told_apart(numel: int) -> None:
-    group = Group(crossovers=SINGLE_COPY).group
+def test_planned_calls_that_differ_are_told_apart(numel: int) -> None:
+    group = Group().group
     if group.size > 1:
         for op in (ReduceOp.SUM, ReduceOp.AVG):
             group.all_reduce(torch.ones(numel), op)
@@ -532,7 +475,7 @@ def test_prepared_calls_that_differ_are_told_apart(numel: int) -> None:
 @pytest.mark.parametrize("numel", [5, 40_000, 1_200_001])
 @pytest.mark.parametrize("in_window", [False, True])
 def test_what_is_kept_for_the_next_call_keeps_no_tensor(numel: int, in_window: bool) -> None:
-    made = Group(crossovers=replace(SINGLE_COPY, window_bytes=1))
+    made = Group(thresholds=AlgorithmThresholds(window_bytes=1))
     group = made.group
     tensor = group.allocate(numel, torch.float32) if in_window else torch.empty(numel)
     for _ in range(3):
@@ -544,34 +487,14 @@ def test_what_is_kept_for_the_next_call_keeps_no_tensor(numel: int, in_window: b
     group.close()
 
 
-def test_memory_that_one_rank_may_not_read_is_read_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node.peer_memory import PeerMemory
-
-    made = Group()
-    group = made.group
-    if group.rank == group.size - 1:
-        monkeypatch.setattr(PeerMemory, "read", _refused)
-    terms = [noise(rank, 2_400_001, torch.bfloat16) for rank in range(group.size)]
-    for _ in range(2):
-        tensor = terms[group.rank].clone()
-        group.all_reduce(tensor)
-        assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms))
-    assert set(made.ways) - {PREPARED} == {"Staged" if group.size > 1 else "NoneType"}
-    group.close()
-
-
-def _refused(*_: Any) -> None:
-    raise TransportError("not permitted")
-
-
 def test_a_rank_that_fails_within_a_collective_is_named_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node.peer_memory import PeerMemory
+    from syncline.collectives.backends.mpi.node import copy_in_copy_out
 
-    group = Group(crossovers=SINGLE_COPY).group
+    group = Group().group
     group.all_reduce(torch.zeros(1_200_000))
     last = group.size - 1
     if group.rank == last:
-        monkeypatch.setattr(PeerMemory, "read", _refused)
+        monkeypatch.setattr(copy_in_copy_out, "_reduce", _refused)
     if group.size > 1:
         words = "not permitted" if group.rank == last else rf"rank {last} of this node gave up|rank \d of this node gave up"
         with pytest.raises(TransportError, match=words):
@@ -579,15 +502,18 @@ def test_a_rank_that_fails_within_a_collective_is_named_by_the_others(monkeypatc
         group.abort()
 
 
+def _refused(*_: Any) -> None:
+    raise TransportError("not permitted")
+
+
 def test_a_rank_that_comes_late_with_another_call_does_not_wait() -> None:
-    """The others gave up before. Of 2 or 4 ranks, all are prepared for the calls."""
+    """The others gave up before. All have plans for the calls."""
     group = Group().group
-    are_prepared = group.size % 2 == 0
     if group.size > 1:
         group.all_reduce(torch.zeros(1))
         late = group.split(0, timeout_s=0.5)
         assert late is not None
-        for numel in (1, 4, 8) if are_prepared else (1,):
+        for numel in (1, 4, 8):
             late.all_reduce(torch.zeros(numel))
         if group.rank == 0:
             with pytest.raises(CollectiveTimeout, match=r"all_reduce\(float32\[4\], op=SUM\).* did not finish within 0\.5 s"):
@@ -615,8 +541,8 @@ def test_closing_gives_the_memory_back() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint4, torch.int3, torch.bits8, torch.float8_e5m2, torch.uint16], ids=str)
-def test_what_torch_cannot_copy_moves_all_the_same(eager: Group, dtype: torch.dtype) -> None:
-    for group in (eager.group, Group().group):
+def test_what_torch_cannot_copy_moves_all_the_same(staged: Group, dtype: torch.dtype) -> None:
+    for group in (staged.group, Group().group):
         source = torch.arange(24, dtype=torch.uint8).view(dtype)
         tensor = (source if group.rank == 0 else torch.zeros(24, dtype=torch.uint8).view(dtype)).view(-1)
         group.broadcast(tensor, 0)
@@ -624,7 +550,7 @@ def test_what_torch_cannot_copy_moves_all_the_same(eager: Group, dtype: torch.dt
         block = torch.zeros(24 * group.size, dtype=torch.uint8).view(dtype)
         group.all_gather_into_tensor(block, source)
         assert torch.equal(block.view(torch.uint8), source.view(torch.uint8).repeat(group.size))
-        if group is not eager.group:
+        if group is not staged.group:
             group.close()
 
 
@@ -642,7 +568,7 @@ def test_another_default_device_does_no_harm() -> None:
 
 @pytest.mark.parametrize("numel", [4, 100])
 def test_calls_that_differ_are_told_apart(numel: int) -> None:
-    group = Group(crossovers=replace(WAYS["Staged"], exchange_bytes=64, window_bytes=64)).group
+    group = Group(thresholds=replace(STAGED, eager_bytes=64, window_bytes=64)).group
     if group.size == 1:
         group.close()
         return
@@ -653,8 +579,8 @@ def test_calls_that_differ_are_told_apart(numel: int) -> None:
     group.abort()
 
 
-def test_shapes_may_differ_as_in_torch(one_way: tuple[Group, str]) -> None:
-    group = one_way[0].group
+def test_shapes_may_differ_as_in_torch(one_algorithm: tuple[Group, str]) -> None:
+    group = one_algorithm[0].group
     tensor = torch.full((2, 6) if group.rank % 2 else (12,), float(group.rank))
     group.all_reduce(tensor)
     assert tensor.unique().tolist() == [group.size * (group.size - 1) / 2]
@@ -675,20 +601,20 @@ def test_without_memory_on_one_rank_all_use_mpi(
     step: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank cannot make the file, or the last has no memory for its part."""
-    from syncline.collectives.backends.mpi.node import memory, sharing
+    from syncline.collectives.backends.mpi.node import shared_allocation, windows
 
-    made = Group(crossovers=WAYS["Staged"])
+    made = Group(thresholds=STAGED)
     group = made.group
     culprit = 0 if step == "create_file" else group.size - 1
-    monkeypatch.setattr(memory, "_warned_of", set())
+    monkeypatch.setattr(windows, "_warned_of", set())
     if group.rank == culprit:
-        monkeypatch.setattr(sharing, step, _no_memory)
+        monkeypatch.setattr(shared_allocation, step, _no_memory)
     with caplog.at_level(logging.WARNING, "syncline.collectives"):
         memories = [group.allocate(100_000, torch.float32) for _ in range(2)]
         for tensor in (*memories, torch.empty(100_000)):
             group.all_reduce(tensor.copy_(noise(group.rank, 100_000)))
             assert torch.allclose(tensor, torch.stack([noise(r, 100_000) for r in range(group.size)]).sum(0), atol=1e-5)
-    assert set(made.ways) - {PREPARED} == {"NoneType"}
+    assert set(made.algorithms) == {"MPI"}
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (1 if group.rank == 0 and group.size > 1 else 0)
     assert not said or f"rank {culprit}: [Errno 12] no memory left" in said[0]
@@ -700,16 +626,16 @@ def _no_memory(*_: Any) -> None:
 
 
 def test_memory_outlives_its_group(world: ProcessGroup) -> None:
-    group = Group(crossovers=WAYS["Staged"]).group
+    group = Group(thresholds=STAGED).group
     memory = group.allocate(1000, torch.float32)
     group.close()
     assert memory.fill_(3.0).sum().item() == 3000.0
 
 
-@pytest.mark.parametrize("way", ["MPI", "Exchange", "SingleCopy", "Staged"])
-def test_groups_that_communicate_at_the_same_time(way: str) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_groups_that_communicate_at_the_same_time(algorithm: str) -> None:
     """Each has a thread of its own, and on each rank another one may be first; also when they make their shared memory."""
-    made = [Group(crossovers=WAYS.get(way, BY_MPI)) for _ in range(3)]
+    made = [Group(thresholds=ALGORITHMS[algorithm]) for _ in range(3)]
     group = RoundRobinGroup([one.group for one in made])
     tensors = [torch.full((20_000,), float(group.rank + number)) for number in range(9)]
     for work in [group.all_reduce(tensor, async_op=True) for tensor in tensors]:
@@ -720,10 +646,9 @@ def test_groups_that_communicate_at_the_same_time(way: str) -> None:
 
 
 PATHS: dict[str, dict[str, Any]] = {
-    **{way: {"crossovers": crossovers} for way, crossovers in WAYS.items()},
-    "MPI": {"crossovers": BY_MPI},
-    "emulated nodes": {"crossovers": WAYS["Staged"], "split": by_pairs},
-    "emulated nodes by MPI": {"crossovers": BY_MPI, "split": by_pairs},
+    **{algorithm: {"thresholds": thresholds} for algorithm, thresholds in ALGORITHMS.items()},
+    "emulated nodes": {"thresholds": STAGED, "split": by_pairs},
+    "emulated nodes by MPI": {"thresholds": BY_MPI, "split": by_pairs},
 }
 
 
@@ -734,15 +659,15 @@ def test_ranks_that_overtake_one_another(path: str, small_pieces: None, monkeypa
 
     group = Group(**PATHS[path]).group
     chance = random.Random(group.rank)
-    unprepared = random.Random(-1 - group.rank)
-    _delay_meetings(monkeypatch, chance)
+    forgetful = random.Random(-1 - group.rank)
+    _delay_synchronisation(monkeypatch, chance)
     is_long = group.size == 4 and MPI.get_vendor()[0] == "MPICH"
     windows = group.allocate(4 * 307, torch.float64), group.allocate(307, torch.float64)
     elsewhere = torch.empty(4 * 307, dtype=torch.float64), torch.empty(307, dtype=torch.float64)
     for repetition in range(1000 if is_long else 20):
         large, small = windows if chance_of_all(repetition) else elsewhere
-        if unprepared.random() < 0.3:  # while others may be prepared
-            group._prepared.clear()
+        if forgetful.random() < 0.3:  # while others may have kept theirs
+            group._plans.clear()
         _one_of_each_kind(group, large[: group.size * 307], small, repetition)
         _delay(chance)
     group.close()
@@ -780,13 +705,12 @@ def _one_of_each_kind(group: ProcessGroup, block: torch.Tensor, tensor: torch.Te
     tensor.fill_(-2.0)
 
 
-def _delay_meetings(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
+def _delay_synchronisation(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
     """Before and after ranks meet: that is, also in the middle of collectives."""
-    from syncline.collectives.backends.mpi.meeting import Meeting
-    from syncline.collectives.backends.mpi.node.group_meeting import GroupMeeting
-    from syncline.collectives.backends.mpi.node.prepared import Prepared
+    from syncline.collectives.backends.mpi.call_verifier import CallVerifier
+    from syncline.collectives.backends.mpi.node.group_sync import GroupSync
 
-    for room, name in ((GroupMeeting, "_arrive"), (Prepared, "_arrive"), (Meeting, "run")):
+    for room, name in ((GroupSync, "verify"), (GroupSync, "wait"), (CallVerifier, "run")):
         plain = getattr(room, name)
 
         def delayed(*arguments: Any, plain: Any = plain) -> Any:
@@ -804,22 +728,22 @@ def _delay(chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("as_view", [False, True])
-def test_buckets_of_ddp_lie_in_windows(eager: Group, as_view: bool) -> None:
+def test_buckets_of_ddp_lie_in_windows(staged: Group, as_view: bool) -> None:
     """Also those that it makes after the first backward, and the first are then given back."""
-    group, windows = eager.group, eager.transport._memory.windows
+    group, windows = staged.group, staged.transport._memory.windows
     gc.collect()
     before = len(windows)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 20))
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.002, gradient_as_bucket_view=as_view)
     for _ in range(3):
-        eager.ways.clear()
-        group._prepared.clear()
+        staged.algorithms.clear()
         ddp(noise(group.rank, 80).view(2, 40)).square().sum().backward()
         buckets = ddp._reducer.buckets
         assert len(buckets) > 1
-        assert eager.ways.count("InWindow") == (len(buckets) if group.size > 1 else 0)
+        assert staged.algorithms.count("window") == (len(buckets) if group.size > 1 else 0)
         assert len(windows) - before == (len(buckets) if group.size > 1 else 0)
+        assert ddp.logging_data()["bucket_algorithms"] == ", ".join(staged.took("window")[: len(buckets)])
     for parameter in model.parameters():
         assert parameter.grad is not None
         _same_bits(group, parameter.grad)

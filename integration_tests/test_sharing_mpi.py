@@ -32,12 +32,12 @@ class Ranks:
 
     def share(self, part_bytes: int = PART_BYTES) -> str:
         """Why they share no memory, or nothing if they do: each reads what the others wrote."""
-        from syncline.collectives.backends.mpi.node.sharing import SharingError, share
+        from syncline.collectives.backends.mpi.node.shared_allocation import SharedMemoryError, allocate_shared
 
         before = len(os.listdir("/proc/self/fd"))
         try:
-            segment = share(self.hierarchy, self.all, part_bytes, lambda start: start().Wait())
-        except SharingError as error:
+            segment = allocate_shared(self.hierarchy, self.all, part_bytes, lambda start: start().Wait())
+        except SharedMemoryError as error:
             return str(error)
         finally:
             assert len(os.listdir("/proc/self/fd")) == before
@@ -64,20 +64,20 @@ def raising(error: Exception) -> Any:
     return raise_it
 
 
-@pytest.mark.parametrize("step", ["memory_limits", "create_file", "open_file", "reserve", "Segment"])
+@pytest.mark.parametrize("step", ["memory_limits", "create_file", "open_peer_fd", "reserve", "Segment"])
 def test_any_error_of_one_rank_is_told_to_all(ranks: Ranks, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is, nobody waits for that rank. (Who cannot open the file asks for it, which fails here as well.)"""
-    from syncline.collectives.backends.mpi.node import sharing
+    from syncline.collectives.backends.mpi.node import shared_allocation
 
     culprit = 0 if step == "create_file" else ranks.size - 1
     if ranks.rank == culprit:
-        monkeypatch.setattr(sharing, step, raising(OverflowError("too large for an int")))
-        monkeypatch.setattr(sharing, "ask", raising(MemoryError()))
+        monkeypatch.setattr(shared_allocation, step, raising(OverflowError("too large for an int")))
+        monkeypatch.setattr(shared_allocation, "request_fd", raising(MemoryError()))
     said = ranks.share()
-    if step == "open_file" and ranks.size == 1:
+    if step == "open_peer_fd" and ranks.size == 1:
         assert said == ""
     else:
-        also = "; MemoryError: " if step == "open_file" else ""
+        also = "; MemoryError: " if step == "open_peer_fd" else ""
         assert said == f"rank {culprit}: OverflowError: too large for an int{also}"
     monkeypatch.undo()
     assert ranks.share() == ""
@@ -85,38 +85,38 @@ def test_any_error_of_one_rank_is_told_to_all(ranks: Ranks, step: str, monkeypat
 
 def test_a_size_that_is_no_size(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody knows how much memory there is, the system says it, in its own way."""
-    from syncline.collectives.backends.mpi.node import sharing
+    from syncline.collectives.backends.mpi.node import shared_allocation
 
     assert "no room for" in ranks.share(2**61)
-    monkeypatch.setattr(sharing, "memory_limits", list)
+    monkeypatch.setattr(shared_allocation, "memory_limits", list)
     assert "rank 0: " in ranks.share(2**63)
 
 
 @pytest.mark.parametrize("only_last", [True, False])
 def test_ranks_that_may_not_look_into_one_another(ranks: Ranks, only_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in containers that each have users of their own: the file is handed over at a socket."""
-    from syncline.collectives.backends.mpi.node import sharing
+    from syncline.collectives.backends.mpi.node import shared_allocation
 
     asked = []
     if ranks.rank == ranks.size - 1 or not only_last:
-        ask = sharing.ask
-        monkeypatch.setattr(sharing, "open_file", raising(PermissionError(13, "Permission denied")))
-        monkeypatch.setattr(sharing, "ask", lambda *where: asked.append(where) or ask(*where))
+        ask = shared_allocation.request_fd
+        monkeypatch.setattr(shared_allocation, "open_peer_fd", raising(PermissionError(13, "Permission denied")))
+        monkeypatch.setattr(shared_allocation, "request_fd", lambda *where: asked.append(where) or ask(*where))
     assert ranks.share() == ""
     assert len(asked) == int(ranks.rank > 0 and (ranks.rank == ranks.size - 1 or not only_last))
 
 
-@pytest.mark.parametrize("step", ["ask", "Offer", "receive"])
+@pytest.mark.parametrize("step", ["request_fd", "FdServer", "receive_fd"])
 def test_neither_way_is_open(ranks: Ranks, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Network namespaces of their own, too: the first complaint says why each way was closed."""
-    from syncline.collectives.backends.mpi.node import sharing
+    from syncline.collectives.backends.mpi.node import shared_allocation
 
-    monkeypatch.setattr(sharing, "open_file", raising(PermissionError(13, "Permission denied")))
-    monkeypatch.setattr(sharing, step, raising(ConnectionRefusedError(111, "Connection refused")))
+    monkeypatch.setattr(shared_allocation, "open_peer_fd", raising(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(shared_allocation, step, raising(ConnectionRefusedError(111, "Connection refused")))
     said = ranks.share()
     if ranks.size == 1:
         assert said == ""
-    elif step == "Offer":
+    elif step == "FdServer":
         assert said.startswith("rank 0: [Errno 111] Connection refused (and ")
     else:
         assert said.startswith("rank 1: [Errno 13] Permission denied; [Errno 111] Connection refused")
@@ -127,13 +127,13 @@ def test_neither_way_is_open(ranks: Ranks, step: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("same", [True, False])
 def test_beyond_the_limit_of_a_control_group(ranks: Ranks, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would kill a rank. They may be under one limit, or each under its own."""
-    from syncline.collectives.backends.mpi.node import sharing
+    from syncline.collectives.backends.mpi.node import shared_allocation
     from syncline.collectives.backends.mpi.node.memory_limit import HEADROOM_BYTES, Limit
 
     identity = (1, 0 if same else ranks.rank)
     sharers = ranks.size if same else 1
     left = HEADROOM_BYTES + sharers * 8192
-    monkeypatch.setattr(sharing, "memory_limits", lambda: [Limit(identity, "the limit of /slurm/job_7", left)])
+    monkeypatch.setattr(shared_allocation, "memory_limits", lambda: [Limit(identity, "the limit of /slurm/job_7", left)])
     assert ranks.share(8192) == ""
     assert ranks.share(8193) == (
         "rank 0: [Errno 12] no room for 12,288 bytes of each rank: the limit of /slurm/job_7 leaves 8,192 for each of the "
@@ -143,26 +143,26 @@ def test_beyond_the_limit_of_a_control_group(ranks: Ranks, same: bool, monkeypat
 
 def test_trying_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the doctor does."""
-    from syncline.collectives.backends.mpi.node import sharing
-    from syncline.collectives.backends.mpi.node.sharing_trial import try_sharing
+    from syncline.collectives.backends.mpi.node import shared_allocation
+    from syncline.collectives.backends.mpi.node.shared_allocation import probe_shared_memory
 
     if ranks.size == 1:
-        assert try_sharing() == "nothing to share: every rank is alone on its node"
+        assert probe_shared_memory() == "nothing to share: every rank is alone on its node"
         return
-    assert try_sharing() == "yes: each rank read what the others of its node wrote"
+    assert probe_shared_memory() == "yes: each rank read what the others of its node wrote"
     if ranks.rank == 1:
-        monkeypatch.setattr(sharing, "reserve", raising(OSError(12, "no memory left")))
-    assert try_sharing() == "no: rank 1: [Errno 12] no memory left"
+        monkeypatch.setattr(shared_allocation, "reserve", raising(OSError(12, "no memory left")))
+    assert probe_shared_memory() == "no: rank 1: [Errno 12] no memory left"
 
 
 def test_the_warning(ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node import memory, sharing
+    from syncline.collectives.backends.mpi.node import shared_allocation, windows
     from syncline.collectives.backends.mpi.node.node_transport import NodeTransport
 
-    monkeypatch.setattr(memory, "_warned_of", set())
+    monkeypatch.setattr(windows, "_warned_of", set())
     from syncline.collectives.host.host_group import HostGroup
 
-    monkeypatch.setattr(sharing, "reserve", raising(OSError(12, "no memory left")))
+    monkeypatch.setattr(shared_allocation, "reserve", raising(OSError(12, "no memory left")))
     group = HostGroup(NodeTransport(ranks.all.Dup()), ranks.rank, ranks.size, timeout_s=30)
     with caplog.at_level(logging.WARNING, "syncline.collectives"):
         group.allocate(100_000, torch.float32)

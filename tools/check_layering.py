@@ -34,6 +34,7 @@ COLLECTIVES = "syncline.collectives"
 FLOORS: dict[str, tuple[str, ...]] = {
     COLLECTIVES: (
         "errors",
+        "version",
         "torch_private",
         "contract",
         "host",
@@ -49,6 +50,35 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "bench",
         "doctor",
         "__main__",
+    ),
+    f"{COLLECTIVES}.backends.mpi": (
+        "library",
+        "datatypes",
+        "timeout_report",
+        "call_verifier",
+        "transport",
+        "exit_status",
+        "job_abort",
+        "node",
+        "backend",
+    ),
+    f"{COLLECTIVES}.backends.mpi.node": (
+        "os_memory",
+        "segment",
+        "memory_limit",
+        "fd_passing",
+        "shm_barrier",
+        "hierarchy",
+        "shared_allocation",
+        "windows",
+        "group_sync",
+        "algorithm",
+        "plan",
+        "eager_exchange",
+        "window_collective",
+        "copy_in_copy_out",
+        "hierarchical_all_reduce",
+        "node_transport",
     ),
 }
 # Where the names are that other layers may import from collectives; everything else in its sub-packages is private.

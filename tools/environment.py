@@ -65,6 +65,7 @@ TOOLS = InstallSet(
     ("--requirement", str(ROOT / "tools" / "requirements.txt")),
     (ROOT / "tools" / "requirements.txt",),
 )
+DOCS = InstallSet("docs", ("mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"))
 # No GPU is needed to compare our tables with CuPy's constants. Some 600 MB on disk, most of it NCCL itself.
 NCCL = InstallSet("nccl", ("cupy-cuda13x>=14", "nvidia-nccl-cu13"))
 # Its mpiexec and libmpi would overwrite MPICH's in `.venv/bin`: a prefix of its own.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.backends.mpi import yielding
+from syncline.collectives.backends.mpi import library
 
 from . import picture, session
 from .cases import all_cases
@@ -60,11 +60,11 @@ def with_policy(policy: Callable[[], None], step: Step) -> Step:
     """A step during which this process waits in that way."""
 
     def run() -> Phases:
-        usual, yielding.give_way = yielding.give_way, policy
+        usual, library.yield_cpu = library.yield_cpu, policy
         try:
             return step()
         finally:
-            yielding.give_way = usual
+            library.yield_cpu = usual
 
     return run
 

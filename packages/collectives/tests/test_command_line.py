@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -94,6 +95,11 @@ def test_bench_refuses(tmp_path: Path, arguments: list[str], words: str) -> None
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_version(tmp_path: Path) -> None:
+    done = syncline("--version", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"syncline-collectives {version('syncline-collectives')}\n")
 
 
 def test_no_command_is_an_error(tmp_path: Path) -> None:

@@ -37,3 +37,17 @@ def test_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (deadline.remaining_s(), deadline.expired()) == (0.0, True)
     now_s = 200.0
     assert (deadline.remaining_s(), deadline.expired()) == (0.0, True)
+
+
+def test_a_wait_in_vain_ends_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    reasons = [None, "rank 1 left", "asked too often"]
+    monkeypatch.setattr("syncline.collectives.contract.deadline.monotonic", lambda: now_s)
+    deadline = Deadline(5.0, lambda: reasons.pop(0))
+    assert not deadline.expired()
+    assert len(reasons) == 3  # a short wait asks nobody
+    now_s += 1.0
+    assert not deadline.expired()
+    now_s += 1.0
+    assert deadline.expired()
+    assert (deadline.was_cancelled, deadline.reason, deadline.remaining_s()) == (True, "rank 1 left", 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -22,13 +23,16 @@ from syncline.collectives.startup.rendezvous import (
     Address,
     address_by_environment,
     find_secret,
+    loopback_host,
     parse_address,
     parse_folder,
     store_at,
 )
+from syncline.collectives.startup.user_secret import is_loopback, user_secret
 from syncline.collectives.stores import TCPStoreServer, new_secret
 from syncline.collectives.testing.processes import run_processes
 
+SPAWNING_JOB = Path(__file__).with_name("spawning_job.py")
 JOB = Path(__file__).with_name("rendezvous_job.py")
 BY_HAND = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -119,10 +123,10 @@ def test_the_secret(secret_file: Path) -> None:
 
 def test_no_secret_is_refused_with_the_remedies() -> None:
     with pytest.raises(LaunchError, match=r"must share a secret") as caught:
-        store_at("tcp://127.0.0.1:29500", 0, 2, 1.0, {})
+        store_at("tcp://10.0.0.7:29500", 0, 2, 1.0, {})
     assert all(remedy in str(caught.value) for remedy in ("?secret_file=PATH", "SYNCLINE_SECRET", "file:///shared/folder"))
     with pytest.raises(LaunchError, match=r"must share a secret"):
-        store_at("env://", 1, 2, 1.0, BY_HAND)
+        store_at("env://", 1, 2, 1.0, {**BY_HAND, "MASTER_ADDR": "node7"})
 
 
 def test_two_secrets_are_one_too_many(secret_file: Path) -> None:
@@ -145,6 +149,29 @@ def test_no_secret_file(tmp_path: Path) -> None:
 def test_a_short_secret() -> None:
     with pytest.raises(InvalidArgumentError, match="at least 16 bytes, found 5"):
         store_at("tcp://127.0.0.1:29500", 0, 2, 1.0, {"SYNCLINE_SECRET": "short"})
+
+
+def test_the_secret_of_a_user(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as processes:
+        found = list(processes.map(lambda _: user_secret(tmp_path / "own"), range(8)))
+    assert len(set(found)) == 1
+    assert len(found[0]) == 64
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["secret"]
+    (tmp_path / "own").chmod(0o755)
+    with pytest.raises(LaunchError, match=r"open to nobody else, found owner \d+ and mode drwxr-xr-x\. .*secret_file=PATH"):
+        user_secret(tmp_path / "own")
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    with pytest.raises(LaunchError, match=r"expected .*link to belong to this user"):
+        user_secret(tmp_path / "link")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("localhost", True), ("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("node7", False), ("10.0.0.7", False)],
+)
+def test_what_is_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) == expected
+    assert loopback_host("env://", {**BY_HAND, "MASTER_ADDR": host}) == (host if expected else None)
 
 
 # ---- meeting ----
@@ -199,6 +226,23 @@ def test_processes(tmp_path: Path, port: int, secret_file: Path) -> None:
     """Groups of processes by each of the ways, one after the other; they listen on one address and leave quietly."""
     (tmp_path / "port").write_text(str(port))
     run_processes(JOB, 2, tmp_path)
+
+
+def test_processes_that_multiprocessing_started(tmp_path: Path, port: int) -> None:
+    """With a rank, a size and an address of this machine they need no secret; without them they are told what is missing."""
+    done = subprocess.run(
+        [sys.executable, str(SPAWNING_JOB)],
+        env={**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("alone: this process was started by multiprocessing") == 2
+    assert sorted(line for line in done.stdout.splitlines() if "sum" in line) == [
+        "rank 0 of 2: sum 3.0",
+        "rank 1 of 2: sum 3.0",
+    ]
 
 
 def test_an_exit_without_warnings(port: int, secret_file: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from syncline.collectives import LaunchError, SiteFileError
 from syncline.collectives.contract.deadline import DEFAULT_TIMEOUT_S
-from syncline.collectives.startup.crossovers import Crossovers
+from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.startup.launch import Launch
 from syncline.collectives.startup.settings import (
     BACKEND_VARIABLE,
@@ -156,11 +156,11 @@ def test_site_files_with_mistakes(text: str, words: list[str]) -> None:
 
 def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
     keys = [entry for entry in fields(Settings) if entry.metadata]
-    settings = ["backend", "timeout_s", "reproducible", *(entry.name for entry in fields(Crossovers))]
+    settings = ["backend", "timeout_s", "reproducible", *(entry.name for entry in fields(AlgorithmThresholds))]
     assert [entry.name for entry in keys] == settings
     assert all(entry.metadata["doc"] for entry in keys)
     assert Settings() == Settings(None, DEFAULT_TIMEOUT_S, False)
-    assert Settings().crossovers == Crossovers()
+    assert Settings().thresholds == AlgorithmThresholds()
 
 
 def test_the_variable_names_the_file(tmp_path: Path) -> None:

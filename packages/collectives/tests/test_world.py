@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
+from importlib.metadata import version
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from syncline import collectives
 from syncline.collectives import (
@@ -134,6 +137,29 @@ def test_functions_return_work_only_if_async() -> None:
         work = call(async_op=True)
         assert work is not None
         assert work.wait()
+
+
+@pytest.mark.parametrize("call", [collectives.all_reduce, partial(collectives.reduce, dst=0)])
+def test_reductions_of_torch_are_taken(call) -> None:
+    init_process_group()
+    tensor = torch.ones(2)
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
+        call(tensor, op=getattr(dist.ReduceOp, name))
+    call(tensor, op=dist._make_nccl_premul_sum(0.5))
+    assert tensor.tolist() == [0.5, 0.5]
+    collectives.reduce_scatter_tensor(tensor, torch.ones(2), op=dist.ReduceOp.SUM)
+    collectives.reduce_scatter(tensor, [torch.ones(2)], op=dist.ReduceOp.MAX)
+    collectives.all_reduce_coalesced([tensor], op=dist.ReduceOp.SUM)
+    sparse = tensor.to_sparse()
+    collectives.all_reduce(sparse, op=dist.ReduceOp.SUM)
+    with pytest.raises(InvalidArgumentError, match=r"a reduction of syncline or of torch\.distributed \(SUM"):
+        call(tensor, op="sum")
+
+
+def test_ranks_on_the_node() -> None:
+    init_process_group()
+    assert (collectives.get_local_rank(), collectives.get_node_rank()) == (0, 0)
+    assert collectives.__version__ == version("syncline-collectives")
 
 
 def test_functions_take_a_group() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 
 from syncline.hooks import compression_ratio
 from syncline.hooks.low_rank import plan_matrix
@@ -35,9 +36,10 @@ def test_resnet18_is_compressed_as_much_as_in_the_paper(rank: int, papers: int) 
         ((100, 50), 16, 2, (100, 50, 16)),
         ((100, 50), 17, 2, (100, 50, 0)),  # (100 + 50) * 17 * 2 = 5100, not below 5000
         ((8, 4, 3, 3), 2, 2, (8, 36, 2)),
-        ((8, 4, 3, 3), 100, 0.1, (8, 36, 0)),  # rank 8 would send 352 for 288
+        ((8, 4, 3, 3), 100, 1, (8, 36, 0)),  # rank 8 would send 352 for 288
+        ((8, 4, 3, 3), 100, 0.1, (8, 36, 8)),
         ((7,), 1, 2, (7, 1, 0)),
-        ((7,), 1, 0.1, (7, 1, 0)),
+        ((7,), 1, 0.1, (7, 1, 1)),
         ((), 1, 2, (1, 1, 0)),
         ((0, 5), 1, 2, (0, 5, 0)),
     ],
@@ -47,6 +49,16 @@ def test_what_is_compressed(shape: tuple[int, ...], rank: int, rate: float, expe
 
     assert (plan.rows, plan.columns, plan.rank) == expected
     assert plan.numel_sent == ((plan.rows + plan.columns) * plan.rank or plan.rows * plan.columns)
+
+
+@pytest.mark.parametrize("shape", [(100, 50), (8, 4, 3, 3), (7,), (1,), (12, 3)])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9, 1, 2, 10])
+@pytest.mark.parametrize("rank", [1, 4, 100])
+def test_torch_compresses_the_same(shape: tuple[int, ...], rank: int, rate: float) -> None:
+    plan = plan_matrix(shape, rank, rate)
+    limited = min(plan.rows, plan.columns, rank)
+
+    assert plan.is_compressed == _should_compress(plan.rows, plan.columns, limited, rate)[0]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize
 
 from syncline.hooks.orthogonalize import orthogonalize
 
@@ -70,3 +71,17 @@ def test_epsilon_is_added_to_the_length() -> None:
     matrices = torch.tensor([[[3.0], [4.0]]])
 
     assert torch.allclose(orthogonalize(matrices, 5.0), torch.tensor([[[0.3], [0.4]]]))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 5])
+def test_a_large_epsilon_counts_where_it_does_in_torch(columns: int) -> None:
+    matrices = torch.randn(2, 9, columns, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    torchs = matrices.clone()
+    _orthogonalize(torchs, 0.5)
+
+    found = orthogonalize(matrices, 0.5)
+
+    first = slice(None, 1)  # torch does not orthogonalize the others fully then
+    torch.testing.assert_close(found[:, :, first].abs(), torchs[:, :, first].abs())
+    if columns > 2:
+        torch.testing.assert_close(found.abs(), torchs.abs())

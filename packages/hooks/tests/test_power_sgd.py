@@ -253,6 +253,33 @@ def test_merged_states_fit_any_number_of_ranks_and_keep_the_mean_of_the_errors()
     run_ranks(2, refuse)
 
 
+def test_a_state_of_rank_0_that_all_ranks_load_starts_the_error_feedback_of_the_others() -> None:
+    """The pattern of torch's documentation."""
+
+    def train(group: ProcessGroup) -> dict[str, Any]:
+        model = Model(group.rank)
+        state = state_for(model)
+        steps(group, powerSGD_hook, model, state, range(3))
+        return state.state_dict()
+
+    saved = run_ranks(3, train)[0]
+
+    def resume(group: ProcessGroup) -> torch.Tensor:
+        model = Model(group.rank)
+        state = state_for(model)
+        state.load_state_dict(saved)
+        state.enter(group)
+        errors = state.state_dict()["errors"]
+        assert errors.keys() == (saved["errors"].keys() if group.rank == 0 else set())
+        assert all(torch.equal(error, saved["errors"][name]) for name, error in errors.items())
+        return steps(group, powerSGD_hook, model, state, range(3, 5))[-1]
+
+    with pytest.warns(UserWarning, match="begins its own error feedback at zero") as caught:
+        results = run_ranks(3, resume)
+    assert all(torch.equal(buffer, results[0]) for buffer in results)
+    assert sorted(str(entry.message).split(" loaded")[0] for entry in caught) == ["rank 1 of 3", "rank 2 of 3"]
+
+
 def test_states_of_different_steps_cannot_be_merged() -> None:
     one, other = state_for().state_dict(), {**state_for().state_dict(), "iter": 7}
     with pytest.raises(InvalidArgumentError, match=r"of step 2 with 0 errors and .* of step 7"):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from syncline.collectives.backends.mpi.node import huge_pages, segment
-from syncline.collectives.backends.mpi.node.huge_pages import collapse, huge_page_bytes
+from syncline.collectives.backends.mpi.node import os_memory, segment
+from syncline.collectives.backends.mpi.node.os_memory import collapse, huge_page_bytes
 from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded, reserve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="huge pages as Linux has them")
@@ -55,7 +55,7 @@ def in_huge_pages(name: str) -> int:
 
 @pytest.fixture
 def _pages_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "huge_page_bytes", lambda: SIZE)
+    monkeypatch.setattr(os_memory, "huge_page_bytes", lambda: SIZE)
 
 
 @needs_huge_pages
@@ -120,10 +120,10 @@ def test_systems_without(text: str | None, monkeypatch: pytest.MonkeyPatch, tmp_
     file = tmp_path / "hpage_pmd_size"
     if text is not None:
         file.write_text(text)
-    monkeypatch.setattr(huge_pages, "_SIZE", file)
+    monkeypatch.setattr(os_memory, "_SIZE", file)
     assert huge_page_bytes.__wrapped__() == 0
     memory = refusing()
-    monkeypatch.setattr(huge_pages, "huge_page_bytes", lambda: 0)
+    monkeypatch.setattr(os_memory, "huge_page_bytes", lambda: 0)
     assert collapse(memory, 0, 4 * SIZE, 60) == 0
 
 

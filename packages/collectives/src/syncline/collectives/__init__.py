@@ -32,7 +32,7 @@ from .default_group.functional import (
 )
 from .default_group.monitored_barrier import monitored_barrier
 from .default_group.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
-from .default_group.placement import default_device, placement_of
+from .default_group.placement import default_device, get_local_rank, get_node_rank, placement_of
 from .default_group.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .default_group.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
 from .errors import (
@@ -55,6 +55,7 @@ from .errors import (
 )
 from .startup.nodes import Placement
 from .startup.registry import backend_names
+from .version import __version__
 
 __all__ = [
     "BackendUnavailableError",
@@ -81,6 +82,7 @@ __all__ = [
     "TransportError",
     "UnknownBackendError",
     "Work",
+    "__version__",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
@@ -102,6 +104,8 @@ __all__ = [
     "gather",
     "gather_object",
     "get_default_group",
+    "get_local_rank",
+    "get_node_rank",
     "get_rank",
     "get_world_size",
     "init_process_group",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from .bench import command as bench
 from .doctor import command as doctor
 from .errors import SynclineError
+from .version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="syncline", description="Check and measure process groups. Start it with mpirun or alone."
     )
+    parser.add_argument("--version", action="version", version=f"syncline-collectives {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, module, help_text in (
         ("doctor", doctor, "print and check what a job needs: MPI, nodes, cores, memory, GPUs, backends"),

@@ -4,6 +4,7 @@ from .distributed_data_parallel import DistributedDataParallel
 from .join import Join, Joinable, JoinHook
 from .mixed_precision import MixedPrecision
 from .sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from .version import __version__
 
 __all__ = [
     "DistributedDataParallel",
@@ -12,5 +13,6 @@ __all__ = [
     "Joinable",
     "MixedPrecision",
     "SyncBatchNorm",
+    "__version__",
     "convert_sync_batchnorm",
 ]

@@ -323,6 +323,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
             **logging_data.describe_buckets(self._reducer),
+            **logging_data.describe_algorithms(self._reducer, self.process_group),
             **logging_data.describe_iteration(self._reducer.statistics),
         }
 

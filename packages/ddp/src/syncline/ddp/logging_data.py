@@ -38,6 +38,12 @@ def describe_buckets(reducer: Reducer) -> LoggingData:
     }
 
 
+def describe_algorithms(reducer: Reducer, group: ProcessGroup) -> LoggingData:
+    """By which algorithm the group reduced each bucket last; nothing if the group does not say, or has reduced none."""
+    found = [group.algorithm_of("all_reduce", bucket.buffer) for bucket in reducer.buckets]
+    return {"bucket_algorithms": ", ".join(name or "unknown" for name in found)} if any(found) else {}
+
+
 def describe_iteration(times: IterationStatistics) -> LoggingData:
     """The latest iteration, in nanoseconds of `time.perf_counter`, under torch's names; without those that are not known."""
     if not times.finished:

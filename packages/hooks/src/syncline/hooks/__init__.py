@@ -17,6 +17,7 @@ from .saved_state import merge_states
 from .schedule import Phase, ScheduleState, schedule_hook
 from .sparsify import RandomK, TopK
 from .statistics import HookStatistics
+from .version import __version__
 
 __all__ = [
     "CompressionState",
@@ -36,6 +37,7 @@ __all__ = [
     "RandomK",
     "ScheduleState",
     "TopK",
+    "__version__",
     "allreduce_hook",
     "batched_powerSGD_hook",
     "bf16_compress_hook",

@@ -118,7 +118,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     if buffer.numel() == 0:
         return finished(buffer)
     group = group_of(state.process_group, bucket)
-    state.origin.settle(group.rank, group.size, holds_errors=len(state.error_feedback) > 0)
+    state.origin.settle(group.rank, group.size, state.error_feedback)
     seed = state.seeds.next()
     with torch.no_grad(), state.statistics.stage("compress"):
         message, gradients = _compressed(state, bucket, seed)

@@ -75,6 +75,10 @@ class ErrorFeedback:
         for name in names:
             self._errors.pop(name, None)
 
+    def clear(self) -> None:
+        """Drop all errors."""
+        self._errors.clear()
+
     def norm(self) -> float:
         """The Euclidean length of all errors together."""
         return math.sqrt(sum(float(torch.linalg.vector_norm(error)) ** 2 for error in self._errors.values()))

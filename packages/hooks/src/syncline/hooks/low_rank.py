@@ -32,13 +32,13 @@ def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) ->
     Args:
         shape: the gradient's; its first dimension becomes the rows, the others the columns.
         rank: columns of the factors at most.
-        min_compression_rate: it is compressed if `(rows + columns) * rank * min_compression_rate < rows * columns`. Below 1 it
-            counts as 1: factors larger than the gradient, as those of a vector, are never sent.
+        min_compression_rate: it is compressed if `(rows + columns) * rank * min_compression_rate < rows * columns`. Below 1
+            the factors may be larger than the gradient, as those of a vector are.
     """
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])
     limited = min(rows, columns, rank)
-    is_worth_it = (rows + columns) * limited * max(min_compression_rate, 1) < rows * columns
+    is_worth_it = (rows + columns) * limited * min_compression_rate < rows * columns
     return MatrixPlan(rows, columns, limited if is_worth_it else 0)
 
 

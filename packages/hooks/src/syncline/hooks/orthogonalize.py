@@ -12,14 +12,14 @@ _DEPENDENT = 32
 def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     """Make the columns of each matrix orthonormal.
 
-    With up to two columns, or with an epsilon, by modified Gram-Schmidt, each column projected twice ("twice is enough":
+    With up to two columns by modified Gram-Schmidt, each column projected twice ("twice is enough":
     Giraud, Langou, Rozloznik, 2005); otherwise by Householder QR. Every matrix of a batch is treated by itself. A column
     that depends on earlier ones, a column of zeros among them, is replaced by one that does not, so that a factor never
     loses its rank. A matrix with a NaN or an infinity yields NaN.
 
     Args:
         matrices: [batch, rows, columns], columns <= rows, floating-point. Halves are computed in float32. Only read.
-        epsilon: added to each column's length before dividing by it; 0 or above.
+        epsilon: added to each column's length before dividing by it; 0 or above. QR has no use for it, as in torch.
 
     Returns:
         A tensor like `matrices`.
@@ -27,7 +27,7 @@ def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     Extra memory: one or two copies of `matrices`.
     """
     work = matrices.float() if matrices.dtype in (torch.float16, torch.bfloat16) else matrices
-    if epsilon == 0 and matrices.shape[2] > _QR_ABOVE_COLUMNS:
+    if matrices.shape[2] > _QR_ABOVE_COLUMNS:
         return _by_qr(work).to(matrices.dtype)
     return _by_gram_schmidt(work, epsilon).to(matrices.dtype)
 

@@ -41,10 +41,11 @@ class PowerSGDState:
         process_group: a group of ours or torch's; None for the caller's (see `contract.group_of`).
         matrix_approximation_rank: columns of the factors, 1 or above; usually 1 to 4. Bytes and time grow with it.
         start_powerSGD_iter: so many steps run a plain average first. At least 2 with error feedback or warm start.
-        min_compression_rate: compress a gradient only if it becomes so many times smaller.
+        min_compression_rate: compress a gradient only if it becomes so many times smaller; below 1, also if it becomes larger.
         use_error_feedback: add what was left out to the next step's gradient; memory for the compressed gradients once more.
         warm_start: begin each step with the latest factors rather than random ones.
-        orthogonalization_epsilon: added to each column's length; needed by nobody here, since a column of zeros is replaced.
+        orthogonalization_epsilon: added to each column's length, with up to two columns (torch's QR for more has none);
+            needed by nobody here, since a column of zeros is replaced.
         random_seed: of the first factors, 0 to 2**32 - 1.
         compression_stats_logging_frequency: log `compression_stats()` after so many steps.
         batch_tensors_with_same_shape: compress the gradients of one shape in one batch, each still by itself; costs a copy.
@@ -114,7 +115,7 @@ class PowerSGDState:
 
     def enter(self, group: ProcessGroup) -> None:
         """Called by the hook for every bucket that it compresses."""
-        self.origin.settle(group.rank, group.size, holds_errors=len(self.error_feedback) > 0)
+        self.origin.settle(group.rank, group.size, self.error_feedback)
 
     def maybe_increase_iter(self, bucket: Bucket) -> None:
         """Count a step at its last bucket."""

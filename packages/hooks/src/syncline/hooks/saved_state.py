@@ -7,12 +7,15 @@ fits all: what matters to training is the mean of the ranks' errors, and the mer
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from syncline.collectives import InvalidArgumentError, MisuseError
+
+from .error_feedback import ErrorFeedback
 
 FORMAT = 1
 
@@ -96,17 +99,27 @@ class Origin:
         self.rank = rank
         self.world_size = world_size
 
-    def settle(self, rank: int, world_size: int, *, holds_errors: bool) -> None:
+    def settle(self, rank: int, world_size: int, errors: ErrorFeedback) -> None:
         """Called with the group as soon as there is one.
 
+        Errors that belong to another rank of as many are dropped with a warning: where all ranks load what rank 0 saved, as
+        torch's documentation shows, rank 0 goes on and the others begin their error feedback at zero.
+
         Raises:
-            MisuseError: errors were loaded that belong to another rank or another number of ranks.
+            MisuseError: errors were loaded that belong to another number of ranks.
         """
-        here = (rank, world_size)
-        if holds_errors and self.world_size is not None and here != (self.rank, self.world_size):
-            raise MisuseError(
-                f"the hook's state was loaded on rank {rank} of {world_size}, and holds the error feedback of rank "
-                f"{self.rank} of "
-                f"{self.world_size}; for another number of ranks, load merge_states([...]) of all ranks' saved states"
-            )
-        self.rank, self.world_size = here
+        if len(errors) > 0 and self.world_size is not None:
+            if self.world_size != world_size:
+                raise MisuseError(
+                    f"the hook's state was loaded on rank {rank} of {world_size}, and holds the error feedback of rank "
+                    f"{self.rank} of "
+                    f"{self.world_size}; for another number of ranks, load merge_states([...]) of all ranks' saved states"
+                )
+            if self.rank != rank:
+                errors.clear()
+                warnings.warn(
+                    f"rank {rank} of {world_size} loaded a hook's state that rank {self.rank} saved, and begins its own error "
+                    "feedback at zero; to go on exactly, save the state on every rank and load each rank's own",
+                    stacklevel=2,
+                )
+        self.rank, self.world_size = rank, world_size

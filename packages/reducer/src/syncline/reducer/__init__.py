@@ -24,6 +24,7 @@ from .static_usage import StaticUsage
 from .statistics import BucketTimes, IterationStatistics
 from .usage import CompleteUsage, UsageModel
 from .verification import verify_same_options, verify_same_parameters
+from .version import __version__
 
 __all__ = [
     "BucketAssignment",
@@ -38,6 +39,7 @@ __all__ = [
     "Reducer",
     "StaticUsage",
     "UsageModel",
+    "__version__",
     "assign_buckets",
     "verify_same_options",
     "verify_same_parameters",

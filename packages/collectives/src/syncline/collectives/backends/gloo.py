@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +20,11 @@ from ..contract.reduce_op import HALVES, Reduction
 from ..contract.work import Work
 from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, TransportError
 from ..host.host_group import HostGroup
+from ..host.progress import finish_all
 from ..host.transport import Request, Transport
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.registry import load_backend
-from ..startup.rendezvous import store_at, tcp_store_of_rank_0
+from ..startup.rendezvous import loopback_host, store_at, tcp_store_of_rank_0
 from ..stores import AsTorchStore, Store
 
 # The store may outlive a group (torchrun's does), so every connection writes under a number of its own; all ranks connect
@@ -29,6 +33,7 @@ _generations = itertools.count()
 # Below it two collectives take longer than one of twice the bytes.
 _SCATTER_HALVES_FROM_BYTES = 64 * 1024
 _abandoned: list[TorchGroup] = []
+_open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
 
 class GlooTransport(Transport):
@@ -37,13 +42,16 @@ class GlooTransport(Transport):
     Args:
         group: the torch group.
         store: where subsets of its ranks find one another.
+        host: whose address alone Gloo shall use; None for its choice.
     """
 
     backend_name = "gloo"
 
-    def __init__(self, group: TorchGroup, store: dist.Store) -> None:
+    def __init__(self, group: TorchGroup, store: dist.Store, host: str | None = None) -> None:
         self._group = group
         self._store = store
+        self._host = host
+        _open.add(self)
 
     def describe(self) -> str:
         """Gloo's version is torch's."""
@@ -115,28 +123,37 @@ class GlooTransport(Transport):
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """Another Gloo group, which meets in the same store under its own name."""
         rank = list(members).index(self._group.rank)
-        return connect(self._store, rank, len(members), name, max(deadline.remaining_s(), 1.0))
+        return connect(self._store, rank, len(members), name, max(deadline.remaining_s(), 1.0), self._host)
 
     def close(self) -> None:
         """Gloo closes its sockets when the last reference to the group goes."""
+        _open.discard(self)
         del self._group
 
     def abort(self) -> None:
         """Keep the torch group for the rest of the process: its destructor would wait for what is in flight."""
+        _open.discard(self)
         _abandoned.append(self._group)
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
         return None if block is None else list(block.view(self._group.size, part.numel()))
 
 
-def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float) -> GlooTransport:
-    """Connect with the other ranks, who call it with the same store, size and name."""
-    timeout = timedelta(seconds=timeout_s)
+def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float, host: str | None = None) -> GlooTransport:
+    """Connect with the other ranks, who call it with the same store, size and name; over one address of a host, or Gloo's."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
+    options._timeout = timedelta(seconds=timeout_s)
     try:
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+        options._devices = [_device(host)]
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
     except RuntimeError as error:
         raise TransportError(f"Gloo could not connect rank {rank} of {size} in group '{name}': {error}") from error
-    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=timeout_s), store)
+    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=timeout_s), store, host)
+
+
+def _device(host: str | None) -> Any:
+    gloo = dist.ProcessGroupGloo
+    return gloo.create_default_device() if host is None else gloo.create_device(hostname=host)
 
 
 def _wait(work: Work, deadline: Deadline) -> None:
@@ -167,7 +184,7 @@ class GlooBackend(Backend):
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
         store, rank, size = rendezvous(request)
         store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
-        transport = connect(store, rank, size, request.group_name, request.timeout_s)
+        transport = connect(store, rank, size, request.group_name, request.timeout_s, _only_host(request, size))
         return HostGroup(
             transport,
             rank,
@@ -205,6 +222,15 @@ def _shared_store(request: ConnectRequest, rank: int, size: int) -> dist.Store:
     )
 
 
+def _only_host(request: ConnectRequest, size: int) -> str | None:
+    """The loopback address, if the ranks meet there."""
+    if size == 1 or request.store is not None or (request.launch is not None and request.launch.is_mpi):
+        return None
+    if request.init_method is not None:
+        return loopback_host(request.init_method)
+    return loopback_host("env://") if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ else None
+
+
 def _place(request: ConnectRequest) -> tuple[int, int]:
     launch = request.launch
     if launch is None:
@@ -235,6 +261,15 @@ def _over_mpi(request: ConnectRequest) -> dist.Store:
         return tcp_store_of_rank_0(mpi, request.timeout_s)
     finally:
         mpi.close()
+        # After MPI's own, hence before it: a process that MPI keeps at its end shall not keep its sockets.
+        atexit.register(_hang_up)
+
+
+def _hang_up() -> None:
+    """Close the connections of all groups, so that ranks that wait for this one fail, as when the process is gone."""
+    finish_all()
+    for transport in list(_open):
+        transport.close()
 
 
 backend = GlooBackend()

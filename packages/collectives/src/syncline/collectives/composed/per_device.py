@@ -47,6 +47,10 @@ class PerDeviceGroup(DelegatingGroup):
         """Memory of the group for that device."""
         return self.groups[torch.device(device).type].allocate(numel, dtype, device)
 
+    def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
+        """What the group for the tensor's device says."""
+        return self._choose(tensor).algorithm_of(name, tensor)
+
     def set_timeout(self, timeout_s: float) -> None:
         """Set that of each."""
         super().set_timeout(timeout_s)

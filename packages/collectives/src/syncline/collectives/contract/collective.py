@@ -49,14 +49,13 @@ class Collective(NamedTuple):
         """
         tensor = self.tensor
         if tensor is None:
-            return _digest(self.name, None, self.op, self.root, self.detail, None)
-        return _digest(self.name, tensor.dtype, self.op, self.root, self.detail, tensor.numel())
+            return digest(self.name, None, self.op, self.root, self.detail, None)
+        return digest(self.name, tensor.dtype, self.op, self.root, self.detail, tensor.numel())
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest(
-    name: str, dtype: torch.dtype | None, op: Reduction | None, root: int | None, detail: str, numel: int | None
-) -> int:
+def digest(name: str, dtype: torch.dtype | None, op: Reduction | None, root: int | None, detail: str, numel: int | None) -> int:
+    """As `Collective.digest`, of a call that has these."""
     return crc32(repr((name, dtype, op, root, detail, numel)).encode())
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic
 
 from ..errors import InvalidArgumentError
 
 DEFAULT_TIMEOUT_S = 1800.0
+_PATIENCE_S = 0.05
+_LOOK_S = 0.01
 
 
 def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOUT_S) -> float:
@@ -26,17 +29,27 @@ def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOU
 
 
 class Deadline:
-    """`timeout_s` seconds from the moment of construction, on the monotonic clock; or the moment of `cancel`."""
+    """`timeout_s` seconds from the moment of construction, on the monotonic clock; or the moment of `cancel`.
 
-    __slots__ = ("_end", "timeout_s", "was_cancelled")
+    Args:
+        timeout_s: seconds.
+        interrupt: asked now and then by `expired`, once the wait has lasted `_PATIENCE_S`: why waiting is in vain, or None.
+    """
 
-    def __init__(self, timeout_s: float) -> None:
+    __slots__ = ("_end", "_interrupt", "_next_look", "reason", "timeout_s", "was_cancelled")
+
+    def __init__(self, timeout_s: float, interrupt: Callable[[], str | None] | None = None) -> None:
+        now = monotonic()
         self.timeout_s = timeout_s
         self.was_cancelled = False
-        self._end = monotonic() + timeout_s
+        self.reason: str | None = None
+        self._end = now + timeout_s
+        self._interrupt = interrupt
+        self._next_look = now + _PATIENCE_S
 
-    def cancel(self) -> None:
+    def cancel(self, reason: str | None = None) -> None:
         """Let the time be up now. May be called from another thread than the one that waits."""
+        self.reason = self.reason or reason
         self.was_cancelled = True
         self._end = -math.inf
 
@@ -45,5 +58,11 @@ class Deadline:
         return max(0.0, self._end - monotonic())
 
     def expired(self) -> bool:
-        """Whether the time is up."""
-        return monotonic() >= self._end
+        """Whether the time is up, or waiting is in vain."""
+        now = monotonic()
+        if self._interrupt is not None and now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            reason = self._interrupt()
+            if reason is not None:
+                self.cancel(reason)
+        return now >= self._end

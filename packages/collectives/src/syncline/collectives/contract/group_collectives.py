@@ -9,7 +9,8 @@ import torch
 
 from . import checks, sparse
 from .membership import Membership
-from .reduce_op import ReduceOp, Reduction, check_reduction
+from .reduce_op import ReduceOp, Reduction
+from .torch_reduction import checked_reduction
 from .work import Work
 
 
@@ -24,7 +25,7 @@ class GroupCollectives(Membership):
         Args:
             tensor: any shape, the same on every rank; a dtype that `op` is defined for. Overwritten with the result. May be
                 sparse (COO, with different elements present on each rank) for SUM, AVG and `premul_sum`; see `sparse`.
-            op: see `ReduceOp` and `premul_sum`.
+            op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
             async_op: return at once, before the collective has finished.
 
         Raises:
@@ -32,10 +33,10 @@ class GroupCollectives(Membership):
         """
         if not checks.is_plain(tensor, self.device_types):
             if getattr(tensor, "layout", None) is torch.sparse_coo:
-                check_reduction(op, tensor.dtype)
+                op = checked_reduction(op, tensor.dtype)
                 return sparse.all_reduce(self, tensor, op, async_op)
             self._check_tensors("all_reduce", writes=(tensor,))
-        check_reduction(op, tensor.dtype)
+        op = checked_reduction(op, tensor.dtype)
         return self._all_reduce(tensor, op, async_op)
 
     def reduce(self, tensor: torch.Tensor, root: int = 0, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
@@ -44,12 +45,12 @@ class GroupCollectives(Membership):
         Args:
             tensor: as for `all_reduce`. Overwritten with the result on the root; elsewhere only read.
             root: rank in this group.
-            op: see `ReduceOp` and `premul_sum`.
+            op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
             async_op: return at once, before the collective has finished.
         """
         self._check_root("reduce", root)
         self._check_tensors("reduce", writes=(tensor,))
-        check_reduction(op, tensor.dtype)
+        op = checked_reduction(op, tensor.dtype)
         return self._reduce(tensor, root, op, async_op)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Work:
@@ -143,12 +144,12 @@ class GroupCollectives(Membership):
         Args:
             output: any shape, the same on every rank; a dtype that `op` is defined for. Overwritten.
             inputs: `size` tensors like `output`. Only read.
-            op: see `ReduceOp` and `premul_sum`.
+            op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
             async_op: return at once, before the collective has finished.
 
         Extra memory: one block as large as all inputs together.
         """
-        check_reduction(op, output.dtype)
+        op = checked_reduction(op, output.dtype)
         self._complain("reduce_scatter", checks.not_one_each("input", inputs, output, self.size))
         self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
         return self._reduce_scatter(output, list(inputs), op, async_op)
@@ -161,10 +162,10 @@ class GroupCollectives(Membership):
         Args:
             output: any shape; a dtype that `op` is defined for. Overwritten; may be this rank's own part of `tensor`.
             tensor: `size` times the elements of `output`, same dtype, any shape. Only read.
-            op: see `ReduceOp` and `premul_sum`.
+            op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
             async_op: return at once, before the collective has finished.
         """
-        check_reduction(op, output.dtype)
+        op = checked_reduction(op, output.dtype)
         self._complain("reduce_scatter_tensor", checks.not_times(tensor, output, self.size, "input"))
         self._check_tensors("reduce_scatter_tensor", reads=(tensor,), writes=(output,))
         self._complain("reduce_scatter_tensor", checks.not_own_part(output, tensor, self.rank))

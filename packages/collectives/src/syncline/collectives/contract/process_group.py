@@ -90,6 +90,20 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
+    # ---- what it does ----
+
+    def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
+        """The algorithm that the latest call of a collective on tensors like this one took on this rank.
+
+        Args:
+            name: the method's name, such as "all_reduce".
+            tensor: of the same dtype and number of elements.
+
+        Returns:
+            A word or two for logs, such as "window" or "MPI"; None if there was no such call, or the backend does not say.
+        """
+        return None
+
     # ---- the end ----
 
     @abstractmethod

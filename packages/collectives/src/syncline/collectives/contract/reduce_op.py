@@ -107,7 +107,7 @@ def check_reduction(op: Reduction, dtype: torch.dtype) -> None:
         return
     if kind not in DTYPES_OF:
         known = ", ".join(member.name for member in ReduceOp)
-        raise InvalidArgumentError(f"expected a reduction of syncline ({known}), found {op!r}")
+        raise InvalidArgumentError(f"expected a reduction of syncline or of torch.distributed ({known}), found {op!r}")
     defined = ", ".join(member.name for member in ReduceOp if dtype in DTYPES_OF[member])
     raise InvalidArgumentError(
         f"{kind.name} is not defined for {dtype}; reductions defined for it: {defined or 'none (it can only be moved)'}"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
+from zlib import crc32
 
 import torch
 
 from ..errors import InvalidArgumentError
+from .collective import different_calls, in_words
 from .layout import untracked
 from .reduce_op import PremulSum, ReduceOp, Reduction
-from .work import FutureWork, TensorsFuture, Work
+from .work import FutureWork, TensorsFuture, Work, new_future
+
+_SIGNATURE_BYTES = 512
 
 
 class Gatherer(Protocol):
@@ -36,6 +40,10 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         op: SUM, AVG or a `premul_sum`.
         async_op: return at once.
 
+    Raises:
+        InvalidArgumentError: another reduction.
+        DisagreementError: on every rank, from the call or `wait()`: shape, dtype, number of sparse dimensions or `op` differ.
+
     Cost: an all-gather of the element counts, then one of indices and one of values, each padded to the longest: p times
     the longest rank's bytes on the wire, for p ranks. Not worth it where most elements are present.
     """
@@ -45,16 +53,30 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
             "pass tensor.to_dense()"
         )
     mine = tensor.detach().coalesce()
-    count = torch.tensor([mine._nnz()], device=tensor.device)
-    counts = [torch.empty_like(count) for _ in range(group.size)]
+    signature = f"all_reduce(sparse {in_words(mine)} with {mine.sparse_dim()} sparse dimension(s), op={op.name})"
+    head = torch.tensor([mine._nnz(), crc32(signature.encode())], device=tensor.device)
+    heads = [torch.empty_like(head) for _ in range(group.size)]
 
-    def gather_elements(done: Any) -> list[torch.Tensor]:
+    def gather_elements(done: TensorsFuture) -> None:
         done.value()
+        counts, digests = zip(*[entry.tolist() for entry in heads], strict=True)
+        if len(set(digests)) > 1:
+            raise different_calls(_gather_signatures(group, signature, tensor.device))
         with untracked():
-            tensor.copy_(_total(group, mine, [int(entry) for entry in counts], op))
-        return [tensor]
+            tensor.copy_(_total(group, mine, list(counts), op))
 
-    future: TensorsFuture = group.all_gather(counts, count, async_op=True).get_future().then(gather_elements)
+    future = new_future([tensor])
+
+    def finish(done: TensorsFuture) -> None:
+        """Not by `then`, which hands on the text of an error only."""
+        try:
+            gather_elements(done)
+        except Exception as error:  # noqa: BLE001 - whoever waits must get it
+            future.set_exception(error)  # type: ignore[arg-type]  # torch says "result: T"
+        else:
+            future.set_result([tensor])
+
+    group.all_gather(heads, head, async_op=True).get_future().add_done_callback(finish)
     work = FutureWork(future, [tensor], lambda: f"all_reduce of a sparse tensor on {group.place()}")
     if not async_op:
         work.wait()
@@ -71,6 +93,14 @@ def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction
     if op is ReduceOp.AVG:
         all_values = all_values / group.size
     return torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=True).coalesce()
+
+
+def _gather_signatures(group: Gatherer, signature: str, device: torch.device) -> list[str]:
+    padded = signature.encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
+    line = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
+    lines = [torch.empty_like(line) for _ in range(group.size)]
+    group.all_gather(lines, line)
+    return [bytes(row.tolist()).decode(errors="replace").strip() for row in lines]
 
 
 def _gather_rows(group: Gatherer, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
     from ..stores import Store
 
 logger = logging.getLogger("syncline.collectives")
+
+_ALONE_AMONG_SIBLINGS = (
+    "this process was started by multiprocessing, nothing says which rank of how many it is, so it is a group of one beside "
+    "its siblings: nothing is averaged between them. Pass rank=..., world_size=... and set MASTER_ADDR=localhost and "
+    "MASTER_PORT (or pass init_method='file:///folder'); for a single process, pass rank=0, world_size=1"
+)
 
 _lock = threading.Lock()
 _default: ProcessGroup | None = None
@@ -99,9 +107,11 @@ def init_process_group(
             reproducible=settings.reproducible if reproducible is None else reproducible,
             store=store,
             check_calls=check_calls,
-            crossovers=settings.crossovers.overridden(os.environ),
+            thresholds=settings.thresholds.overridden(os.environ),
         )
         _default = _load(choice).connect(request)
+    if _default.size == 1 and launch is None and world_size == -1 and multiprocessing.parent_process() is not None:
+        warnings.warn(_ALONE_AMONG_SIBLINGS, stacklevel=2)
     if _default.rank == 0:
         logger.info("%d rank(s) over %s (%s)", _default.size, _default.describe(), choice.reason)
     return _default

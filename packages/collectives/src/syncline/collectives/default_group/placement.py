@@ -6,6 +6,7 @@ of the job, may mix launchers, and is right also where none set anything.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,39 @@ def placement_of(group: ProcessGroup | None = None) -> Placement:
     """
     chosen = resolve_group(group)
     return place(chosen.rank, exchange_objects(host_identity(), group=chosen))
+
+
+def get_local_rank(group: ProcessGroup | None = None) -> int:
+    """This process's number among the ranks of the group on its node, from 0.
+
+    A collective when it is called for a group for the first time: every rank of the group calls it. Then it is remembered.
+
+    Args:
+        group: the default group if None.
+    """
+    return _remembered(group).local_rank
+
+
+def get_node_rank(group: ProcessGroup | None = None) -> int:
+    """The number of this process's node among the nodes of the group, from 0, in the order of their lowest ranks.
+
+    A collective when it (or `get_local_rank`) is called for a group for the first time: every rank of the group calls it.
+
+    Args:
+        group: the default group if None.
+    """
+    return _remembered(group).node
+
+
+_placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKeyDictionary()
+
+
+def _remembered(group: ProcessGroup | None) -> Placement:
+    chosen = resolve_group(group)
+    found = _placements.get(chosen)
+    if found is None:
+        found = _placements[chosen] = placement_of(chosen)
+    return found
 
 
 def default_device(group: ProcessGroup | None = None) -> torch.device:

@@ -10,7 +10,7 @@ from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
 from ..host.device_runtime import DeviceRuntime
-from ..host.transport import PreparedAllReduce, Request, Transport
+from ..host.transport import CallKind, Plan, Request, Transport
 from .staged_transport import StagedTransport
 
 
@@ -42,9 +42,9 @@ class DeviceDispatchTransport(Transport):
         """By the tensor."""
         self._for(tensor).all_reduce(tensor, op, call, deadline)
 
-    def prepared_all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce | None:
-        """Of the host's tensors only."""
-        return None if self._device.owns(tensor) else self._host.prepared_all_reduce(tensor, op, call)
+    def plan(self, kind: CallKind) -> Plan | None:
+        """Of the host's tensors."""
+        return self._host.plan(kind)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """By the tensor."""

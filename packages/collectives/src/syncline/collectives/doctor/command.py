@@ -66,9 +66,9 @@ def _gather(group: ProcessGroup, aware: str | None) -> tuple[list[Observation], 
 def _sharing(group: ProcessGroup) -> str | None:
     if "mpi" not in re.split("[:,]", group.backend_name):
         return None
-    from ..backends.mpi.node.sharing_trial import try_sharing
+    from ..backends.mpi.node.shared_allocation import probe_shared_memory
 
-    return try_sharing()
+    return probe_shared_memory()
 
 
 def _wrong_sum(group: ProcessGroup) -> str | None:

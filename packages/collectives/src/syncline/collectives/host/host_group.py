@@ -16,8 +16,9 @@ from ..contract.reduce_op import ReduceOp, Reduction
 from ..contract.work import FinishedWork, Work
 from .host_exchanges import HostExchanges
 from .packing import copy_back, empty_block, flat_copy, unpack
+from .transport import CallKind, Plan
 
-_MOST_PREPARED = 256
+_MOST_PLANS = 256
 
 
 class HostGroup(HostExchanges):
@@ -44,44 +45,53 @@ class HostGroup(HostExchanges):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
         """As `ProcessGroup.all_reduce`.
 
-        Note [Prepared calls]
-        ~~~~~~~~~~~~~~~~~~~~~
-        For a call like an earlier one (same number of elements, dtype and reduction) what was checked and decided then holds.
-        What is left to ask is whether the tensor is simple; others take the usual way. Both ways are the same to the other
-        ranks, and have the same place in the total order.
+        Note [Plans]
+        ~~~~~~~~~~~~
+        A transport may decide how it does calls of a kind (same collective, reduction, root, dtype and number of elements) at
+        the first of them, and the group keeps the plan. For an `all_reduce` that comes again on a simple tensor, what was
+        checked then holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
         """
         if not (async_op or self._check_calls or self._closed) and type(op) is ReduceOp and checks.is_simple(tensor):
-            prepared = self._prepared.get((op, tensor.dtype, tensor.numel()))
-            if prepared is not None and self._progress.run_here(self._run_prepared, prepared, tensor, op):
+            plan = self._plans.get(("all_reduce", op, None, tensor.dtype, tensor.numel()))
+            if plan is not None and self._progress.run_here(self._run_plan, plan, tensor, op):
                 return FinishedWork([tensor])
         return super().all_reduce(tensor, op, async_op=async_op)
+
+    def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
+        """As `ProcessGroup.algorithm_of`: what the plan of the latest such call took."""
+        for kind, plan in reversed(self._plans.items()):
+            if (kind[0], *kind[3:]) == (name, tensor.dtype, tensor.numel()):
+                return plan.algorithm
+        return None
+
+    def _plan(self, call: Collective, tensor: torch.Tensor) -> Plan | None:
+        """The plan for calls like this one, whose tensor is `tensor`; None if the transport has none."""
+        if not tensor.is_cpu:
+            return None
+        kind = CallKind(call.name, call.op, call.root, tensor.dtype, tensor.numel())
+        plan = self._plans.get(kind)
+        if plan is None:
+            plan = self._transport.plan(kind)
+            if plan is not None and not self._closed:
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[kind] = plan
+        return plan
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
         call = Collective("all_reduce", tensor, op)
 
         def body(deadline: Deadline) -> None:
-            prepared = self._prepared.get((op, tensor.dtype, tensor.numel())) if checks.is_simple(tensor) else None
-            if prepared is not None:
-                prepared(tensor, deadline)
-                return
             wire = in_plain_order(tensor)
-            self._transport.all_reduce(flat(wire), op, call, deadline)
+            plan = self._plan(call, wire)
+            if plan is None:
+                self._transport.all_reduce(flat(wire), op, call, deadline)
+            else:
+                plan.run(wire, wire, deadline)
             copy_back(wire, tensor)
             mark_written(tensor)
-            self._prepare(tensor, op, call)
 
         return self._issue(call, [tensor], (), body, async_op)
-
-    def _prepare(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> None:
-        """For the next call of that kind."""
-        key = op, tensor.dtype, tensor.numel()
-        if self._closed or key in self._prepared:
-            return
-        prepared = self._transport.prepared_all_reduce(tensor, op, call)
-        if prepared is not None:
-            if len(self._prepared) >= _MOST_PREPARED:
-                self._prepared.clear()
-            self._prepared[key] = prepared
 
     def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
         call = Collective("reduce", tensor, op, root)
@@ -99,7 +109,11 @@ class HostGroup(HostExchanges):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(tensor)
-            self._transport.broadcast(flat(wire), root, call, deadline)
+            plan = self._plan(call, wire)
+            if plan is None:
+                self._transport.broadcast(flat(wire), root, call, deadline)
+            else:
+                plan.run(wire, wire, deadline)
             if self.rank != root:
                 copy_back(wire, tensor)
 
@@ -112,7 +126,7 @@ class HostGroup(HostExchanges):
 
         def body(deadline: Deadline) -> None:
             block = empty_block(tensor, self.size)
-            self._transport.all_gather(block, flat_copy(tensor), call, deadline)
+            self._run_all_gather(block, tensor, call, deadline)
             unpack(block, outputs)
 
         return self._issue(call, outputs, [tensor], body, async_op)
@@ -122,7 +136,7 @@ class HostGroup(HostExchanges):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
-            self._transport.all_gather(flat(wire), flat_copy(tensor), call, deadline)
+            self._run_all_gather(wire, tensor, call, deadline)
             copy_back(wire, output)
 
         return self._issue(call, [output], [tensor], body, async_op)
@@ -155,7 +169,7 @@ class HostGroup(HostExchanges):
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
             block = torch.cat([flat_copy(entry) for entry in inputs])
-            self._transport.reduce_scatter(flat(wire), block, op, call, deadline)
+            self._run_reduce_scatter(wire, block, op, call, deadline)
             copy_back(wire, output)
 
         return self._issue(call, [output], inputs, body, async_op)
@@ -165,10 +179,27 @@ class HostGroup(HostExchanges):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
-            self._transport.reduce_scatter(flat(wire), flat_copy(tensor), op, call, deadline)
+            self._run_reduce_scatter(wire, in_plain_order(tensor), op, call, deadline)
             copy_back(wire, output)
 
         return self._issue(call, [output], [tensor], body, async_op)
+
+    def _run_all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+        part = in_plain_order(tensor)
+        plan = self._plan(call, part)
+        if plan is None:
+            self._transport.all_gather(flat(block), flat(part), call, deadline)
+        else:
+            plan.run(part, block, deadline)
+
+    def _run_reduce_scatter(
+        self, part: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        plan = self._plan(call, part)
+        if plan is None:
+            self._transport.reduce_scatter(flat(part), flat(block), op, call, deadline)
+        else:
+            plan.run(part, block, deadline)
 
     # ---- no tensor ----
 
@@ -206,15 +237,17 @@ class HostGroup(HostExchanges):
         return made[0]
 
     def _part(self, members: list[int], name: str, number: int, timeout_s: float, deadline: Deadline) -> HostGroup:
+        ranks = [self.ranks[member] for member in members]
         return HostGroup(
             self._transport.subset(members, name, number, deadline),
             members.index(self.rank),
             len(members),
             name=name,
             timeout_s=timeout_s,
-            ranks=[self.ranks[member] for member in members],
+            ranks=ranks,
             device=self._device,
             check_calls=self._check_calls,
+            calls=None if self._calls is None else self._calls.part(name, ranks),
         )
 
 

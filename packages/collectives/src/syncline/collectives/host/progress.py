@@ -116,6 +116,10 @@ class Progress:
             self._stopping = True
             self._condition.notify_all()
 
+    def is_idle(self) -> bool:
+        """Whether nothing runs and nothing is queued."""
+        return self._running_on is None and not self._queue
+
     def join(self, timeout_s: float) -> None:
         """After `stop`: wait for the thread to end, at most `timeout_s` seconds."""
         if self._thread is not None:
@@ -149,8 +153,14 @@ _EXIT_S = 5.0
 _started: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
+def all_idle() -> bool:
+    """Whether no group of this process has a collective in flight on a thread of its own."""
+    return all(progress.is_idle() for progress in list(_started))
+
+
 @atexit.register
-def _finish_all() -> None:
+def finish_all() -> None:
+    """Give what is in flight a few seconds to finish, and end the threads."""
     for progress in list(_started):
         progress.drain(_EXIT_S)
         progress.stop()

@@ -16,10 +16,11 @@ from ..contract.reduce_op import Reduction
 from ..contract.work import FinishedWork, PendingWork, Work
 from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
 from .call_comparison import compare_calls
+from .departures import GroupCalls
 from .device_runtime import Body, DeviceRuntime, StreamOrder
 from .group_work import GroupWork
 from .progress import Progress
-from .transport import PreparedAllReduce, Transport
+from .transport import Plan, Transport
 
 _CPU = frozenset({"cpu"})
 
@@ -41,6 +42,7 @@ class SerialGroup(ProcessGroup):
         device: of whose tensors, beside the host's, the transport takes (see `DeviceDispatchTransport`). Note [Order on the
             device] in `host.device_runtime` says how a collective fits among what the device does.
         check_calls: the ranks compare what they are about to do before each collective.
+        calls: says who has left the job; None where nobody tells. See Note [Who will not come] in `departures`.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class SerialGroup(ProcessGroup):
         ranks: Sequence[int] | None = None,
         device: DeviceRuntime | None = None,
         check_calls: bool = False,
+        calls: GroupCalls | None = None,
     ) -> None:
         super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
+        self._calls = calls
+        self._waits_in_vain = None if calls is None else calls.waits_in_vain
         self._transport = transport
         self._check_calls = check_calls
         self._device = device
@@ -66,7 +71,7 @@ class SerialGroup(ProcessGroup):
         self._closed = False
         self._first_failure: BaseException | None = None
         self._in_flight: set[PendingWork] = set()
-        self._prepared: dict[tuple[Reduction, torch.dtype, int], PreparedAllReduce] = {}
+        self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, int], Plan] = {}
         self._deadline: Deadline | None = None  # of the collective that runs now
 
     @property
@@ -95,10 +100,12 @@ class SerialGroup(ProcessGroup):
             return
         self._closed = True
         drained = self._progress.drain(self.timeout_s)
-        self._prepared.clear()
+        self._plans.clear()
         self._progress.stop()
         if drained and self._first_failure is None:
             self._transport.close()
+            if self._calls is not None:
+                self._calls.is_closed = True
         else:
             self._transport.abort()
 
@@ -107,7 +114,7 @@ class SerialGroup(ProcessGroup):
         if self._closed:
             return
         self._closed = True
-        self._prepared.clear()
+        self._plans.clear()
         failure = self._first_failure = self._first_failure or self._aborted()
         if self._deadline is not None:
             self._deadline.cancel()
@@ -156,20 +163,26 @@ class SerialGroup(ProcessGroup):
         owned = [tensor for tensor in tensors if device.owns(tensor)]
         return device.order(owned) if owned else None
 
-    def _run_prepared(self, prepared: PreparedAllReduce, tensor: torch.Tensor, op: Reduction) -> None:
-        """As `_run`; see Note [Prepared calls]."""
+    def _run_plan(self, plan: Plan, tensor: torch.Tensor, op: Reduction) -> None:
+        """As `_run`; see Note [Plans]."""
         sequence = next(self._sequence)
         if self._first_failure is not None:
             raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
-        deadline = self._deadline = Deadline(self.timeout_s)
+        deadline = self._deadline = self._start()
         try:
-            prepared(tensor, deadline)
+            plan.run(tensor, tensor, deadline)
         except BaseException as error:  # noqa: BLE001 - raised again
             self._fail(error, Collective("all_reduce", tensor, op), sequence, deadline)
         finally:
             self._deadline = None
         if self._first_failure is not None:
             raise self._first_failure  # it was aborted meanwhile
+
+    def _start(self) -> Deadline:
+        """Count a collective of all ranks, which runs now."""
+        if self._calls is not None:
+            self._calls.started += 1
+        return Deadline(self.timeout_s, self._waits_in_vain)
 
     def _run_into(
         self, work: PendingWork, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor]
@@ -187,7 +200,7 @@ class SerialGroup(ProcessGroup):
         """Run one collective to its end. What goes wrong is the group's first failure."""
         if self._first_failure is not None:
             raise self._failed_before(call, sequence)
-        deadline = self._deadline = Deadline(self.timeout_s)
+        deadline = self._deadline = Deadline(self.timeout_s) if sequence is None else self._start()
         try:
             if self._check_calls and sequence is not None:
                 compare_calls(self._transport, self.size, call, deadline)
@@ -208,7 +221,10 @@ class SerialGroup(ProcessGroup):
         failure = error
         if isinstance(error, TimeoutError):
             _given_up.append(error)
-            failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
+            if deadline.reason is not None:
+                failure = TransportError(f"{self._in_words(call, sequence)}: {deadline.reason}")
+            else:
+                failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
         elif isinstance(error, SynclineError):
             failure = type(error)(f"{self._in_words(call, sequence)}: {error}")
             failure.__cause__ = error.__cause__

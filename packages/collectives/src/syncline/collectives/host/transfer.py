@@ -11,7 +11,7 @@ import torch
 from ..contract.deadline import DEFAULT_TIMEOUT_S, Deadline, seconds
 from ..contract.layout import untracked
 from ..contract.work import TensorsFuture, Work, new_future
-from ..errors import CollectiveTimeout
+from ..errors import CollectiveTimeout, TransportError
 from .transport import Request
 
 
@@ -23,12 +23,18 @@ class TransferWork(Work):
     """
 
     def __init__(
-        self, request: Request, tensors: list[torch.Tensor], deliver: Callable[[], object], describe: Callable[[], str]
+        self,
+        request: Request,
+        tensors: list[torch.Tensor],
+        deliver: Callable[[], object],
+        describe: Callable[[], str],
+        in_vain: Callable[[], str | None] | None = None,
     ) -> None:
         self._request = request
         self._tensors = tensors
         self._deliver = deliver
         self._describe = describe
+        self._in_vain = in_vain
         self._driving = threading.Lock()
         self._settling = threading.Lock()
         self._done = False
@@ -84,13 +90,15 @@ class TransferWork(Work):
                 self._finish(error)
 
     def _drive_within(self, timeout_s: float) -> None:
-        deadline = Deadline(timeout_s)
+        deadline = Deadline(timeout_s, self._in_vain)
         if not self._driving.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise self._timed_out(timeout_s)
         try:
             if not self._done:
                 self._drive(deadline)
         except TimeoutError as error:
+            if deadline.reason is not None:
+                raise TransportError(f"{self._describe()}: {deadline.reason}") from error
             raise self._timed_out(timeout_s) from error
         finally:
             self._driving.release()

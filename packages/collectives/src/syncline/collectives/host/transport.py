@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from ..contract.collective import Collective
+from ..contract.collective import Collective, digest
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
 
@@ -33,11 +33,52 @@ class Request(ABC):
         """For a receive that is over: the rank that sent."""
 
 
-AllReduce: TypeAlias = Callable[[torch.Tensor, Reduction, Collective, Deadline], None]
-"""`Transport.all_reduce`."""
+class CallKind(NamedTuple):
+    """What is the same in all calls that one plan serves.
 
-PreparedAllReduce: TypeAlias = Callable[[torch.Tensor, Deadline], None]
-"""Like `Transport.all_reduce` of one size, dtype and reduction."""
+    Attributes:
+        name: the method's name, such as "all_reduce".
+        op: the reduction, if there is one.
+        root: the root, if there is one.
+        dtype: of the tensors.
+        numel: of this rank's tensor: the part for each rank, where another tensor is a block of all parts.
+    """
+
+    name: str
+    op: Reduction | None
+    root: int | None
+    dtype: torch.dtype
+    numel: int
+
+    def call(self, tensor: torch.Tensor) -> Collective:
+        """A call of that kind."""
+        return Collective(self.name, tensor, self.op, self.root)
+
+    def digest(self) -> int:
+        """That of each call of the kind."""
+        return digest(self.name, self.dtype, self.op, self.root, "", self.numel)
+
+
+class Plan(ABC):
+    """How a transport does one kind of collective: what can be decided before the call was decided when the plan was made.
+
+    The ranks need not all have kept their plans: a plan that was made for a single call does the same.
+    """
+
+    @property
+    @abstractmethod
+    def algorithm(self) -> str:
+        """The algorithm that the latest run took, in a word or two."""
+
+    @abstractmethod
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
+        """Do it, as the transport's method does, and let autograd know what was written.
+
+        Args:
+            tensor: this rank's tensor, contiguous, on the CPU, of any shape.
+            whole: the block, where the collective has one; else `tensor` itself.
+            deadline: of the call.
+        """
 
 
 class Transport(ABC):
@@ -64,11 +105,11 @@ class Transport(ABC):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """Combine in place; all ranks end with the same bits."""
 
-    def prepared_all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce | None:  # noqa: ARG002
-        """`all_reduce` for more like one that has succeeded, with all decided that can be; None if nothing is gained.
+    def plan(self, kind: CallKind) -> Plan | None:  # noqa: ARG002
+        """How calls of a kind are done from now on; None if the methods here have nothing to decide beforehand.
 
-        It takes tensors of any shape, and is as good as `all_reduce` for as long as the transport lives, also if other ranks
-        use that.
+        Asked for `all_reduce`, `broadcast`, and the forms of `all_gather` and `reduce_scatter`, on CPU tensors. Does not
+        communicate. The plan is good for as long as the transport is open, whether or not other ranks use one.
         """
         return None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..contract.process_group import ProcessGroup
-from .crossovers import Crossovers
+from .algorithm_thresholds import AlgorithmThresholds
 from .launch import Launch
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class ConnectRequest:
         host_group: a group of the same ranks on host memory, if one was connected just before: a backend for devices may meet
             there, by `send` and `recv`, as long as it lives.
         check_calls: the ranks compare each collective before it starts. A backend that cannot must refuse to connect.
-        crossovers: from which sizes on ranks of a node use memory that they share, for a backend that can.
+        thresholds: from which sizes on ranks of a node use memory that they share, for a backend that can.
         devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
     """
 
@@ -45,7 +45,7 @@ class ConnectRequest:
     store: Store | dist.Store | None = None
     host_group: ProcessGroup | None = None
     check_calls: bool = False
-    crossovers: Crossovers = field(default_factory=Crossovers)
+    thresholds: AlgorithmThresholds = field(default_factory=AlgorithmThresholds)
     devices: frozenset[str] | None = None
 
     def wants(self, device_type: str) -> bool:

@@ -25,6 +25,7 @@ from ..errors import InvalidArgumentError, LaunchError
 from ..stores import AsTorchStore, TCPStore, TCPStoreServer, file_rendezvous, new_secret
 from ..stores.tcp.secret import require_pyzmq
 from .launch import check_init_method
+from .user_secret import is_loopback, user_secret
 
 SECRET_VARIABLE = "SYNCLINE_SECRET"
 
@@ -47,7 +48,8 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
         Ranks meet in a folder that all of them reach; see `stores.file_rendezvous`. It may hold the remains of earlier runs.
     ``tcp://host:port``
         Rank 0 serves a store on that address of its machine. All ranks prove the secret that they find in the file named by
-        ``?secret_file=PATH`` or in the variable SYNCLINE_SECRET.
+        ``?secret_file=PATH`` or in the variable SYNCLINE_SECRET. On the loopback address they need none of these: there they
+        share the one of their user, see `user_secret`.
     ``env://``
         Under torchrun the store of its agent; else the same as tcp:// with MASTER_ADDR and MASTER_PORT.
 
@@ -65,6 +67,18 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
         store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
         return store
     return _over_tcp(address_by_environment(init_method, environ), rank, timeout_s, environ)
+
+
+def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The host on whose loopback address the ranks meet by that URL, or None if they meet in any other way."""
+    scheme = check_init_method(init_method)
+    if scheme == "tcp":
+        host = parse_address(init_method).host
+    elif scheme == "env" and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        host = address_by_environment(init_method, environ).host
+    else:
+        return None
+    return host if is_loopback(host) else None
 
 
 def parse_folder(url: str) -> Path:
@@ -128,8 +142,13 @@ def _secret_file(parts: SplitResult) -> str | None:
     return fields[0][1] if fields else None
 
 
-def find_secret(secret_file: str | None, environ: Mapping[str, str]) -> str:
+def find_secret(secret_file: str | None, environ: Mapping[str, str], host: str = "") -> str:
     """What all ranks of the job know and nobody else does.
+
+    Args:
+        secret_file: where it is, or None.
+        environ: the environment variables.
+        host: where the ranks meet.
 
     Raises:
         LaunchError: it is nowhere, in two places, or where others could read it.
@@ -141,6 +160,8 @@ def find_secret(secret_file: str | None, environ: Mapping[str, str]) -> str:
         return value
     if secret_file is not None:
         return _read_secret(Path(secret_file))
+    if is_loopback(host):
+        return user_secret()
     raise LaunchError(
         f"ranks that meet over TCP must share a secret, or any process could join them: found neither {SECRET_VARIABLE} nor a "
         "secret_file. Put the output of `python -c 'import secrets; print(secrets.token_hex(32))'` into a file that only you "
@@ -160,7 +181,7 @@ def _read_secret(path: Path) -> str:
 
 
 def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[str, str]) -> dist.Store:
-    secret = find_secret(address.secret_file, environ)
+    secret = find_secret(address.secret_file, environ, address.host)
     if rank == 0:
         _serve(address.host, address.port, secret)
     return _client(address.host, address.port, secret, timeout_s)

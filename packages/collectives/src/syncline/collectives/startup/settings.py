@@ -12,7 +12,7 @@ from typing import Any
 
 from ..contract.deadline import DEFAULT_TIMEOUT_S, seconds
 from ..errors import InvalidArgumentError, LaunchError, SiteFileError
-from .crossovers import Crossovers
+from .algorithm_thresholds import AlgorithmThresholds
 from .launch import Launch
 
 if sys.version_info >= (3, 11):
@@ -36,23 +36,17 @@ class Settings:
     backend: str | None = _key(str, None, "the backend where init_process_group and SYNCLINE_BACKEND name none")
     timeout_s: float = _key(float, DEFAULT_TIMEOUT_S, "the default of init_process_group's timeout, in seconds")
     reproducible: bool = _key(bool, False, "reduce in an order that gives the same bits in every run")
-    exchange_bytes: int = _key(int, Crossovers.exchange_bytes, "see Crossovers.exchange_bytes")
-    exchange_bytes_fast_mpi: int = _key(int, Crossovers.exchange_bytes_fast_mpi, "see Crossovers.exchange_bytes_fast_mpi")
-    window_bytes: int = _key(int, Crossovers.window_bytes, "see Crossovers.window_bytes")
-    single_copy_bytes: int = _key(int, Crossovers.single_copy_bytes, "see Crossovers.single_copy_bytes")
-    single_copy_bytes_fast_mpi: int = _key(
-        int, Crossovers.single_copy_bytes_fast_mpi, "see Crossovers.single_copy_bytes_fast_mpi"
-    )
-    staged_bytes: int = _key(int, Crossovers.staged_bytes, "see Crossovers.staged_bytes")
-    staged_bytes_not_native: int = _key(int, Crossovers.staged_bytes_not_native, "see Crossovers.staged_bytes_not_native")
+    eager_bytes: int = _key(int, AlgorithmThresholds.eager_bytes, "see AlgorithmThresholds.eager_bytes")
+    window_bytes: int = _key(int, AlgorithmThresholds.window_bytes, "see AlgorithmThresholds.window_bytes")
+    staged_bytes: int = _key(int, AlgorithmThresholds.staged_bytes, "see AlgorithmThresholds.staged_bytes")
 
     #: The file that they were read from, or None; not a key.
     path: str | None = None
 
     @property
-    def crossovers(self) -> Crossovers:
-        """From which size on which way is taken."""
-        return Crossovers(**{entry.name: getattr(self, entry.name) for entry in fields(Crossovers)})
+    def thresholds(self) -> AlgorithmThresholds:
+        """From which size on which algorithm is used."""
+        return AlgorithmThresholds(**{entry.name: getattr(self, entry.name) for entry in fields(AlgorithmThresholds)})
 
 
 _KEYS = {entry.name: entry.metadata["kind"] for entry in fields(Settings) if "kind" in entry.metadata}

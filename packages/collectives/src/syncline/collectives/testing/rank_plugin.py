@@ -128,6 +128,11 @@ class RankPlugin:
         if self._silent_output is not None:
             self._silent_output.flush()
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """A rank that exits with a failure ends the job, so all wait until rank 0 has printed its summary."""
+        self._exchange(None, "the exit", self._patience_s)
+
     # ---- agreeing ----
 
     def _agree(self, mine: RankOutcome) -> list[RankOutcome]:

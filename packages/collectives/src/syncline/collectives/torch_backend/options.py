@@ -7,21 +7,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..contract.reduce_op import ReduceOp, Reduction, premul_sum
+from ..contract.reduce_op import ReduceOp, Reduction
+from ..contract.torch_reduction import from_torch
 from ..errors import InvalidArgumentError
-
-_OURS: dict[Any, Reduction] = {
-    dist.ReduceOp.SUM: ReduceOp.SUM,
-    dist.ReduceOp.AVG: ReduceOp.AVG,
-    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
-    dist.ReduceOp.MIN: ReduceOp.MIN,
-    dist.ReduceOp.MAX: ReduceOp.MAX,
-    dist.ReduceOp.BAND: ReduceOp.BAND,
-    dist.ReduceOp.BOR: ReduceOp.BOR,
-    dist.ReduceOp.BXOR: ReduceOp.BXOR,
-}
 
 
 def reduction_of(options: Any) -> Reduction:
@@ -33,14 +22,10 @@ def reduction_of(options: Any) -> Reduction:
     if options is None:
         return ReduceOp.SUM
     op = getattr(options, "reduceOp", options)
-    ours = _OURS.get(getattr(op, "op", op))  # the options' own class is equal to the constants, but not found by them
-    if ours is not None:
-        return ours
-    if op == dist.ReduceOp.PREMUL_SUM:
-        return premul_sum(float(op.__getstate__()[1]))  # torch pickles the factor, and shows it in newer versions only
-    raise InvalidArgumentError(
-        f"expected a reduction of torch.distributed ({', '.join(map(str, _OURS))}, PREMUL_SUM), found {op!r}"
-    )
+    ours = from_torch(op)
+    if ours is None:
+        raise InvalidArgumentError(f"expected a reduction of torch.distributed such as ReduceOp.SUM, found {op!r}")
+    return ours
 
 
 def root_of(options: Any) -> int:

@@ -18,7 +18,7 @@ from ...startup.backend import Backend, ConnectRequest
 from ...startup.launch import detect_launch
 
 if TYPE_CHECKING:
-    from .leaving import Goodbye
+    from .job_abort import ExitBarrier
 
 _START_S = 300.0
 
@@ -49,7 +49,7 @@ class MPIBackend(Backend):
         _check_init_method(request)
         from mpi4py import MPI
 
-        from .leaving import abort_on_uncaught
+        from .job_abort import abort_on_uncaught
         from .node.node_transport import NodeTransport
         from .transport import MPITransport
 
@@ -59,10 +59,10 @@ class MPIBackend(Backend):
         world = MPI.COMM_WORLD
         _check_threads()
         _check_sizes(request, world.Get_rank(), world.Get_size())
-        _agree_to_say_goodbye()
+        departures = _exit_barrier().departures
         device = cuda_runtime() if request.wants("cuda") else None
-        crossovers = world.bcast(request.crossovers)
-        transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, crossovers=crossovers)
+        thresholds = world.bcast(request.thresholds)
+        transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, thresholds=thresholds)
         direct = (
             MPITransport(world.Dup(), reproducible=request.reproducible, on_device=True)
             if _all_are_cuda_aware(device)
@@ -78,6 +78,7 @@ class MPIBackend(Backend):
             timeout_s=request.timeout_s,
             device=device,
             check_calls=request.check_calls,
+            calls=departures.group(request.group_name, range(world.Get_size())),
         )
 
 
@@ -171,10 +172,10 @@ def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
 
 
 @functools.cache
-def _agree_to_say_goodbye() -> Goodbye:
-    from .leaving import Goodbye
+def _exit_barrier() -> ExitBarrier:
+    from .job_abort import ExitBarrier
 
-    return Goodbye()
+    return ExitBarrier()
 
 
 backend = MPIBackend()

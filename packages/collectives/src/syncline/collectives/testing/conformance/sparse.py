@@ -1,12 +1,15 @@
-"""all_reduce of sparse tensors: different elements on each rank, shared ones, none at all."""
+"""all_reduce of sparse tensors: different elements on each rank, shared ones, none at all, other shapes."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
 from ...contract.process_group import ProcessGroup
 from ...contract.reduce_op import ReduceOp, premul_sum
-from .values import Check, expect, expect_equal
+from ...errors import DisagreementError
+from .values import Check, expect, expect_equal, expect_raises
 
 
 def _mine(rank: int, scale: float = 1.0) -> torch.Tensor:
@@ -43,4 +46,25 @@ def nothing_present(group: ProcessGroup) -> None:
     expect(tensor.to_dense(), _mine(0).to_dense(), "sum of one rank's elements")
 
 
-CHECKS: dict[str, Check] = {"sparse_sums": sums, "sparse_nothing_present": nothing_present}
+def other_shapes(group: ProcessGroup) -> None:
+    """Shapes that differ between ranks are an error on every rank that names them, and the group stays usable."""
+    rows = 8 + group.rank
+    for async_op in (False, True):
+        tensor = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (rows, 2), check_invariants=True)
+        if group.size == 1:
+            group.all_reduce(tensor, async_op=async_op).wait()
+            continue
+        call = partial(_reduced, group, tensor, async_op)
+        expect_raises(
+            DisagreementError, call, "a sum of sparse tensors of other shapes", "rank 1: all_reduce(sparse float32[9, 2]"
+        )
+    tensor = _mine(0)
+    group.all_reduce(tensor)
+    expect(tensor.to_dense(), _mine(0).to_dense() * group.size, "the sum after that")
+
+
+def _reduced(group: ProcessGroup, tensor: torch.Tensor, async_op: bool) -> None:
+    group.all_reduce(tensor, async_op=async_op).wait()
+
+
+CHECKS: dict[str, Check] = {"sparse_sums": sums, "sparse_nothing_present": nothing_present, "sparse_other_shapes": other_shapes}

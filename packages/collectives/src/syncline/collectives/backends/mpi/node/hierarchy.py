@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-from .board import is_ordered
+from .shm_barrier import has_total_store_order
 
 SplitByNode = Callable[[MPI.Intracomm], MPI.Comm]
 
@@ -22,9 +22,9 @@ class Hierarchy:
     ::
 
         node 0      node 1      node 2
-        rank 0 ---- rank 3 ---- rank 5     counterparts, owners of slice 0
-        rank 1 ---- rank 4 ---- rank 6     counterparts, owners of slice 1
-        rank 2                             owns nothing, for the smallest node has two ranks
+        rank 0 ---- rank 3 ---- rank 5     leaders of slice 0
+        rank 1 ---- rank 4 ---- rank 6     leaders of slice 1
+        rank 2                             leads none, for the smallest node has two ranks
 
     Args:
         communicator: of the whole group.
@@ -34,22 +34,23 @@ class Hierarchy:
         node: this rank's node.
         nodes: how many there are.
         shares_memory: whether any rank of the group is not alone on its node.
-        is_ordered: whether all processors let the ranks meet on a board (see `board.is_ordered`).
-        owners: how many ranks of each node, its first, own a slice of what crosses.
-        counterparts: those who own the same slice as this rank, one on each node; None if it owns none, or nothing crosses.
+        is_ordered: whether all processors let the ranks use a `ShmBarrier` (see `has_total_store_order`).
+        leaders: how many ranks of each node, its first, lead a slice of what is combined between nodes.
+        inter_node: those who lead the same slice as this rank, one on each node; None if it leads none, or there is nothing
+            to combine.
     """
 
     def __init__(self, communicator: MPI.Intracomm, split: SplitByNode = split_by_node) -> None:
         self.node = MPI.Intracomm(split(communicator))
-        said = communicator.allgather((self.node.Get_size() if self.node.Get_rank() == 0 else 0, is_ordered()))
+        said = communicator.allgather((self.node.Get_size() if self.node.Get_rank() == 0 else 0, has_total_store_order()))
         sizes = [size for size, _ in said]
         self.is_ordered = all(ordered for _, ordered in said)
         self.nodes = sum(size > 0 for size in sizes)
         self.shares_memory = max(sizes) > 1
-        self.owners = min(size for size in sizes if size > 0)
-        self.counterparts = self._across(communicator) if self.nodes > 1 and self.shares_memory else None
+        self.leaders = min(size for size in sizes if size > 0)
+        self.inter_node = self._split_across(communicator) if self.nodes > 1 and self.shares_memory else None
 
-    def _across(self, communicator: MPI.Intracomm) -> MPI.Intracomm | None:
+    def _split_across(self, communicator: MPI.Intracomm) -> MPI.Intracomm | None:
         rank = self.node.Get_rank()
-        made = communicator.Split(rank if rank < self.owners else MPI.UNDEFINED, communicator.Get_rank())
+        made = communicator.Split(rank if rank < self.leaders else MPI.UNDEFINED, communicator.Get_rank())
         return None if made == MPI.COMM_NULL else MPI.Intracomm(made)

@@ -2,48 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Sequence
 
 import torch
 from mpi4py import MPI
 
 from ....contract.collective import Collective
 from ....contract.deadline import Deadline
-from ....contract.layout import bytes_of
-from ....contract.reduce_op import REDUCIBLE, PremulSum, Reduction
-from ....host.transport import PreparedAllReduce, Transport
-from ....startup.crossovers import Crossovers
-from .. import transport as by_mpi
-from ..transport import MEETING_BYTES, REDUCES_FAST, MPITransport
-from .across import Crossing
-from .board import NOWHERE, Board
-from .exchange import SLOT_BYTES
-from .group_meeting import GroupMeeting
+from ....contract.reduce_op import Reduction
+from ....host.transport import CallKind, Transport
+from ....startup.algorithm_thresholds import AlgorithmThresholds
+from ..transport import MPITransport
+from .algorithm import Algorithm, Capabilities, Operation, choose, may_be_in_window, size_of, slot_bytes
+from .copy_in_copy_out import CopyInCopyOut, StagingArea
+from .eager_exchange import EagerExchange
+from .group_sync import GroupSync
+from .hierarchical_all_reduce import HierarchicalAllReduce, HierarchicalWindow, NodeReduction
 from .hierarchy import Hierarchy, SplitByNode, split_by_node
-from .memory import NodeMemory
-from .prepared_mpi import PreparedMPI
-from .preparing import Preparing, UsualWays
-from .way import Way
-from .ways import Native, Ways, most_exchanged
+from .plan import ByMpi, MpiPlan, NodePlan, PlanRequest
+from .window_collective import WindowCollective
+from .windows import NodeMemory
+
+logger = logging.getLogger("syncline.collectives")
+
+_OPERATIONS = {
+    "all_reduce": Operation.ALL_REDUCE,
+    "reduce_scatter": Operation.REDUCE_SCATTER,
+    "reduce_scatter_tensor": Operation.REDUCE_SCATTER,
+    "all_gather": Operation.ALL_GATHER,
+    "all_gather_into_tensor": Operation.ALL_GATHER,
+    "broadcast": Operation.BROADCAST,
+}
 
 
 class NodeTransport(MPITransport):
-    """`MPITransport`, but ranks of one node do what gains from it through memory that these share.
-
-    ============= =======================================================================================
-    ranks on      `all_reduce`, `reduce_scatter`, `broadcast`, `all_gather`, `barrier`
-    ============= =======================================================================================
-    one node      take one of the `Ways`, or MPI's
-    several       `all_reduce` of tensors in a window there, and between counterparts; so, staged in one, of those that MPI
-                  does not reduce itself; all others MPI's
-    ============= =======================================================================================
+    """`MPITransport`, but ranks of one node use memory that they share where they gain from it; see `algorithm.choose`.
 
     Args:
         communicator: as for `MPITransport`.
         reproducible: as for `MPITransport`. All goes by MPI then where there are several nodes: the order of what is done in a
             node and between nodes depends on who is where.
-        crossovers: the same on all ranks.
+        thresholds: the same on all ranks.
         split: says who shares memory with whom.
     """
 
@@ -52,171 +52,132 @@ class NodeTransport(MPITransport):
         communicator: MPI.Intracomm,
         *,
         reproducible: bool = False,
-        crossovers: Crossovers | None = None,
+        thresholds: AlgorithmThresholds | None = None,
         split: SplitByNode = split_by_node,
     ) -> None:
         super().__init__(communicator, reproducible=reproducible)
-        self._crossovers = crossovers or Crossovers()
+        self._thresholds = thresholds or AlgorithmThresholds()
         self._split = split
-        self._hierarchy = Hierarchy(self._private, split)
-        self._is_one_node = self._hierarchy.nodes == 1 and self._hierarchy.shares_memory
-        across = self._hierarchy.counterparts
-        self._between = None if across is None else MPITransport(across, inquest=self._inquest)
-        self._memory = NodeMemory(self._hierarchy, self._private, self._meeting)
-        slot_bytes = SLOT_BYTES if most_exchanged(self._hierarchy, self._crossovers) else 0
-        self._group_meeting = GroupMeeting(
-            self._hierarchy, self._private, self._meeting, self._inquest, self._memory.share, slot_bytes
+        hierarchy = self._hierarchy = Hierarchy(self._private, split)
+        shares_memory = hierarchy.shares_memory
+        self._capabilities = Capabilities(
+            self._size, hierarchy.nodes, hierarchy.leaders, shares_memory, shares_memory and hierarchy.is_ordered, reproducible
         )
-        self._has_met = False  # for the collective that MPI does next
-        self._crossing = Crossing(self._hierarchy, self._between, self._memory, self._group_meeting, self._size)
-        self._ways = Ways(self._hierarchy, self._memory, self._group_meeting, self._crossovers)
-        usual = UsualWays(self.all_reduce, self._all_reduce_elsewhere, self._all_reduce_unreadable, self._prepared_mpi)
-        self._preparing = Preparing(self._ways, self._memory, self._group_meeting, usual)
+        inter_node = hierarchy.inter_node
+        self._between = None if inter_node is None else MPITransport(inter_node, report=self._report)
+        self._memory = NodeMemory(hierarchy, self._private, self._verifier)
+        slot = slot_bytes(self._capabilities, self._thresholds)
+        self._sync = GroupSync(hierarchy, self._private, self._verifier, self._memory, slot)
+        self._staging = StagingArea(self._memory, self._sync)
+        self._node_reduction = NodeReduction(hierarchy, self._between, self._memory, self._sync, self._size)
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
         """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""
-        is_used = self._is_one_node or (self._hierarchy.shares_memory and not self._reproducible)
-        if is_used and numel * dtype.itemsize >= self._crossovers.window_bytes:
-            self._meet(call, deadline)
+        capabilities = self._capabilities
+        is_used = capabilities.shares_memory and (capabilities.nodes == 1 or not capabilities.reproducible)
+        if is_used and numel * dtype.itemsize >= self._thresholds.window_bytes:
+            self._sync.verify(lambda: call, deadline)
             made = self._memory.allocate(numel, dtype, call, deadline)
             if made is not None:
                 return made
         return super().allocate(numel, dtype, call, deadline)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        """In shared memory or by MPI; on several nodes in the window, or a stage, and then between them."""
-        if self._is_one_node:
-            way = self._ways.of_reduction(tensor, self._how_native(tensor, op), call, deadline)
-            self._all_reduce_by(way, tensor, op, call, deadline)
-            return
-        if not self._reproducible:
-            window = self._ways.window(tensor, call, deadline)
-            if window is not None:
-                self._crossing.all_reduce(window, tensor, op, call, deadline)
-                return
-            # What MPI does not reduce itself would cross between all ranks.
-            is_staged = self._native(tensor, op) is None and self._ways.is_staged(tensor.nbytes, Native.NOT)
-            stage = self._crossing.stage(call, deadline) if is_staged else None
-            if stage is not None:
-                has_met = self._ways.may_be_in_window(tensor.nbytes)  # which was asked
-                self._crossing.all_reduce_staged(stage, tensor, op, call, deadline, has_met=has_met)
-                return
-        super().all_reduce(tensor, op, call, deadline)
+    # ---- plans ----
 
-    def prepared_all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective) -> PreparedAllReduce | None:
-        """On one node."""
-        return self._preparing.prepared(tensor, op, self._how_native(tensor, op), call) if self._is_one_node else None
+    def plan(self, kind: CallKind, call: Collective | None = None) -> NodePlan:
+        """As `Transport.plan`.
+
+        Args:
+            kind: of the calls to come.
+            call: stands for every call in messages; None: each stands for itself.
+        """
+        operation, part_bytes = _OPERATIONS[kind.name], kind.numel * kind.dtype.itemsize
+        size = size_of(operation, part_bytes, self._size)
+        is_native = operation is Operation.ALL_REDUCE and kind.op is not None and self._native(kind.dtype, kind.op) is not None
+        chosen = choose(operation, size, self._capabilities, self._thresholds, is_native=is_native)
+        request = PlanRequest(kind, operation, size, call, self._sync)
+        plan: NodePlan = MpiPlan(request, self._by_mpi(operation, kind))
+        if chosen is Algorithm.EAGER:
+            plan = EagerExchange(request, plan)
+        elif chosen is Algorithm.COPY_IN_COPY_OUT:
+            plan = CopyInCopyOut(request, self._staging, plan)
+        elif chosen is Algorithm.HIERARCHICAL:
+            plan = HierarchicalAllReduce(request, self._node_reduction, plan)
+        in_window = may_be_in_window(operation, size, self._capabilities, self._thresholds)
+        if in_window and self._capabilities.nodes > 1:
+            plan = HierarchicalWindow(request, self._memory, self._node_reduction, plan)
+        elif in_window:
+            plan = WindowCollective(request, self._memory, plan)
+        where = ", unless in a window" if in_window else ""
+        logger.debug("rank %d plans %s of %d bytes: %s%s", self._rank, kind.name, size.whole, chosen.value, where)
+        return plan
+
+    def _by_mpi(self, operation: Operation, kind: CallKind) -> ByMpi:
+        op, root = kind.op, kind.root or 0
+        if operation is Operation.ALL_GATHER:
+            return lambda tensor, whole, call, deadline: self.all_gather_synced(whole, tensor, call, deadline)
+        if operation is Operation.BROADCAST:
+            return lambda tensor, _, call, deadline: self.broadcast_synced(tensor, root, call, deadline)
+        assert op is not None
+        if operation is Operation.ALL_REDUCE:
+            return lambda tensor, _, call, deadline: self.all_reduce_synced(tensor, op, call, deadline)
+        return lambda tensor, whole, call, deadline: self.reduce_scatter_synced(tensor, whole, op, call, deadline)
+
+    # ---- single calls: a plan that is dropped ----
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+        """By a plan for this call alone."""
+        self.plan(CallKind("all_reduce", op, None, tensor.dtype, tensor.numel()), call).run(tensor, tensor, deadline)
 
     def reduce_scatter(
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
     ) -> None:
-        """In shared memory or by MPI."""
-        way = self._ways.of_reduction(block, Native.NOT, call, deadline) if self._is_one_node else None
-        if way is None:
-            with self._having_met(block):
-                super().reduce_scatter(tensor, block, op, call, deadline)
-        else:
-            way.reduce_scatter(tensor, block, op)
+        """By a plan for this call alone."""
+        self.plan(CallKind("reduce_scatter", op, None, tensor.dtype, tensor.numel()), call).run(tensor, block, deadline)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
-        """In shared memory or by MPI."""
-        block, tensor = _movable(block), _movable(tensor)
-        way = self._ways.of_move(block, tensor.nbytes, call, deadline) if self._is_one_node else None
-        if way is None:
-            super().all_gather(block, tensor, call, deadline)
-        else:
-            way.all_gather(block, tensor)
+        """By a plan for this call alone."""
+        self.plan(CallKind("all_gather", None, None, tensor.dtype, tensor.numel()), call).run(tensor, block, deadline)
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
-        """In shared memory or by MPI."""
-        tensor = _movable(tensor)
-        way = self._ways.of_move(tensor, tensor.nbytes, call, deadline) if self._is_one_node else None
-        if way is None:
-            super().broadcast(tensor, root, call, deadline)
-        else:
-            way.broadcast(tensor, root)
+        """By a plan for this call alone."""
+        self.plan(CallKind("broadcast", None, root, tensor.dtype, tensor.numel()), call).run(tensor, tensor, deadline)
 
     def barrier(self, call: Collective, deadline: Deadline) -> None:
-        """On the board, or MPI's."""
-        if self._is_one_node:
-            self._meet(call, deadline)
+        """In shared memory, or MPI's."""
+        if self._capabilities.nodes == 1 and self._capabilities.shares_memory:
+            self._sync.verify(lambda: call, deadline)
         else:
             super().barrier(call, deadline)
 
-    def _how_native(self, tensor: torch.Tensor, op: Reduction) -> Native:
-        if self._native(tensor, op) is None:
-            return Native.NOT
-        return Native.FAST if REDUCES_FAST else Native.USUAL
+    def _verify(self, call: Collective, deadline: Deadline) -> None:
+        self._sync.verify(lambda: call, deadline)
 
-    def _prepared_mpi(
-        self, board: Board, meeting: GroupMeeting, tensor: torch.Tensor, op: Reduction, call: Collective
-    ) -> PreparedMPI | None:
-        native = self._native(tensor, op)
-        # Smaller ones do not meet.
-        if native is None or isinstance(op, PremulSum) or not MEETING_BYTES <= tensor.nbytes <= by_mpi.PIECE_BYTES:
-            return None
-        return PreparedMPI(board, meeting, self._communicator, tensor, op, native, call)
-
-    def _all_reduce_elsewhere(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        way = self._ways.of_elsewhere(tensor, self._how_native(tensor, op), call, deadline)
-        self._all_reduce_by(way, tensor, op, call, deadline)
-
-    def _all_reduce_unreadable(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        way = self._ways.of_unreadable(tensor, self._how_native(tensor, op), call, deadline)
-        self._all_reduce_by(way, tensor, op, call, deadline)
-
-    def _all_reduce_by(
-        self, way: Way | None, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
-        if way is None:
-            with self._having_met(tensor):
-                super().all_reduce(tensor, op, call, deadline)
-        else:
-            way.all_reduce(tensor, op)
-
-    @contextmanager
-    def _having_met(self, tensor: torch.Tensor) -> Iterator[None]:
-        """For a reduction that MPI does: its first meeting has been, if `Ways` wanted one."""
-        self._has_met = self._is_one_node and tensor.nbytes >= MEETING_BYTES
-        try:
-            yield
-        finally:
-            self._has_met = False
-
-    def _meet(self, call: Collective, deadline: Deadline, key: int = NOWHERE) -> bool:
-        if self._has_met:
-            self._has_met = False
-            return False
-        return self._group_meeting.meet(call, deadline, key)
+    # ---- life ----
 
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """As `MPITransport`, with windows of its own."""
         return NodeTransport(
             self._communicator_of(members, number),
             reproducible=self._reproducible,
-            crossovers=self._crossovers,
+            thresholds=self._thresholds,
             split=self._split,
         )
 
     def give_up(self) -> None:
         """Ranks of the node that wait for this one hear of it."""
-        self._group_meeting.give_up()
+        self._sync.give_up()
 
     def abort(self) -> None:
         """The same; MPI has no way to wake the ranks of other nodes short of ending the job."""
-        self._group_meeting.give_up()
+        self._sync.give_up()
 
     def close(self) -> None:
         """Free all communicators; memory lasts as long as tensors lie in it."""
-        self._ways.forget()
-        self._crossing.forget()
-        self._group_meeting.forget()
+        self._staging.forget()
+        self._node_reduction.forget()
+        self._sync.forget()
         if self._between is not None:
             self._between.close()
         self._hierarchy.node.Free()
         super().close()
-
-
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or its bytes: torch does not copy all dtypes."""
-    return tensor if tensor.dtype in REDUCIBLE else bytes_of(tensor)

@@ -7,8 +7,7 @@ import os
 
 import torch
 
-from .huge_pages import collapse, huge_page_bytes
-from .libc import create_memory_file, map_over
+from .os_memory import collapse, create_memory_file, huge_page_bytes, map_over
 
 # For how long an allocation may wait for huge pages.
 HUGE_PAGES_SECONDS = 1.0

@@ -1,0 +1,129 @@
+"""A rank that leaves the job early must not leave the others hanging, and one that finishes first must not end their work.
+
+MPI ends a job when all its processes have called MPI_Finalize, which mpi4py does at the interpreter's exit. So a rank that
+dies of an exception waits there, silently, for ranks that wait for it in a collective, for ever. Three guards end that:
+
+1. An exception that nobody caught (in the main thread) is printed with the rank, and the job is aborted. At an interactive
+   prompt it ends what was typed, and nothing else.
+2. `sys.exit` with a status other than 0, before the group was closed, aborts the job with that status.
+3. A rank that exits in any other way meets all others in a barrier of a communicator used for nothing else, for as long as
+   they take. If they do not come at once, it sends them a notice. Whoever waits for that rank reads the notice and fails, with
+   words that say in which call: see Note [Who will not come] in `departures`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+from mpi4py import MPI
+
+from ...host.departures import Departure, Departures
+from ...host.progress import all_idle
+from .exit_status import exit_status, watch_exit_status
+from .library import Tag
+
+# Ranks that leave at about the same time need no notices.
+NOTICE_AFTER_S = 0.1
+# mpiexec passes on what ranks print in its own time; what it has not read when the job is aborted is lost (MPICH 5.0).
+_FORWARDING_S = 0.3
+
+
+def abort_on_uncaught() -> None:
+    """Install the first guard. Concerns this process only, so it can be done before anything that may fail."""
+    if sys.excepthook is not _on_uncaught:
+        _previous_hook.append(sys.excepthook)
+        sys.excepthook = _on_uncaught
+
+
+_previous_hook: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
+
+
+def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if is_interactive():
+        _previous_hook[-1](kind, error, trace)
+        return
+    lines = "".join(traceback.format_exception(kind, error, trace))
+    _say(f"{_who()} failed and ends the job:\n{lines}")
+    _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+def is_interactive() -> bool:
+    """Whether somebody sits at a prompt of this process: `python`, `python -i`, IPython or Jupyter."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "get_ipython")
+
+
+class ExitBarrier:
+    """The second and the third guard. Making it is a collective of all processes of the job."""
+
+    def __init__(self) -> None:
+        self._communicator = MPI.COMM_WORLD.Dup()
+        self._notices: list[MPI.Request] = []
+        self.departures = Departures(self._receive)
+        watch_exit_status()
+        atexit.register(self._on_exit)
+
+    def _receive(self) -> list[Departure]:
+        """The notices of other ranks that have come since the last call."""
+        found: list[Departure] = []
+        status = MPI.Status()
+        while (message := self._communicator.improbe(tag=Tag.DEPARTURE, status=status)) is not None:
+            found.append(Departure(status.Get_source(), message.recv()))
+        return found
+
+    def _on_exit(self) -> None:
+        if MPI.Is_finalized():
+            return
+        status = exit_status()
+        if status and self.departures.has_open_group() and not is_interactive():
+            _say(f"{_who()} exits with status {status} and ends the job")
+            _abort(status)
+        everybody_left = self._communicator.Ibarrier()
+        notice_s = time.monotonic() + NOTICE_AFTER_S
+        self._wait(lambda: self._have_left(everybody_left, notice_s))
+        self._wait(lambda: MPI.Request.Testall(self._notices))
+        everybody_read = self._communicator.Ibarrier()  # all notices are sent, so that none is left when MPI ends
+        self._wait(everybody_read.Test)
+        self._communicator.Free()
+
+    def _have_left(self, everybody_left: MPI.Request, notice_s: float) -> bool:
+        """Whether all ranks are here; sends this rank's notices when they are not and it has nothing in flight."""
+        if everybody_left.Test():
+            return True
+        if not self._notices and time.monotonic() > notice_s and all_idle():
+            rank, started = self._communicator.Get_rank(), self.departures.own()
+            others = [other for other in range(self._communicator.Get_size()) if other != rank]
+            self._notices = [self._communicator.isend(started, other, Tag.DEPARTURE) for other in others]
+        return False
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        pause_s = 1e-5
+        while not is_over():
+            self.departures.left()  # so that nobody's notice waits to be read
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.01)
+
+
+def _abort(status: int) -> None:
+    time.sleep(_FORWARDING_S)
+    MPI.COMM_WORLD.Abort(status)
+
+
+def _who() -> str:
+    world = MPI.COMM_WORLD
+    return f"[syncline] rank {world.Get_rank()} of {world.Get_size()} (host {socket.gethostname()}, pid {os.getpid()})"
+
+
+def _say(text: str) -> None:
+    """Write to the stream that the process began with: torch.distributed lends its excepthook another, to print it later."""
+    sys.stdout.flush()
+    stream = sys.__stderr__ or sys.stderr
+    stream.write(text + "\n")
+    stream.flush()

@@ -1,0 +1,102 @@
+"""Collectives of small tensors: each rank writes its tensor to its eager slot, and reads the slots of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import memmove
+
+import torch
+
+from ....contract.deadline import Deadline
+from ....contract.layout import mark_written
+from ....host.reduction import always_of
+from .algorithm import Algorithm, Operation
+from .plan import NodePlan, PlanRequest
+from .shm_barrier import ShmBarrier
+
+#: Reads the slots of one turn: given this rank's tensor and the whole.
+_Read = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class EagerExchange(NodePlan):
+    """One arrival (see Note [Arrivals in turn]) verifies the call and hands over the data; each rank reads p n bytes.
+
+    That is the fastest where a tensor is so small that arrivals are what counts. Every rank reduces everything, in rank
+    order, so all get the same bits.
+
+    Args:
+        request: as for `NodePlan`; what a rank shows fits in a slot.
+        otherwise: as for `NodePlan`.
+    """
+
+    chosen = Algorithm.EAGER
+
+    def __init__(self, request: PlanRequest, otherwise: NodePlan | None) -> None:
+        super().__init__(request, otherwise)
+        self._barrier: ShmBarrier | None = None
+        self._turns: list[tuple[int, _Read]] = []
+        self._shown_bytes = request.size.shown
+        self._shows_part = request.operation is Operation.ALL_GATHER
+
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool = False) -> None:
+        """Write to the slot, verify the call (once more), read the slots."""
+        barrier = self._barrier or self._bind(tensor, deadline)
+        if barrier is None:
+            self._run_otherwise(tensor, whole, deadline, is_verified=is_verified)
+            return
+        slot, read = self._turns[(barrier.arrivals + 1) & 1]
+        if slot:
+            memmove(slot, (tensor if self._shows_part else whole).data_ptr(), self._shown_bytes)
+        self._sync.verify(lambda: self._call(tensor), deadline, self._digest)
+        read(tensor, whole)
+
+    def _bind(self, tensor: torch.Tensor, deadline: Deadline) -> ShmBarrier | None:
+        """The barrier, with the slots of both turns laid out for calls of this kind."""
+        barrier = self._sync.barrier(lambda: self._call(tensor), deadline)
+        if barrier is not None:
+            self._barrier = barrier
+            self._turns = [self._laid_out(barrier, turn) for turn in (0, 1)]
+        return barrier
+
+    def _laid_out(self, barrier: ShmBarrier, turn: int) -> tuple[int, _Read]:
+        """The address of this rank's slot, 0 if it shows nothing; and how to read the slots."""
+        kind, mine = self._kind, barrier.mine
+        slots = [slot.data_ptr() for slot in barrier.slots(turn, 1, torch.uint8)]
+        part_bytes = kind.numel * kind.dtype.itemsize
+        if self._operation is Operation.BROADCAST:
+            return (slots[mine], _nothing) if mine == kind.root else (0, _copy(slots[kind.root or 0], part_bytes))
+        if self._operation is Operation.ALL_GATHER:
+            return slots[mine], _gather(slots, part_bytes)
+        offset_bytes = mine * part_bytes if self._operation is Operation.REDUCE_SCATTER else 0
+        terms = barrier.slots(turn, kind.numel, kind.dtype, offset_bytes)
+        assert kind.op is not None
+        return slots[mine], _reduce(always_of(terms, kind.op, kind.dtype))
+
+
+def _reduce(reduce: Callable[..., object]) -> _Read:
+    def read(tensor: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - it is in a slot as well
+        reduce(out=tensor if tensor.dim() == 1 else tensor.view(-1))
+
+    return read
+
+
+def _nothing(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Nobody overwrites a root's tensor."""
+
+
+def _copy(slot: int, nbytes: int) -> _Read:
+    def read(tensor: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - one is the other
+        memmove(tensor.data_ptr(), slot, nbytes)
+        mark_written(tensor)
+
+    return read
+
+
+def _gather(slots: list[int], nbytes: int) -> _Read:
+    def read(tensor: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - it is in a slot as well
+        start = whole.data_ptr()
+        for rank, slot in enumerate(slots):
+            memmove(start + rank * nbytes, slot, nbytes)
+        mark_written(whole)
+
+    return read

@@ -1,0 +1,110 @@
+"""How the ranks of a group synchronise: by a barrier in shared memory if they share a node, else by messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn, TypeAlias
+
+from mpi4py import MPI
+
+from ....contract.collective import Collective
+from ....contract.deadline import Deadline
+from ....errors import TransportError
+from ..call_verifier import NO_KEY, CallVerifier
+from ..library import Tag, mapped
+from .hierarchy import Hierarchy
+from .shm_barrier import LEAST_SLOT_BYTES, GaveUpError, ShmBarrier, barrier_bytes
+from .windows import NodeMemory
+
+Describe: TypeAlias = Callable[[], Collective]
+"""Says which call it is; asked only if somebody must know."""
+
+
+class GroupSync:
+    """Synchronises all ranks of a group, or those of a node, by the fastest means that there is.
+
+    The shared-memory barrier is made when the ranks synchronise for the first time: a group that never communicates has none.
+
+    Args:
+        hierarchy: who is on which node.
+        communicator: of the whole group, private.
+        verifier: by messages, of the whole group.
+        memory: of the group.
+        slot_bytes: the size of an eager slot; a multiple of 64, or 0.
+    """
+
+    def __init__(
+        self, hierarchy: Hierarchy, communicator: MPI.Intracomm, verifier: CallVerifier, memory: NodeMemory, slot_bytes: int
+    ) -> None:
+        self._slot_bytes = max(slot_bytes, LEAST_SLOT_BYTES)
+        self._node = hierarchy.node
+        self._communicator = communicator
+        self._verifier = verifier
+        self._memory = memory
+        self._is_one_node = hierarchy.nodes == 1
+        self._barrier: ShmBarrier | None = None
+        self._may_have_barrier = hierarchy.shares_memory and hierarchy.is_ordered
+
+    def barrier(self, describe: Describe, deadline: Deadline) -> ShmBarrier | None:
+        """That of this node; None, on all ranks, if there can be none. All ranks call it at the same point of their order."""
+        if self._barrier is None and self._may_have_barrier:
+            self._verifier.verify(describe(), deadline)
+            segment = self._memory.allocate_segment(barrier_bytes(self._slot_bytes), describe(), deadline)
+            if segment is None:
+                self._may_have_barrier = False
+            else:
+                probe, rank = self._communicator.Iprobe, self._communicator.Get_rank()
+                self._barrier = ShmBarrier(segment, self._slot_bytes, lambda: probe(rank, Tag.NOTHING))
+        return self._barrier
+
+    def verify(self, describe: Describe, deadline: Deadline, digest: int | None = None, key: int = NO_KEY) -> bool:
+        """As `CallVerifier.verify`, of all ranks of the group.
+
+        Args:
+            describe: says which call it is.
+            deadline: of the call.
+            digest: of the call, if it is known.
+            key: compared.
+        """
+        barrier = self._barrier or self.barrier(describe, deadline)
+        if barrier is None or not self._is_one_node:
+            return self._verifier.verify(describe(), deadline, key)
+        try:
+            is_same, is_common = barrier.arrive_and_wait(deadline, describe().digest() if digest is None else digest, key)
+        except Exception as error:  # noqa: BLE001 - raised again
+            self._explain(error, describe(), deadline)
+        if not is_same:
+            raise self._verifier.different_calls(describe(), deadline)
+        return is_common
+
+    def wait(self, describe: Describe, deadline: Deadline) -> None:
+        """Return when the ranks of this node have come."""
+        if self._barrier is None:
+            self._verifier.run(describe(), self._node.Ibarrier, deadline)
+            return
+        try:
+            self._barrier.arrive_and_wait(deadline)
+        except Exception as error:  # noqa: BLE001 - raised again
+            self._explain(error, describe(), deadline)
+
+    def give_up(self) -> None:
+        """Tell the others that this rank will not come any more."""
+        if self._barrier is not None:
+            self._barrier.give_up()
+
+    def forget(self) -> None:
+        """Give the barrier back."""
+        self._barrier = None
+        self._may_have_barrier = False
+
+    def _explain(self, error: Exception, call: Collective, deadline: Deadline) -> NoReturn:
+        """Raise what the shared-memory barrier raised in a call, in the words of a group."""
+        if isinstance(error, GaveUpError):
+            raise TransportError(
+                f"rank {error.rank} of this node gave up on a collective of this group; its own error says why"
+            ) from None
+        if isinstance(error, MPI.Exception):
+            raise mapped(error) from error
+        if isinstance(error, TimeoutError):
+            self._verifier.raise_timeout(error, call, deadline)
+        raise error

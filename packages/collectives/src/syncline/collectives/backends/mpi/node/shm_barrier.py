@@ -1,0 +1,132 @@
+"""A barrier in the shared memory of a node, which compares calls and carries small tensors."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+
+import torch
+
+from ....contract.deadline import Deadline
+from .. import library
+from ..call_verifier import NO_KEY
+from .segment import Segment
+
+_GAVE_UP = -1  # as an arrival
+
+# A rank's part: two lines of numbers, for arrivals in turn, then two eager slots.
+_LINE_BYTES = 128  # two cache lines: some processors fetch them in pairs
+_HEAD_BYTES = 2 * _LINE_BYTES
+LEAST_SLOT_BYTES = 64
+
+# A look costs 0.06 us. Ranks that come at about the same time find each other without yielding the core.
+_LOOKS_BEFORE_YIELDING = 100
+_LOOKS_BETWEEN_CLOCKS = 256
+
+
+def has_total_store_order() -> bool:
+    """Whether this processor shows one core's writes to the others in the order in which they were made, and reads in order.
+
+    A `ShmBarrier` needs this: whoever reads a number there sees what was written before it. Processors other than x86 need
+    instructions for that which Python does not have.
+    """
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def barrier_bytes(slot_bytes: int) -> int:
+    """The size of each rank's part of a barrier's segment."""
+    return _HEAD_BYTES + 2 * slot_bytes
+
+
+class GaveUpError(Exception):
+    """A rank said that it will not arrive any more."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+class ShmBarrier:
+    """The ranks of a node arrive at points in a common order, and say for which call; eager slots carry a few bytes of each.
+
+    Note [Arrivals in turn]
+    ~~~~~~~~~~~~~~~~~~~~~~~
+    Each rank writes in its own part only. For arrival k it writes its data into slot k mod 2, the digest of its call into line
+    k mod 2, and last of all k itself; then it waits until all others have written k there, and reads their slots. Nobody needs
+    to say when it has read: a rank writes to the same slot and line again for arrival k + 2, after all have arrived at k + 1,
+    that is, after they have read everything of arrival k.
+
+    Args:
+        segment: with a part of `barrier_bytes(slot_bytes)` for each rank of the node.
+        slot_bytes: the size of an eager slot; a multiple of 64.
+        progress: called while waiting, so that the library underneath makes progress: another rank may come only when a
+            message of this one has reached it.
+    """
+
+    def __init__(self, segment: Segment, slot_bytes: int, progress: Callable[[], object]) -> None:
+        self.size = segment.parts
+        self.mine = segment.mine
+        self.slot_bytes = slot_bytes
+        self._segment = segment
+        self._progress = progress
+        self._numbers = segment.contents().cast("q")
+        self._lines = [self._lines_of(turn) for turn in (0, 1)]
+        self.arrivals = 0  # of this rank, so far; the turn of an arrival is its number mod 2
+
+    def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
+        """Every rank's eager slot for arrivals of that turn, from an offset on, as flat tensors of one element or more.
+
+        Write this rank's slot before `arrive_and_wait`, read the others' after it.
+        """
+        with torch.inference_mode(False):  # they serve calls outside that mode, too
+            return self._segment.rows(_HEAD_BYTES + turn * self.slot_bytes + offset_bytes, numel, dtype)
+
+    def arrive_and_wait(self, deadline: Deadline, digest: int = 0, key: int = NO_KEY) -> tuple[bool, bool]:
+        """Return when all ranks have arrived: whether `digest` is the same everywhere, and whether `key` is, and not `NO_KEY`.
+
+        Both are integers of 64 bits.
+
+        Raises:
+            GaveUpError: a rank will not come.
+            TimeoutError: the deadline passed.
+        """
+        self.arrivals = arrival = self.arrivals + 1
+        numbers, (own, others) = self._numbers, self._lines[arrival & 1]
+        numbers[own + 1] = digest
+        numbers[own + 2] = key
+        numbers[own] = arrival
+        is_same, is_common = True, key != NO_KEY
+        for line in others:
+            if numbers[line] != arrival:
+                self._wait(line, arrival, deadline)
+            if numbers[line + 1] != digest:
+                is_same = False
+            if numbers[line + 2] != key:
+                is_common = False
+        return is_same, is_common
+
+    def give_up(self) -> None:
+        """Tell all who wait for this rank, or will, that it does not come; those, too, for whom it had arrived."""
+        for own, _ in self._lines:
+            self._numbers[own] = _GAVE_UP
+
+    def _lines_of(self, turn: int) -> tuple[int, list[int]]:
+        """Where this rank writes its numbers, and where the others write theirs."""
+        lines = [(self._segment.offset_of(rank) + turn * _LINE_BYTES) // 8 for rank in range(self.size)]
+        return lines[self.mine], lines[: self.mine] + lines[self.mine + 1 :]
+
+    def _wait(self, line: int, arrival: int, deadline: Deadline) -> None:
+        numbers = self._numbers
+        for _ in range(_LOOKS_BEFORE_YIELDING):
+            if numbers[line] == arrival:
+                return
+        looks = 0
+        while (number := numbers[line]) != arrival:
+            if number == _GAVE_UP:
+                index = self._lines[arrival & 1][1].index(line)
+                raise GaveUpError(index + (index >= self.mine))
+            self._progress()
+            library.yield_cpu()
+            looks += 1
+            if looks % _LOOKS_BETWEEN_CLOCKS == 0 and deadline.expired():
+                raise TimeoutError("rank(s) of this node did not come")

@@ -1,0 +1,38 @@
+"""The reductions of torch.distributed, in our words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .reduce_op import PremulSum, ReduceOp, Reduction, check_reduction, premul_sum
+
+_OURS: dict[Any, Reduction] = (
+    {getattr(dist.ReduceOp, op.name): op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM} if dist.is_available() else {}
+)
+
+_PREMUL_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None) if dist.is_available() else None
+
+
+def from_torch(op: Any) -> Reduction | None:
+    """Our word for a reduction of torch's, or None if it is none of these."""
+    if not _OURS:
+        return None
+    ours = _OURS.get(getattr(op, "op", op))  # an instance of `dist.ReduceOp` is equal to the constants, but not found by them
+    if ours is None and isinstance(op, dist.ReduceOp) and op == _PREMUL_SUM:
+        return premul_sum(float(op.__getstate__()[1]))  # type: ignore[attr-defined]  # only its pickle has the factor
+    return ours
+
+
+def checked_reduction(op: Any, dtype: torch.dtype) -> Reduction:
+    """Ours or torch's, in our words.
+
+    Raises:
+        InvalidArgumentError: it is no reduction, or not one that `dtype` has; see `check_reduction`.
+    """
+    if not isinstance(op, ReduceOp | PremulSum):
+        op = from_torch(op) or op
+    check_reduction(op, dtype)
+    return op  # type: ignore[no-any-return]  # else it was refused

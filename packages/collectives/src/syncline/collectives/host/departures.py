@@ -1,0 +1,117 @@
+"""Ranks that have left the job, and the calls that wait for them in vain.
+
+Note [Who will not come]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A rank that leaves the job tells the others how many collectives of each group it has started. The collectives of a group run
+in one total order, the same on every rank. So a rank that runs number k of a group waits in vain for every member that has left
+after fewer than k. A collective that the leaver did start still finishes: the leaver stays in an exit barrier and lets its
+library work. A rank that waits for nobody is never disturbed, however long it computes or saves after the others have left.
+
+Sends and receives have no place in that order. There, a rank that has left is believed to have sent all when `TRANSFER_GRACE_S`
+seconds have passed since its notice came.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from zlib import crc32
+
+TRANSFER_GRACE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Departure:
+    """One rank's notice that it has left.
+
+    Attributes:
+        rank: of the job.
+        started: for each of its groups, how many collectives it started there.
+    """
+
+    rank: int
+    started: Mapping[str, int]
+
+
+def absentees(departures: Iterable[Departure], group: str, number: int, members: Sequence[int]) -> list[int]:
+    """Who will never come to collective `number` (from 1) of a group: a pure function of the notices so far."""
+    return sorted(left.rank for left in departures if left.rank in members and left.started.get(group, 0) < number)
+
+
+class Departures:
+    """The notices that came so far, and what this rank's own will say.
+
+    Args:
+        receive: returns the notices that have come since it was called last, without waiting. Any thread may call it.
+    """
+
+    def __init__(self, receive: Callable[[], Iterable[Departure]]) -> None:
+        self._receive = receive
+        self._lock = threading.Lock()
+        self._left: dict[int, tuple[Departure, float]] = {}
+        self._groups: dict[str, GroupCalls] = {}
+
+    def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupCalls:
+        """Count the calls of a new group. All members make their groups of one name in the same order."""
+        members = crc32(repr(list(ranks)).encode())
+        with self._lock:
+            again = sum(key.startswith(f"{name}/{members:08x}/") for key in self._groups)
+            key = f"{name}/{members:08x}/{again}"
+            calls = self._groups[key] = GroupCalls(self, key, ranks, is_part=is_part)
+        return calls
+
+    def own(self) -> dict[str, int]:
+        """How many collectives of each group this rank has started."""
+        with self._lock:
+            return {key: calls.started for key, calls in self._groups.items()}
+
+    def has_open_group(self) -> bool:
+        """Whether a group that was connected (not made of another) was never closed in order."""
+        with self._lock:
+            return any(not (calls.is_part or calls.is_closed) for calls in self._groups.values())
+
+    def left(self) -> dict[int, tuple[Departure, float]]:
+        """For each rank that has left: its notice, and when it came (on the monotonic clock)."""
+        with self._lock:
+            for departure in self._receive():
+                self._left[departure.rank] = departure, monotonic()
+            return dict(self._left)
+
+
+class GroupCalls:
+    """How many collectives of one group this rank has started, and whether the one that runs waits in vain."""
+
+    def __init__(self, departures: Departures, key: str, ranks: Sequence[int], *, is_part: bool) -> None:
+        self.started = 0
+        self.is_part = is_part
+        self.is_closed = False
+        self._departures = departures
+        self._key = key
+        self._ranks = tuple(ranks)
+
+    def part(self, name: str, ranks: Sequence[int]) -> GroupCalls:
+        """The same for a group of some of the ranks."""
+        return self._departures.group(name, ranks, is_part=True)
+
+    def waits_in_vain(self) -> str | None:
+        """Why the collective that this rank started last will not finish; None if it may."""
+        left = [departure for departure, _ in self._departures.left().values()]
+        return _in_words(absentees(left, self._key, self.started, self._ranks))
+
+    def transfer_waits_in_vain(self, peers: Sequence[int]) -> str | None:
+        """The same for a transfer with one of these ranks of the group."""
+        left = self._departures.left()
+        latest = monotonic() - TRANSFER_GRACE_S
+        gone = [self._ranks[peer] for peer in peers if self._ranks[peer] in left and left[self._ranks[peer]][1] < latest]
+        return _in_words(gone) if len(gone) == len(peers) else None
+
+
+def _in_words(ranks: Sequence[int]) -> str | None:
+    if not ranks:
+        return None
+    return (
+        f"rank(s) {', '.join(map(str, ranks))} of the job left without taking part. Did the script return or exit early there, "
+        "or take another branch? Let every rank issue the same calls"
+    )

@@ -1,0 +1,72 @@
+"""A secret that the processes of one user on one machine share, in a file that nobody else can read.
+
+For ranks that meet on the loopback address: no other machine reaches that, but every user of this one does.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import LaunchError
+from ..stores import new_secret
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address means this machine and cannot be reached from any other. A pure function."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def user_secret(folder: Path | None = None) -> str:
+    """The secret of this user on this machine; the first process that asks makes it.
+
+    Args:
+        folder: where it lies; by default one of this user's in the folder for temporary files.
+
+    Raises:
+        LaunchError: the folder or the file belongs to somebody else, or others can read it.
+    """
+    folder = folder or Path(tempfile.gettempdir()) / f"syncline-{os.getuid()}"
+    path = folder / "secret"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _check_private(folder, stat.S_ISDIR)
+        if not path.exists():
+            _make(path)
+        _check_private(path, stat.S_ISREG)
+        return path.read_text()
+    except OSError as error:
+        raise LaunchError(f"cannot keep the secret of ranks that meet on this machine in {path}: {error}. {_REMEDY}") from error
+
+
+_REMEDY = "Remove it, or give every rank a secret of your own: ?secret_file=PATH in the init_method, or SYNCLINE_SECRET"
+
+
+def _make(path: Path) -> None:
+    """Write it aside and link it: the first process wins, and none reads half a secret."""
+    aside = path.with_name(f"secret-{secrets.token_hex(8)}")
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(new_secret())
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        pass
+    finally:
+        aside.unlink()
+
+
+def _check_private(path: Path, is_kind: Callable[[int], bool]) -> None:
+    found = path.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not is_kind(found.st_mode):
+        raise LaunchError(
+            f"expected {path} to belong to this user and to be open to nobody else, found owner {found.st_uid} and mode "
+            f"{stat.filemode(found.st_mode)}. {_REMEDY}"
+        )

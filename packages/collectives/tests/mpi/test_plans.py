@@ -1,0 +1,263 @@
+"""Collectives in shared memory, with threads for ranks: every reduction and dtype, odd sizes, all in chunks."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
+from syncline.collectives.backends.mpi.call_verifier import NO_KEY
+from syncline.collectives.backends.mpi.node import copy_in_copy_out, window_collective
+from syncline.collectives.backends.mpi.node.algorithm import Operation, size_of
+from syncline.collectives.backends.mpi.node.copy_in_copy_out import CopyInCopyOut, StagingArea
+from syncline.collectives.backends.mpi.node.eager_exchange import EagerExchange
+from syncline.collectives.backends.mpi.node.plan import NodePlan, PlanRequest
+from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded
+from syncline.collectives.backends.mpi.node.shm_barrier import ShmBarrier, barrier_bytes, has_total_store_order
+from syncline.collectives.backends.mpi.node.window_collective import WindowCollective, tensor_from_address
+from syncline.collectives.backends.mpi.node.windows import Windows
+from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.contract.reduce_op import DTYPES_OF, Reduction
+from syncline.collectives.host.reduction import reduce_in_rank_order
+from syncline.collectives.host.transport import CallKind
+from syncline.collectives.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's"),
+    pytest.mark.skipif(not has_total_store_order(), reason="this processor reorders writes"),
+]
+
+CELLS = [(op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str)]
+NUMELS = (1, 3, 16, 61)  # with chunks of 64 bytes: less than a rank each, less than a chunk, and several
+OFFSET_BYTES = 32
+PART_BYTES = 4096
+SLOT_BYTES = 4096
+
+
+def reduction(op: ReduceOp) -> Reduction:
+    return premul_sum(0.3) if op is ReduceOp.PREMUL_SUM else op
+
+
+def data(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Depends on rank and index; not exact in floating point, so that the order of additions shows."""
+    index = torch.arange(numel)
+    if dtype is torch.bool:
+        return (index * 3 + rank) % 5 < 2
+    if dtype.is_floating_point or dtype.is_complex:
+        return (torch.sin(index * 1.7 + rank) * 100).to(dtype)
+    return ((index * 5 + rank * 3) % 7).to(dtype)
+
+
+class FakeSync:
+    """What plans ask of a `GroupSync`: by a `ShmBarrier` of threads."""
+
+    def __init__(self, barrier: ShmBarrier) -> None:
+        self._barrier = barrier
+
+    def barrier(self, *_: Any) -> ShmBarrier:
+        return self._barrier
+
+    def verify(self, describe: Any, deadline: Deadline, digest: int = 0, key: int = NO_KEY) -> bool:
+        is_same, is_common = self._barrier.arrive_and_wait(deadline, digest, key)
+        assert is_same, describe()
+        return is_common
+
+    def wait(self, describe: Any, deadline: Deadline) -> None:
+        self._barrier.arrive_and_wait(deadline)
+
+
+class FakeMemory:
+    """What plans ask of a `NodeMemory`: one window, and one segment for staging."""
+
+    has_windows = True
+
+    def __init__(self, window: Segment, staging: Segment) -> None:
+        self._windows = Windows()
+        self._windows.add(window)
+        self._staging = staging
+        self.find = self._windows.find
+
+    def allocate_segment(self, *_: Any) -> Segment:
+        return self._staging
+
+
+class Rank:
+    """One rank, and its plans of one algorithm."""
+
+    def __init__(self, group: ProcessGroup, window: Segment, staging: Segment, barrier: ShmBarrier, name: str) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self._window, self._name = window, name
+        self._sync: Any = FakeSync(barrier)
+        self._memory: Any = FakeMemory(window, staging)
+        self._staging = StagingArea(self._memory, self._sync)
+        self._plans: dict[CallKind, NodePlan] = {}
+
+    def tensor(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy, at the same place on every rank, in the window or not."""
+        if self._name != "window":
+            return source.clone()
+        return self._window.view(self.rank, OFFSET_BYTES, source.numel(), source.dtype).copy_(source)
+
+    def run(
+        self,
+        operation: Operation,
+        tensor: torch.Tensor,
+        whole: torch.Tensor,
+        op: Reduction | None = None,
+        root: int | None = None,
+    ) -> None:
+        """By the plan that is kept for the kind."""
+        kind = CallKind(operation.name.lower(), op, root, tensor.dtype, tensor.numel())
+        if kind not in self._plans:
+            self._plans[kind] = self._make(operation, kind)
+        self._plans[kind].run(tensor, whole, Deadline(30))
+        assert self._plans[kind].algorithm == self._name
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
+        self.run(Operation.ALL_REDUCE, tensor, tensor, op)
+
+    def _make(self, operation: Operation, kind: CallKind) -> NodePlan:
+        size = size_of(operation, kind.numel * kind.dtype.itemsize, self.size)
+        request, unused = PlanRequest(kind, operation, size, None, self._sync), None
+        if self._name == "window":
+            return WindowCollective(request, self._memory, EagerExchange(request, unused))
+        if self._name == "eager":
+            return EagerExchange(request, unused)
+        return CopyInCopyOut(request, self._staging, unused)
+
+
+def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:
+    part_bytes = barrier_bytes(SLOT_BYTES)
+    files = [create_file("test", size * padded(nbytes)) for nbytes in (PART_BYTES, PART_BYTES, part_bytes)]
+
+    def run(group: ProcessGroup) -> None:
+        window, staging = (Segment(file, size, PART_BYTES, group.rank) for file in files[:2])
+        # Sleeping lets the other threads run; between processes nothing need be done.
+        barrier = ShmBarrier(Segment(files[2], size, part_bytes, group.rank), SLOT_BYTES, lambda: time.sleep(0))
+        body(Rank(group, window, staging, barrier, name))
+
+    try:
+        run_ranks(size, run)
+    finally:
+        for file in files:
+            os.close(file)
+
+
+@pytest.fixture(params=["window", "copy-in copy-out", "eager"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["window", "eager"])
+def full_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_collective, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(window_collective, "LEAST_CHUNK_BYTES", 1)
+    monkeypatch.setattr(copy_in_copy_out, "SLOT_BYTES", 64)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_reduce(size: int, name: str) -> None:
+    def body(rank: Rank) -> None:
+        for op, dtype in CELLS:
+            for numel in NUMELS:
+                for repetition in range(2):
+                    terms = [data(other + repetition, numel, dtype) for other in range(size)]
+                    tensor = rank.tensor(terms[rank.rank])
+                    rank.all_reduce(tensor, reduction(op))
+                    assert torch.equal(tensor, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel, repetition)
+
+    on_ranks(size, name, body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_reduce_scatter(size: int, name: str, is_part: bool) -> None:
+    def body(rank: Rank) -> None:
+        for op, dtype in CELLS:
+            for numel in NUMELS:
+                blocks = [data(other, size * numel, dtype) for other in range(size)]
+                block = rank.tensor(blocks[rank.rank])
+                mine = block.view(size, numel)[rank.rank]
+                output = mine if is_part else torch.zeros(numel, dtype=dtype)
+                rank.run(Operation.REDUCE_SCATTER, output, block, reduction(op))
+                terms = [source.view(size, numel)[rank.rank] for source in blocks]
+                assert torch.equal(output, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel)
+                expected = blocks[rank.rank].clone()
+                if is_part:
+                    expected.view(size, numel)[rank.rank] = output
+                assert torch.equal(block, expected)
+
+    on_ranks(size, name, body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_all_gather(size: int, full_name: str, is_part: bool) -> None:
+    def body(rank: Rank) -> None:
+        for dtype in (torch.float32, torch.bool, torch.complex128, torch.float8_e4m3fn):
+            for numel in NUMELS:
+                sources = [data(other, numel, torch.float32).to(dtype) for other in range(size)]
+                block = rank.tensor(torch.zeros(size * numel, dtype=dtype))
+                part = block.view(size, numel)[rank.rank].copy_(sources[rank.rank])
+                rank.run(Operation.ALL_GATHER, part if is_part else sources[rank.rank].clone(), block)
+                assert torch.equal(block.view(torch.uint8), torch.cat(sources).view(torch.uint8)), (dtype, numel)
+
+    on_ranks(size, full_name, body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_broadcast(size: int, full_name: str) -> None:
+    def body(rank: Rank) -> None:
+        for root in range(size):
+            for numel in NUMELS:
+                tensor = rank.tensor(data(rank.rank, numel, torch.float64))
+                rank.run(Operation.BROADCAST, tensor, tensor, root=root)
+                assert torch.equal(tensor, data(root, numel, torch.float64))
+
+    on_ranks(size, full_name, body)
+
+
+def test_calls_in_a_row_with_delays(name: str) -> None:
+    """Each rank sleeps now and then, so that they overtake one another wherever nothing stops them."""
+
+    def body(rank: Rank) -> None:
+        chance = random.Random(rank.rank)
+        for repetition in range(60):
+            numel = 1 + repetition * 7 % 61
+            tensor = rank.tensor(data(rank.rank + repetition, numel, torch.float64))
+            _delay(chance)
+            rank.all_reduce(tensor, ReduceOp.SUM)
+            _delay(chance)
+            terms = [data(other + repetition, numel, torch.float64) for other in range(rank.size)]
+            assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms)), repetition
+            tensor.fill_(-1.0)  # nobody may see that any more
+
+    on_ranks(3, name, body)
+
+
+def _delay(chance: random.Random) -> None:
+    if chance.random() < 0.3:
+        time.sleep(chance.random() * 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_view_of_an_address_shares_its_memory_and_keeps_nothing(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(6, dtype=dtype)
+    with torch.inference_mode():
+        view = tensor_from_address(tensor.data_ptr() + 2 * dtype.itemsize, 4, dtype)
+    assert not view.is_inference()
+    view.fill_(3)
+    assert tensor.tolist() == [0, 0, 3, 3, 3, 3]

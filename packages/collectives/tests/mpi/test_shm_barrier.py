@@ -1,0 +1,128 @@
+"""Ranks (threads here) that meet in shared memory, with delays, many times; and what is said when one does not come."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from syncline.collectives.backends.mpi.call_verifier import NO_KEY
+from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded
+from syncline.collectives.backends.mpi.node.shm_barrier import GaveUpError, ShmBarrier, barrier_bytes, has_total_store_order
+from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's"),
+    pytest.mark.skipif(not has_total_store_order(), reason="this processor reorders writes"),
+]
+
+
+SLOT_BYTES = 4096
+PART_BYTES = barrier_bytes(SLOT_BYTES)
+
+
+def on_barriers(size: int, body: Callable[[ShmBarrier], object]) -> list[object]:
+    """What `body` returns on each of some ranks that share a barrier."""
+    file = create_file("test", size * padded(PART_BYTES))
+    # Sleeping lets the other threads run; between processes nothing need be done.
+    barriers = [ShmBarrier(Segment(file, size, PART_BYTES, rank), SLOT_BYTES, lambda: time.sleep(0)) for rank in range(size)]
+    os.close(file)
+    return run_ranks(size, lambda group: body(barriers[group.rank]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_nobody_sees_anything_but_the_same_arrival(size: int) -> None:
+    """1,000 arrivals, with random delays before and between writing, arriving and reading."""
+
+    def body(barrier: ShmBarrier) -> int:
+        chance = random.Random(barrier.mine)
+        for repetition in range(1000):
+            slots = barrier.slots((barrier.arrivals + 1) & 1, 4 + repetition % 3, torch.int64)
+            slots[barrier.mine].fill_(repetition * size + barrier.mine)
+            _delay(chance)
+            barrier.arrive_and_wait(Deadline(30))
+            _delay(chance)
+            for rank, slot in enumerate(slots):
+                if set(slot.tolist()) != {repetition * size + rank}:
+                    return repetition
+        return 1000
+
+    assert on_barriers(size, body) == [1000] * size
+
+
+def test_what_they_are_about_to_do_is_compared() -> None:
+    cases = [  # what rank 0 and the others say, their keys, and what all shall hear
+        ((7, 7), (3, 3), (True, True)),
+        ((7, 8), (3, 3), (False, True)),
+        ((7, 7), (3, 4), (True, False)),
+        ((7, 7), (NO_KEY, NO_KEY), (True, False)),
+        ((-(2**63), -(2**63)), (2**63 - 1, 2**63 - 1), (True, True)),
+    ]
+
+    def body(barrier: ShmBarrier) -> list[tuple[bool, bool]]:
+        other = barrier.mine > 0
+        return [barrier.arrive_and_wait(Deadline(30), what[other], key[other]) for what, key, _ in cases]
+
+    assert on_barriers(3, body) == [[heard for _, _, heard in cases]] * 3
+
+
+def test_a_rank_that_does_not_come_is_a_timeout_and_messages_go_on_meanwhile() -> None:
+    file = create_file("test", 2 * padded(PART_BYTES))
+    calls: list[None] = []
+    barrier = ShmBarrier(Segment(file, 2, PART_BYTES, 0), SLOT_BYTES, lambda: calls.append(None))
+    os.close(file)
+    with pytest.raises(TimeoutError):
+        barrier.arrive_and_wait(Deadline(0.05))
+    assert calls
+
+
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_a_rank_that_gives_up_is_named_at_once(has_arrived: bool) -> None:
+    """Also by those for whom it had arrived: they may have been about to read what it does not keep any more."""
+
+    def body(barrier: ShmBarrier) -> str:
+        if barrier.mine == 1:
+            if has_arrived:
+                with pytest.raises(TimeoutError):
+                    barrier.arrive_and_wait(Deadline(0.1))
+            barrier.give_up()
+            return ""
+        time.sleep(0.3 * has_arrived)
+        with pytest.raises(GaveUpError) as caught:
+            barrier.arrive_and_wait(Deadline(30))
+        return f"rank {caught.value.rank}"
+
+    assert on_barriers(2, body) == ["rank 1", ""]
+
+
+def test_views_serve_inside_and_outside_of_inference_mode() -> None:
+    file = create_file("test", padded(PART_BYTES))
+    barrier = ShmBarrier(Segment(file, 1, PART_BYTES, 0), SLOT_BYTES, lambda: None)
+    os.close(file)
+    with torch.inference_mode():
+        barrier.slots((barrier.arrivals + 1) & 1, 3, torch.float32)[0].fill_(1.0)
+    barrier.slots((barrier.arrivals + 1) & 1, 3, torch.float32)[0].fill_(2.0)
+
+
+def test_a_slot_ends_before_the_next_begins() -> None:
+    file = create_file("test", 2 * padded(PART_BYTES))
+    barrier = ShmBarrier(Segment(file, 2, PART_BYTES, 0), SLOT_BYTES, lambda: None)
+    os.close(file)
+    slots = []
+    for arrival in range(2):
+        slots += barrier.slots(arrival, SLOT_BYTES, torch.uint8)
+    for number, slot in enumerate(slots):
+        slot.fill_(number + 1)
+    assert [set(slot.tolist()) for slot in slots] == [{1}, {2}, {3}, {4}]
+
+
+def _delay(chance: random.Random) -> None:
+    if chance.random() < 0.02:
+        time.sleep(chance.random() * 1e-3)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+
+from syncline.collectives.host import departures as module
+from syncline.collectives.host.departures import Departure, Departures, absentees
+
+
+@pytest.mark.parametrize(
+    ("started", "number", "expected"),
+    [
+        ({}, 1, []),
+        ({0: 1}, 1, []),  # it came before it left
+        ({0: 1}, 2, [0]),
+        ({0: 5, 2: 4}, 5, [2]),
+        ({0: 0, 2: 0}, 1, [0, 2]),
+        ({7: 0}, 1, []),  # no member
+    ],
+)
+def test_absentees(started: dict[int, int], number: int, expected: list[int]) -> None:
+    notices = [Departure(rank, {"group": count, "other": 0}) for rank, count in started.items()]
+    assert absentees(notices, "group", number, [0, 1, 2]) == expected
+
+
+def test_a_rank_that_never_made_the_group_will_not_come_to_it() -> None:
+    assert absentees([Departure(1, {})], "group", 1, [0, 1]) == [1]
+
+
+def test_groups_of_the_same_name_are_told_apart() -> None:
+    departures = Departures(list)
+    first, second = departures.group("default", range(2)), departures.group("default", range(2))
+    other = departures.group("default", range(3))
+    first.started, second.started, other.started = 3, 1, 2
+    assert sorted(departures.own().values()) == [1, 2, 3]
+
+
+def test_a_closed_group_is_not_open() -> None:
+    departures = Departures(list)
+    calls = departures.group("default", range(2))
+    calls.part("default/0.0", range(2))  # closed with what it is made of
+    assert departures.has_open_group()
+    calls.is_closed = True
+    assert not departures.has_open_group()
+
+
+def test_notices_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 10.0
+    monkeypatch.setattr(module, "monotonic", lambda: now_s)
+    post: list[Departure] = []
+
+    def receive() -> list[Departure]:
+        found, post[:] = list(post), []
+        return found
+
+    departures = Departures(receive)
+    calls = departures.group("default", [4, 5])
+    calls.started = 2
+    assert calls.waits_in_vain() is None
+    post.append(Departure(5, {next(iter(departures.own())): 1}))
+    for _ in range(2):
+        assert "rank(s) 5 of the job left" in (calls.waits_in_vain() or "")
+    calls.started = 1
+    assert calls.waits_in_vain() is None
+    assert calls.transfer_waits_in_vain([1]) is None  # what it sent may be on its way
+    now_s += module.TRANSFER_GRACE_S + 1.0
+    assert "rank(s) 5 of the job left" in (calls.transfer_waits_in_vain([1]) or "")
+    assert calls.transfer_waits_in_vain([0, 1]) is None  # rank 4 may still send

@@ -1,0 +1,284 @@
+"""The group keeps a transport's plans, and runs them at once for an `all_reduce` that comes again: see Note [Plans]."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from syncline.collectives import (
+    CollectiveTimeout,
+    DisagreementError,
+    GroupClosedError,
+    InvalidArgumentError,
+    ReduceOp,
+    TransportError,
+    premul_sum,
+)
+from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
+from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.contract.layout import flat
+from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.host.transport import CallKind, Plan
+from syncline.collectives.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+class RecordingPlan(Plan):
+    """Reduces as the transport does; writes down when it was made and when it runs, and may fail."""
+
+    algorithm = "recording"
+
+    def __init__(self, transport: PlanningTransport, kind: CallKind) -> None:
+        self._transport = transport
+        self._kind = kind
+        transport.log.append("made")
+
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
+        self._transport.log.append("run")
+        self._transport.on_run(deadline)
+        assert self._kind.op is not None
+        self._transport.all_reduce(flat(tensor), self._kind.op, self._kind.call(tensor), deadline)
+
+
+class PlanningTransport(InProcessTransport):
+    """Has a plan for each `all_reduce`."""
+
+    def __init__(self, meeting_point: MeetingPoint, rank: int) -> None:
+        super().__init__(meeting_point, rank)
+        self.log: list[str] = []
+        self.on_run: Callable[[Deadline], object] = lambda deadline: None
+
+    def plan(self, kind: CallKind) -> Plan | None:
+        return RecordingPlan(self, kind) if kind.name == "all_reduce" else None
+
+
+def make(
+    size: int = 1, rank: int = 0, meeting_point: MeetingPoint | None = None, **options
+) -> tuple[HostGroup, PlanningTransport]:
+    transport = PlanningTransport(meeting_point or MeetingPoint(size), rank)
+    return HostGroup(transport, rank, size, **{"timeout_s": 20, **options}), transport
+
+
+def test_a_plan_is_made_for_the_first_call_of_a_kind() -> None:
+    group, transport = make()
+    for shape, dtype, op in (
+        ((6,), torch.float32, ReduceOp.SUM),
+        ((2, 3), torch.float32, ReduceOp.SUM),
+        ((6,), torch.float32, ReduceOp.MAX),
+        ((6,), torch.float64, ReduceOp.SUM),
+        ((7,), torch.float32, ReduceOp.SUM),
+        ((), torch.float32, ReduceOp.SUM),
+    ):
+        group.all_reduce(torch.ones(shape, dtype=dtype), op)
+    assert transport.log == ["made", "run", "run", "made", "run", "made", "run", "made", "run", "made", "run"]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_the_result_and_the_work_are_the_same(async_op: bool) -> None:
+    meeting_point = MeetingPoint(2)
+
+    def body(outer) -> list[str]:
+        group, transport = make(2, outer.rank, meeting_point)
+        for number in range(3):
+            tensor = torch.arange(6.0).view(2, 3) * (outer.rank + number)
+            work = group.all_reduce(tensor, async_op=async_op)
+            assert work.wait()
+            assert work.is_completed()
+            assert work.exception() is None
+            assert work.result()[0] is tensor
+            assert work.get_future().wait()[0] is tensor
+            assert torch.equal(tensor, torch.arange(6.0).view(2, 3) * (2 * number + 1))
+        return transport.log
+
+    assert run_ranks(2, body) == [["made", "run", "run", "run"]] * 2
+
+
+def strided() -> torch.Tensor:
+    return torch.ones(3, 2).t()
+
+
+def negated() -> torch.Tensor:
+    return torch.full((6,), complex(0, -1)).conj().imag
+
+
+def of_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(6)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [strided, negated, of_inference, lambda: torch.ones(6, requires_grad=True), lambda: torch.nn.Parameter(torch.ones(6))],
+    ids=["strided", "negated", "of inference", "tracked", "parameter"],
+)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_tensors_that_are_not_simple_are_served_by_the_same_plan(tensor: Callable[[], torch.Tensor], async_op: bool) -> None:
+    group, transport = make()
+    group.all_reduce(torch.ones(6))
+    for _ in range(2):
+        made = tensor()
+        group.all_reduce(made, async_op=async_op).wait()
+        assert made.tolist() == torch.ones(6).view(made.shape).tolist()
+    assert transport.log == ["made", "run", "run", "run"]
+
+
+def test_complex_conjugates_are_served_by_the_same_plan() -> None:
+    group, transport = make()
+    for tensor in (torch.full((3,), 1 + 2j), torch.full((3,), 1 + 2j).conj()):
+        group.all_reduce(tensor)
+    assert transport.log == ["made", "run", "run"]
+
+
+def test_bad_arguments_are_refused_as_ever() -> None:
+    group, transport = make()
+    group.all_reduce(torch.ones(6))
+    with pytest.raises(InvalidArgumentError, match="expected a reduction of syncline"):
+        group.all_reduce(torch.ones(6), "sum")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="found list"):
+        group.all_reduce([1.0] * 6)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match=r"AVG is not defined for torch\.int64"):
+        group.all_reduce(torch.ones(6, dtype=torch.int64), ReduceOp.AVG)
+    group.all_reduce(torch.ones(6), premul_sum(2.0))
+    assert transport.log == ["made", "run", "made", "run"]
+
+
+def test_calls_are_compared_before_if_the_group_does_so() -> None:
+    meeting_point = MeetingPoint(2)
+
+    def body(outer) -> None:
+        group, _ = make(2, outer.rank, meeting_point, check_calls=True)
+        for _ in range(2):
+            group.all_reduce(torch.ones(2, 3))
+        with pytest.raises(
+            DisagreementError, match=r"rank 0: all_reduce\(float32\[2, 3\].*rank 1: all_reduce\(float32\[3, 2\]"
+        ):
+            group.all_reduce(torch.ones(2, 3) if outer.rank == 0 else torch.ones(3, 2))
+
+    run_ranks(2, body)
+
+
+def test_failures_are_told_in_the_groups_words() -> None:
+    group, transport = make()
+    group.all_reduce(torch.ones(2, 3))
+
+    def fail(deadline: Deadline) -> None:
+        raise TransportError("the wire was cut")
+
+    transport.on_run = fail
+    with pytest.raises(TransportError, match=r"all_reduce\(float32\[2, 3\], op=SUM\), number 1 on rank 0 .*the wire was cut"):
+        group.all_reduce(torch.ones(2, 3))
+    with pytest.raises(TransportError, match=r"number 2 on .*was not started because the group had failed before.*was cut"):
+        group.all_reduce(torch.ones(2, 3))
+    assert transport.log == ["made", "run", "run"]
+
+
+def test_the_time_limit_holds() -> None:
+    group, transport = make(timeout_s=0.05)
+    group.all_reduce(torch.ones(3))
+
+    def hang(deadline: Deadline) -> None:
+        while not deadline.expired():
+            pass
+        raise TimeoutError("nobody came")
+
+    transport.on_run = hang
+    with pytest.raises(CollectiveTimeout, match=r"number 1 on .* did not finish within 0\.05 s: nobody came"):
+        group.all_reduce(torch.ones(3))
+
+
+def test_abort_ends_it() -> None:
+    group, transport = make()
+    group.all_reduce(torch.ones(3))
+    is_waiting = threading.Event()
+
+    def wait(deadline: Deadline) -> None:
+        is_waiting.set()
+        while not deadline.expired():
+            pass
+        raise TimeoutError("nobody came")
+
+    def abort() -> None:
+        assert is_waiting.wait(10)
+        group.abort()
+
+    transport.on_run = wait
+    aborting = threading.Thread(target=abort)
+    aborting.start()
+    with pytest.raises(TransportError, match="the group was aborted"):
+        group.all_reduce(torch.ones(3))
+    aborting.join()
+    with pytest.raises(GroupClosedError):
+        group.all_reduce(torch.ones(3))
+    assert transport.log == ["made", "run", "run"]
+
+
+def test_a_closed_group_refuses() -> None:
+    group, transport = make()
+    group.all_reduce(torch.ones(3))
+    group.close()
+    with pytest.raises(GroupClosedError, match="the group is closed"):
+        group.all_reduce(torch.ones(3))
+    assert transport.log == ["made", "run"]
+
+
+def test_a_call_that_finishes_while_the_group_is_closed_keeps_no_plan() -> None:
+    group, transport = make()
+    gate = threading.Event()
+    group.all_reduce(torch.ones(5))
+    transport.on_run = lambda deadline: gate.wait(10)
+    group.all_reduce(torch.ones(5), async_op=True)
+    last = group.all_reduce(torch.ones(3), async_op=True)
+    threading.Timer(0.05, gate.set).start()
+    group.close()
+    assert last.is_completed()
+    with pytest.raises(GroupClosedError, match="the group is closed"):
+        group.all_reduce(torch.ones(3))
+    assert transport.log == ["made", "run", "run", "made", "run"]
+    assert not group._plans
+
+
+def test_it_has_its_place_in_the_total_order() -> None:
+    """Behind what is queued, and in a callback at once."""
+    group, transport = make()
+    group.all_reduce(torch.ones(3))
+    gate, order = threading.Event(), []
+    transport.on_run = lambda deadline: order.append("held")
+    group._progress.enqueue(lambda: gate.wait(10) and None)
+    held = group.all_reduce(torch.ones(3), async_op=True)
+    inner = torch.ones(3)
+
+    def issue_another(_: object) -> None:
+        transport.on_run = lambda deadline: order.append("in the callback")
+        group.all_reduce(inner)
+        transport.on_run = lambda deadline: order.append("behind")
+
+    held.get_future().then(issue_another)
+    threading.Timer(0.05, gate.set).start()
+    group.all_reduce(torch.ones(3))
+    assert order == ["held", "in the callback", "behind"]
+
+
+def test_many_kinds_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from syncline.collectives.host import host_group
+
+    monkeypatch.setattr(host_group, "_MOST_PLANS", 4)
+    group, transport = make()
+    for numel in range(1, 10):
+        group.all_reduce(torch.ones(numel))
+        assert len(group._plans) <= 4
+    group.all_reduce(torch.ones(9))
+    assert transport.log == ["made", "run"] * 9 + ["run"]
+
+
+def test_the_algorithm_of_the_latest_call_is_told() -> None:
+    group, _ = make()
+    assert group.algorithm_of("all_reduce", torch.ones(3)) is None
+    group.all_reduce(torch.ones(3), ReduceOp.MAX)
+    group.broadcast(torch.ones(3))
+    assert group.algorithm_of("all_reduce", torch.zeros(1, 3)) == "recording"
+    assert group.algorithm_of("all_reduce", torch.zeros(4)) is None
+    assert group.algorithm_of("broadcast", torch.zeros(3)) is None

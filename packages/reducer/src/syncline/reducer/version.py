@@ -1,0 +1,10 @@
+"""The version of this layer, as it is installed."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("syncline-reducer")
+except PackageNotFoundError:  # on the path, but not installed
+    __version__ = "unknown"

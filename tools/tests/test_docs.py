@@ -1,0 +1,47 @@
+"""The reference pages name everything that there is: no network, no building."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import syncline.collectives
+import syncline.ddp
+import syncline.hooks
+import syncline.reducer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+REFERENCE = ROOT / "docs" / "reference"
+SOURCES = sorted((ROOT / "packages").glob("*/src/**/*.py"))
+
+
+def test_every_environment_variable_is_documented() -> None:
+    named = {name for source in SOURCES for name in re.findall(r"SYNCLINE_[A-Z]+(?:_[A-Z]+)*", source.read_text())}
+    text = (REFERENCE / "settings.md").read_text()
+    assert "SYNCLINE_BACKEND" in named
+    assert sorted(name for name in named if f"`{name}`" not in text) == []
+
+
+def test_every_error_is_documented() -> None:
+    errors = re.findall(r"^class (\w+)\(", (_source("collectives/errors.py")).read_text(), re.MULTILINE)
+    text = (REFERENCE / "errors.md").read_text()
+    assert "CollectiveTimeout" in errors
+    assert [name for name in errors if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    "layer", [syncline.collectives, syncline.reducer, syncline.ddp, syncline.hooks], ids=lambda layer: layer.__name__
+)
+def test_every_public_name_is_in_the_reference(layer: object) -> None:
+    name = layer.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
+    text = (REFERENCE / f"{name}.md").read_text()
+    missing = [public for public in layer.__all__ if public not in text and public != "__version__"]  # type: ignore[attr-defined]
+    errors = (REFERENCE / "errors.md").read_text()
+    assert [public for public in missing if public not in errors] == []
+
+
+def _source(path: str) -> Path:
+    layer, rest = path.split("/", 1)
+    return ROOT / "packages" / layer / "src" / "syncline" / layer / rest
