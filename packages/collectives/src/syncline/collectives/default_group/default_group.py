@@ -16,9 +16,10 @@ from ..contract.deadline import seconds
 from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from ..startup.backend import Backend, ConnectRequest
+from ..startup.backend_choice import BackendChoice, choose_backend
 from ..startup.launch import check_init_method, detect_launch
 from ..startup.registry import load_backend, what_is_missing
-from ..startup.settings import BackendChoice, choose_backend, load_settings
+from ..startup.settings import load_settings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
