@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a collective, in words. Pure: each function returns a complaint or None."""
+"""What is wrong with the arguments of a collective, as text for an error. Pure functions: each returns a problem, or None."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class GroupCollectives(Membership):
 
         Extra memory: one block as large as all outputs together.
         """
-        self._complain("all_gather", checks.not_one_each("output", outputs, tensor, self.size))
+        self._refuse_if("all_gather", checks.not_one_each("output", outputs, tensor, self.size))
         self._check_tensors("all_gather", reads=(tensor,), writes=outputs)
         return self._all_gather(list(outputs), tensor, async_op)
 
@@ -89,9 +89,9 @@ class GroupCollectives(Membership):
             tensor: any shape and dtype, the same on every rank. Only read; may be this rank's own part of `output`.
             async_op: return at once, before the collective has finished.
         """
-        self._complain("all_gather_into_tensor", checks.not_times(output, tensor, self.size, "output"))
+        self._refuse_if("all_gather_into_tensor", checks.not_times(output, tensor, self.size, "output"))
         self._check_tensors("all_gather_into_tensor", reads=(tensor,), writes=(output,))
-        self._complain("all_gather_into_tensor", checks.not_own_part(tensor, output, self.rank))
+        self._refuse_if("all_gather_into_tensor", checks.not_own_part(tensor, output, self.rank))
         return self._all_gather_into_tensor(output, tensor, async_op)
 
     def gather(
@@ -150,7 +150,7 @@ class GroupCollectives(Membership):
         Extra memory: one block as large as all inputs together.
         """
         op = checked_reduction(op, output.dtype)
-        self._complain("reduce_scatter", checks.not_one_each("input", inputs, output, self.size))
+        self._refuse_if("reduce_scatter", checks.not_one_each("input", inputs, output, self.size))
         self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
         return self._reduce_scatter(output, list(inputs), op, async_op)
 
@@ -166,9 +166,9 @@ class GroupCollectives(Membership):
             async_op: return at once, before the collective has finished.
         """
         op = checked_reduction(op, output.dtype)
-        self._complain("reduce_scatter_tensor", checks.not_times(tensor, output, self.size, "input"))
+        self._refuse_if("reduce_scatter_tensor", checks.not_times(tensor, output, self.size, "input"))
         self._check_tensors("reduce_scatter_tensor", reads=(tensor,), writes=(output,))
-        self._complain("reduce_scatter_tensor", checks.not_own_part(output, tensor, self.rank))
+        self._refuse_if("reduce_scatter_tensor", checks.not_own_part(output, tensor, self.rank))
         return self._reduce_scatter_tensor(output, tensor, op, async_op)
 
     # ---- what a backend implements ----

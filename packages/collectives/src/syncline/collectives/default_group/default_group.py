@@ -8,9 +8,8 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from ..contract.deadline import seconds
 from ..contract.process_group import ProcessGroup
@@ -20,6 +19,7 @@ from ..startup.backend_choice import BackendChoice, choose_backend
 from ..startup.launch import check_init_method, detect_launch
 from ..startup.registry import load_backend, what_is_missing
 from ..startup.settings import load_settings
+from .non_member import NonMember
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -110,6 +110,7 @@ def init_process_group(
             check_calls=check_calls,
             thresholds=settings.thresholds.overridden(os.environ),
         )
+        logger.debug("backend %s: %s", choice.name, choice.reason)
         _default = _load(choice).connect(request)
     if _default.size == 1 and launch is None and world_size == -1 and multiprocessing.parent_process() is not None:
         warnings.warn(_ALONE_AMONG_SIBLINGS, stacklevel=2)
@@ -169,7 +170,7 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
         MisuseError: this rank is not in the group.
     """
     if isinstance(group, NonMember):
-        raise MisuseError(group.complaint())
+        raise MisuseError(group.error_message())
     return get_default_group() if group is None else group
 
 
@@ -199,24 +200,3 @@ def get_rank(group: ProcessGroup | NonMember | None = None) -> int:
 def get_world_size(group: ProcessGroup | NonMember | None = None) -> int:
     """The number of ranks of the group, the default one if None; -1 if this process is not in the group."""
     return -1 if isinstance(group, NonMember) else resolve_group(group).size
-
-
-class NonMember:
-    """What `new_group` returns on a rank that is not in the new group. Using it as a group is an error that says so."""
-
-    def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
-        self.name = name
-        self.ranks = tuple(ranks)
-        self._rank = rank
-
-    def complaint(self) -> str:
-        """Why this cannot be used."""
-        return (
-            f"rank {self._rank} is not in group '{self.name}', which has ranks {list(self.ranks)}; call its collectives only "
-            "on those ranks (get_rank(group) is -1 elsewhere)"
-        )
-
-    def __getattr__(self, attribute: str) -> NoReturn:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        raise MisuseError(f"{attribute}: {self.complaint()}")
