@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ..contract.collective import Collective, different_calls
 from ..contract.deadline import Deadline
@@ -201,8 +202,8 @@ class InProcessTransport(Transport):
             )
         output.copy_(result)
 
+    @override
     def barrier(self, call: Collective, deadline: Deadline) -> None:
-        """Meet."""
         self._meet(call, None, deadline)
 
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
@@ -214,8 +215,8 @@ class InProcessTransport(Transport):
         """Look into the mailbox when waited for."""
         return _Receiving(self._shared_state, self._rank, tensor, src, tag)
 
+    @override
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
-        """Another meeting point."""
         return InProcessTransport(self._shared_state.child(name, len(members)), list(members).index(self._rank))
 
     def close(self) -> None:

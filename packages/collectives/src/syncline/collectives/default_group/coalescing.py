@@ -14,6 +14,7 @@ from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import ReduceOp, Reduction
 from ..contract.work import FutureWork, TensorsFuture, Work
 from ..errors import InvalidArgumentError
+from ..torch_private import copy_each
 from .default_group import resolve_group
 
 DEFAULT_BUFFER_BYTES = 250 * 1024 * 1024
@@ -174,7 +175,7 @@ def _copy_back(memory: torch.Tensor | list[torch.Tensor], destinations: list[tor
     with untracked():
         pieces = torch.split(flat, [tensor.numel() for tensor in destinations])
         shaped = [piece.view(tensor.shape) for tensor, piece in zip(destinations, pieces, strict=True)]
-        torch._foreach_copy_(destinations, shaped)
+        copy_each(shaped, destinations)
 
 
 def _plan(tensors: Sequence[torch.Tensor], buffer_size_bytes: int) -> list[list[int]]:

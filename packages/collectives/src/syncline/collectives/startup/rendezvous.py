@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -27,6 +28,8 @@ from .launch import check_init_method
 from .user_secret import is_loopback, user_secret
 
 SECRET_VARIABLE = "SYNCLINE_SECRET"
+
+logger = logging.getLogger("syncline.collectives")
 
 _close_at_exit: list[Callable[[], None]] = []
 
@@ -50,10 +53,12 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
     """
     scheme = check_init_method(init_method)
     if scheme == "file":
+        logger.debug("rank %d of %d: rendezvous in the folder of %s", rank, size, init_method)
         return AsTorchStore(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
     if scheme == "tcp":
         return _over_tcp(parse_address(init_method), rank, timeout_s, environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        logger.debug("rank %d of %d: rendezvous in the store of torchrun's agent", rank, size)
         store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
         return store
     return _over_tcp(address_by_environment(init_method, environ), rank, timeout_s, environ)
@@ -111,6 +116,7 @@ def _read_secret(path: Path) -> str:
 
 def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[str, str]) -> dist.Store:
     secret = find_secret(address.secret_file, environ, address.host)
+    logger.debug("rank %d: rendezvous in the TCP store at %s:%d", rank, address.host, address.port)
     if rank == 0:
         _serve(address.host, address.port, secret)
     return _client(address.host, address.port, secret, timeout_s)
@@ -127,6 +133,7 @@ def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float) -> dist.Store:
         server = _serve(address, 0, secret)
         told = (server.host, server.port, secret)
     host, port, secret = exchange_objects(told, group=group)[0]
+    logger.debug("rank %d: rendezvous in the TCP store of rank 0 at %s:%d", group.rank, host, port)
     return _client(host, port, secret, timeout_s)
 
 
