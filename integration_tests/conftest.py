@@ -57,10 +57,11 @@ def run_job(tmp_path: Path) -> RunJob:
     if not Path(mpiexec[0]).exists():
         pytest.skip(f"there is no {mpiexec[0]}; install the extra [mpich], or set SYNCLINE_TEST_MPIEXEC")
 
-    def run(ranks: int, script: str, *arguments: str, timeout_s: float = 60.0, **variables: str) -> Finished:
+    def run(ranks: int | None, script: str, *arguments: str, timeout_s: float = 60.0, **variables: str) -> Finished:
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
-        command = [*mpiexec, "-n", str(ranks), sys.executable, *(arguments or [str(path)])]
+        launcher = [] if ranks is None else [*mpiexec, "-n", str(ranks)]  # None: a program that starts the ranks itself
+        command = [*launcher, sys.executable, *(arguments or [str(path)])]
         return _run(command, tmp_path, timeout_s, variables)
 
     return run

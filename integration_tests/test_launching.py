@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -195,7 +196,8 @@ def test_a_collective_that_not_all_call_times_out(run_job) -> None:
 def test_world_size_that_the_launcher_contradicts(run_job) -> None:
     job = run_job(2, "from syncline.collectives import init_process_group; init_process_group('mpi', world_size=4)")
     assert job.status != 0
-    assert "LaunchError: world_size=4 was asked for, but" in job.output
+    assert job.output.count("LaunchError: world_size=4 was asked for, but") == 1, job.output  # one rank speaks for all
+    assert job.output.count("Traceback") == 1
     assert "started 2 rank(s)" in job.output
 
 
@@ -218,6 +220,19 @@ def test_launcher_and_library_of_different_mpis(run_job) -> None:
     assert "started 2 rank(s), but" in job.output
     assert "sees 1" in job.output
     assert "MPI4PY_LIBMPI" in job.output
+
+
+def test_torchrun_with_an_mpi_installed(run_job, tmp_path: Path) -> None:
+    """The doctor finds nothing wrong; who asks for MPI there is told what starts MPI programs."""
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable, "-m")
+    doctor = run_job(None, "", *words, "syncline.collectives", "doctor")
+    assert doctor.status == 0, doctor.output
+    assert "torchrun, 2 process(es)" in doctor.output
+    assert "WRONG" not in doctor.output
+    job = run_job(None, "", *words, "syncline.collectives", "doctor", SYNCLINE_BACKEND="mpi")
+    assert job.status != 0
+    words_found = " ".join(job.output.split())
+    assert "torchrun started these 2 ranks and does not start MPI programs. Start them with mpiexec or srun" in words_found
 
 
 def test_no_mpi_library(run_job) -> None:
@@ -249,9 +264,10 @@ def test_unknown_backend(run_job, how: str) -> None:
     argument = "'smoke'" if how == "argument" else ""
     variables = {} if how == "argument" else {"SYNCLINE_BACKEND": "smoke"}
     script = f"from syncline.collectives import init_process_group; init_process_group({argument})"
-    job = run_job(1, script, **variables)
+    job = run_job(3, script, **variables)
     assert job.status != 0
-    assert "UnknownBackendError: unknown backend 'smoke'; installed backends: gloo, in_process, mpi" in job.output
+    found = "UnknownBackendError: unknown backend 'smoke'; installed backends: gloo, in_process, mpi"
+    assert job.output.count(found) == job.output.count("Traceback") == 1, job.output
 
 
 def test_mpi_listens_on_no_port(run_job) -> None:

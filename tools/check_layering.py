@@ -57,6 +57,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "timeout_report",
         "call_verifier",
         "transport",
+        "srun_check",
         "exit_status",
         "job_abort",
         "node",

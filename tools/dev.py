@@ -1,4 +1,4 @@
-"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,docs,unit,ranks,bench,wheels,gpu}.
+"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,docs,unit,ranks,bench,wheels,release,gpu}.
 
 Needs Python 3.10 or newer with pip, and nothing else: `.venv` is made on the first run, and what a
 verb needs is installed into it. Nothing is installed again until a requirement changes.
@@ -21,6 +21,7 @@ from pathlib import Path
 import gpu as on_gpu
 import mpi_runtimes
 import rank_log
+import release as release_check
 import wheels
 from commands import ROOT, ToolError, capture, run
 from environment import BASE, DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
@@ -134,6 +135,11 @@ def build_wheels(_: argparse.Namespace) -> int:
     return wheels.build_and_test()
 
 
+def release(_: argparse.Namespace) -> int:
+    """Check and build a release, and publish nothing."""
+    return release_check.dry_run()
+
+
 def gpu(options: argparse.Namespace) -> int:
     """Run what needs a GPU, with the torch and CuPy of this machine."""
     return on_gpu.run_all(options.python, options.paths, options.results)
@@ -161,6 +167,7 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     ranks: (PACKAGES, TOOLS),
     bench: (PACKAGES,),
     build_wheels: (PACKAGES, TOOLS, BASE),
+    release: (PACKAGES, TOOLS, BASE),
     gpu: (),
     test: (PACKAGES, TOOLS, DOCS, NCCL, OPENMPI, IMPI, BASE),
 }
@@ -263,6 +270,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
     _add_bench(_add(verbs, "bench", bench, "measure side by side, interleaved: collectives, steps, two emulated hosts"))
     _add(verbs, "wheels", build_wheels, "build the wheels and test each installed alone")
+    ready = _add(verbs, "release", release, "check versions, metadata and changelog; build; install each layer alone")
+    ready.add_argument("--dry-run", action="store_true", required=True, help="publish nothing, which is all that it can")
     _add_gpu(_add(verbs, "gpu", gpu, "what needs a GPU, with the torch and CuPy of this machine; installs nothing"))
     options, passed_on = parser.parse_known_args(arguments)
     options.passed_on = passed_on

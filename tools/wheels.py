@@ -25,7 +25,7 @@ def build_and_test() -> int:
     with tempfile.TemporaryDirectory(prefix="syncline-wheels-") as folder:
         wheels = Path(folder) / "wheels"
         for layer in LAYERS:
-            _build(layer, wheels)
+            build(layer, wheels, "--wheel")
         failed = [layer for layer in LAYERS if not _passes(layer, wheels, Path(folder) / layer)]
     if failed:
         print(f"wheels: failed for {', '.join(failed)}")
@@ -48,30 +48,37 @@ def defects(layer: str, files: list[str]) -> list[str]:
     return found
 
 
-def _build(layer: str, wheels: Path) -> None:
-    options = ("--wheel", "--no-isolation", "--outdir", wheels)
-    check((PYTHON, "-m", "build", *options, ROOT / "packages" / layer))
+def build(layer: str, folder: Path, *kinds: str) -> None:
+    """Build the kinds asked for, "--wheel" and "--sdist", into `folder`."""
+    check((PYTHON, "-m", "build", *kinds, "--no-isolation", "--outdir", folder, ROOT / "packages" / layer))
+
+
+def defects_of(layer: str, folder: Path) -> list[str]:
+    """What is wrong with the layer's wheel in `folder`."""
+    (wheel,) = folder.glob(f"syncline_{layer}-*.whl")
+    return [f"{wheel.name}: {defect}" for defect in defects(layer, zipfile.ZipFile(wheel).namelist())]
 
 
 def _passes(layer: str, wheels: Path, home: Path) -> bool:
     print(f"syncline-{layer}, alone:", flush=True)
-    (wheel,) = wheels.glob(f"syncline_{layer}-*.whl")
-    found = defects(layer, zipfile.ZipFile(wheel).namelist())
+    found = defects_of(layer, wheels)
     for defect in found:
-        print(f"  {wheel.name}: {defect}")
-    return not found and _works_alone(layer, wheels, home)
+        print(f"  {defect}")
+    python = None if found else install_alone(layer, wheels, home)
+    return python is not None and _tests_pass(layer, python, home)
 
 
-def _works_alone(layer: str, wheels: Path, home: Path) -> bool:
+def install_alone(layer: str, wheels: Path, home: Path) -> Path | None:
+    """Install the layer from `wheels` and import it, in an environment of its own; its Python, or None if that failed."""
     python = _clean_environment(home / "venv")
     pip = (PYTHON, "-m", "pip", "--python", python, "install", "--quiet")
     status = run((*pip, "--no-index", "--find-links", wheels, f"syncline-{layer}"), cwd=home)
     if status != 0:
-        return False
+        return None
     expected = [name for name in LAYERS if name in ARROWS[layer] | {layer}]
     script = ROOT / "tools" / "import_alone.py"
     alone: tuple[str | Path, ...] = (python, "-I", script, layer, home / "venv", *expected)
-    return run(alone, cwd=home) == 0 and _tests_pass(layer, python, home)
+    return python if run(alone, cwd=home) == 0 else None
 
 
 def _tests_pass(layer: str, python: Path, home: Path) -> bool:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -25,7 +25,7 @@ from commands import ToolError
 from mpi_runtimes import MpiRuntime
 
 DEVICE = "wire0"
-_PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
+_PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "setpriv": "util-linux"}
 _NAME = re.compile(r"syncline-(\d+)-[ab]")
 # What an idle wire takes at once: little, but a segment of 64 KiB with the headers of its packets, which the processor would
 # else have to cut up. 480 kB so take 3.5 ms, of 3.8 that they should.
@@ -72,6 +72,18 @@ class EmulatedHosts:
         ranks = ("-hosts", ",".join(self.names), "-ppn", per_host, "-n", per_host * len(self.names))
         command: list[str | Path] = [self._agent, self.names[0], shlex.join(map(str, (*mpiexec, *ranks, *words)))]
         return subprocess.run(command, env={**os.environ, **runtime.env, **_ENV}).returncode
+
+    def start(self, line: str, environ: Mapping[str, str]) -> subprocess.Popen[str]:
+        """Start a line of shell on the first host. Its MPICH starts ranks on the others by the agent, as it would by ssh."""
+        launcher = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(self._agent)}
+        return subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", self._agent, self.names[0], line],  # not to outlive this process
+            env={**os.environ, **environ, **_ENV, **launcher},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     @property
     def _agent(self) -> Path:

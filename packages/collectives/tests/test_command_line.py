@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -11,6 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from syncline.collectives.__main__ import main
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "SYNCLINE_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_ADDR")
 
@@ -95,6 +105,22 @@ def test_bench_refuses(tmp_path: Path, arguments: list[str], words: str) -> None
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench"])
+def test_help_shows_each_default_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "None" not in words
+    assert not re.search(r"\(default[^()]*\) \(default", words)
+    assert command == "doctor" or "(default: 4)" in words
+
+
+@pytest.mark.skipif(not PROJECT.exists(), reason="the tests run away from the source tree")
+def test_every_extra_brings_numpy() -> None:
+    extras = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
+    assert [name for name, needed in extras.items() if not any(entry.startswith("numpy") for entry in needed)] == []
 
 
 def test_version(tmp_path: Path) -> None:

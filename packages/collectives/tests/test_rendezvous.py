@@ -19,6 +19,7 @@ from syncline.collectives import (
     StoreTimeout,
     StoreUnavailableError,
 )
+from syncline.collectives.startup import first_words
 from syncline.collectives.startup.init_method import Address, address_by_environment, parse_address, parse_folder
 from syncline.collectives.startup.rendezvous import find_secret, loopback_host, store_at
 from syncline.collectives.startup.user_secret import is_loopback, user_secret
@@ -158,6 +159,15 @@ def test_the_secret_of_a_user(tmp_path: Path) -> None:
         user_secret(tmp_path / "link")
 
 
+def test_the_first_to_say_something_is_told_so_and_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(8) as processes:
+        found = list(processes.map(lambda _: first_words.is_first("said", tmp_path / "own"), range(8)))
+    assert sorted(found) == [False] * 7 + [True]
+    assert first_words.is_first("said otherwise", tmp_path / "own")
+    monkeypatch.setattr(first_words, "FRESH_S", 0.0)
+    assert first_words.is_first("said", tmp_path / "own")
+
+
 @pytest.mark.parametrize(
     ("host", "expected"),
     [("localhost", True), ("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("node7", False), ("10.0.0.7", False)],
@@ -231,7 +241,7 @@ def test_processes_that_multiprocessing_started(tmp_path: Path, port: int) -> No
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("alone: this process was started by multiprocessing") == 2
+    assert done.stdout.count("alone: multiprocessing started this process") == 2
     assert sorted(line for line in done.stdout.splitlines() if "sum" in line) == [
         "rank 0 of 2: sum 3.0",
         "rank 1 of 2: sum 3.0",

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from syncline.collectives import InvalidArgumentError, TransportError, torch_private
 from syncline.collectives.composed.torch_work import TorchRequest
+from syncline.collectives.contract import checks
+from syncline.collectives.contract.checks import is_simple
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.torch_reduction import checked_reduction, from_torch
 from syncline.collectives.torch_private import copy_each, premul_factor, source_rank
@@ -42,6 +44,9 @@ def test_this_torch_has_all_of_it() -> None:
     """Were one missing, the tests of what it is for would test what happens without it."""
     assert torch_private.eval_frame is not None
     assert torch_private._foreach_copy is not None
+    assert hasattr(torch.Tensor, "_is_zerotensor")
+    assert not torch_private.is_zero_tensor(torch.zeros(2))
+    assert torch_private.is_zero_tensor(torch._efficientzerotensor(2))
     assert hasattr(dist.Work, "_source_rank")
     assert premul_factor(dist._make_nccl_premul_sum(2.5)) == 2.5
 
@@ -71,6 +76,13 @@ def test_without_eval_frame_torch_compiler_disables(lacks: str, probed_again: An
     assert module.disable_dynamo(abs)(-3) == 3
     assert module.disable_dynamo_here(abs)(-4) == 4
     assert asked == [{}, {"recursive": False}]
+
+
+def test_without_is_zerotensor_no_tensor_is_simple(probed_again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_simple(torch.ones(2))
+    monkeypatch.delattr(torch._C.TensorBase, "_is_zerotensor")
+    monkeypatch.setattr(checks, "is_zero_tensor", probed_again().is_zero_tensor)
+    assert not is_simple(torch.ones(2))
 
 
 def test_without_foreach_copy_each_tensor_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,41 @@ def test_reductions_of_torch_are_taken(call) -> None:
         call(tensor, op="sum")
 
 
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda tensor: collectives.all_gather([1], tensor), "outputs to be a list of tensors, found int at index 0"),
+        (lambda tensor: collectives.all_gather(tensor, tensor), "outputs to be a list of tensors, found Tensor"),
+        (lambda tensor: collectives.all_gather([tensor], 1.0), "tensor to be a torch.Tensor, found float"),
+        (lambda tensor: collectives.all_gather_into_tensor([tensor], tensor), "output to be a torch.Tensor, found list"),
+        (lambda tensor: collectives.gather(tensor, ["a"], dst=0), "outputs to be a list of tensors, found str at index 0"),
+        (lambda tensor: collectives.scatter(tensor, [None], src=0), "inputs to be a list of tensors, found NoneType"),
+        (lambda tensor: collectives.reduce_scatter(tensor, [2]), "inputs to be a list of tensors, found int"),
+        (lambda tensor: collectives.reduce_scatter_tensor(tensor, 2), "tensor to be a torch.Tensor, found int"),
+        (lambda tensor: collectives.all_to_all([tensor], [2]), "inputs to be a list of tensors, found int"),
+        (lambda tensor: collectives.all_to_all_single(2, tensor), "output to be a torch.Tensor, found int"),
+        (lambda tensor: collectives.all_reduce_coalesced([tensor, 2]), "tensors to be a list of tensors, found int at index 1"),
+        (lambda tensor: collectives.all_reduce_coalesced(None), "a list of tensors, found None"),
+        (lambda tensor: collectives.all_reduce_coalesced([tensor.to_sparse()]), "dense tensors, .* found a sparse one"),
+        (lambda tensor: collectives.broadcast_coalesced([tensor.to_sparse()]), "dense tensors, .* found a sparse one"),
+        (lambda tensor: collectives.broadcast_coalesced(None), "a list of tensors, found None"),
+        (lambda tensor: collectives.all_gather_coalesced([[tensor]], [tensor.to_sparse()]), "dense tensors"),
+        (lambda tensor: collectives.all_gather_coalesced([None], [tensor]), "a list of tensors, found None"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_in_our_words(call, found: str) -> None:
+    init_process_group()
+    with pytest.raises(InvalidArgumentError, match=f"rank 0 of 1 .*expected {found}"):
+        call(torch.ones(1))
+
+
+def test_nothing_coalesced_is_nothing_to_do() -> None:
+    init_process_group()
+    collectives.broadcast_coalesced([])
+    collectives.all_reduce_coalesced([])
+    collectives.all_gather_coalesced([[]], [])
+
+
 def test_ranks_on_the_node() -> None:
     init_process_group()
     assert (collectives.get_local_rank(), collectives.get_node_rank()) == (0, 0)

@@ -51,6 +51,71 @@ def test_the_signature_is_torchs() -> None:
     assert {name: p.default for name, p in ours.items()} == {name: p.default for name, p in theirs.items()}
 
 
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        (torch.nn.Linear, r"the class Linear: construct it first, Linear\(\.\.\.\)"),
+        (lambda x: x, "function"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_is_no_module_is_refused(module: Any, found: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"found {found}"):
+        DistributedDataParallel(module)
+
+
+@pytest.mark.parametrize("wrong", ["25", True, [25], torch.ones(1)])
+def test_a_size_that_is_no_number_is_refused(wrong: Any) -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(InvalidArgumentError, match="expected bucket_cap_mb to be a number of MiB, found"):
+            DistributedDataParallel(WithBuffer(), process_group=group, bucket_cap_mb=wrong)
+        with pytest.raises(InvalidArgumentError, match="expected bucket_cap_mb_list to be a number of MiB, found"):
+            DistributedDataParallel(WithBuffer(), process_group=group, bucket_cap_mb_list=[1, wrong])
+
+    only_rank(body)
+
+
+def bucket_is_a_number(state: object, bucket: int) -> torch.futures.Future[torch.Tensor]: ...
+
+
+def bucket_is_a_text(state: object, bucket: str) -> torch.futures.Future[torch.Tensor]: ...
+
+
+def returns_a_tensor(state: object, bucket: GradBucket) -> torch.Tensor: ...
+
+
+def annotated_by_ours(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]: ...
+
+
+def annotated_by_torchs(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]: ...
+
+
+def annotated_by_any(state: Any, bucket: Any) -> Any: ...
+
+
+def annotated_by_nothing(state, bucket): ...  # type: ignore[no-untyped-def]
+
+
+def annotated_by_what_is_not_there(state: object, bucket: Missing) -> Missing: ...  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_hooks_whose_annotations_contradict_are_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(WithBuffer(), process_group=group)
+        for hook, found in (
+            (bucket_is_a_number, "bucket: int"),
+            (bucket_is_a_text, "bucket: str"),
+            (returns_a_tensor, "found <class 'torch.Tensor'>"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=found):
+                ddp.register_comm_hook(None, hook)  # type: ignore[arg-type]
+        for hook in (annotated_by_ours, annotated_by_torchs, annotated_by_any, annotated_by_nothing):
+            ddp.register_comm_hook(None, hook)
+        ddp.register_comm_hook(None, annotated_by_what_is_not_there)
+
+    only_rank(body)
+
+
 def test_arguments_may_be_passed_by_position() -> None:
     def body(group: ProcessGroup) -> None:
         ddp = DistributedDataParallel(WithBuffer(), None, None, 0, False, True, group, 1, True)

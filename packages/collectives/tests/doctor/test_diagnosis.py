@@ -280,3 +280,30 @@ def test_nccl_versions(number: int, words: str) -> None:
 )
 def test_abi(file_name: str, abi: str) -> None:
     assert _abi(file_name) == abi
+
+
+def test_torchrun_beside_an_installed_mpi_is_healthy() -> None:
+    """The library sees one process in each, for torchrun does not start MPI programs."""
+    rank = replace(FINE, launcher="torchrun", launch_is_mpi=False, mpi=replace(MPICH, world_size=1))
+    assert {finding.status for finding in diagnose([rank, rank], MPI_CHOSEN, None)} == {Status.OK}
+    lacks = replace(rank, mpi=None, mpi_lack="install mpi4py")
+    assert {finding.status for finding in d.mpi([lacks, lacks])} == {Status.WARN}
+
+
+def test_ranks_that_did_not_connect_are_not_taken_for_one_rank() -> None:
+    findings = diagnose([replace(FINE, mpi=None, mpi_lack="install mpi4py")], None, "no way to meet")
+    (found,) = [finding for finding in findings if finding.name in ("nodes", "cores")]
+    assert found.status is Status.WARN
+    assert found.found.startswith("1 of 2 ranks looked at")
+
+
+def test_a_command_can_be_copied() -> None:
+    command = "pip install 'syncline-collectives[mpich]' and a long command that does not fit into the width of the text at all"
+    text = in_text(
+        [Finding("MPI", Status.WRONG, "none", f"on a cluster try `--bind-to none`; elsewhere `{command}` brings one")]
+    )
+    assert [line.strip() for line in text.splitlines()[1:4]] == [
+        "-> on a cluster try `--bind-to none`; elsewhere",
+        command,
+        "brings one",
+    ]

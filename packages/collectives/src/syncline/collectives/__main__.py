@@ -23,6 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default once, and none where there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or "(default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="syncline", description="Check and measure process groups. Start it with mpirun or alone."
@@ -33,9 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         ("doctor", doctor, "print and check what a job needs: MPI, nodes, cores, memory, GPUs, backends"),
         ("bench", bench, "measure latency and bandwidth of collectives, backends side by side"),
     ):
-        command = commands.add_parser(
-            name, help=help_text, description=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        command = commands.add_parser(name, help=help_text, description=help_text, formatter_class=_HelpFormatter)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser

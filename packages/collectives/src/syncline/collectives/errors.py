@@ -1,4 +1,4 @@
-"""Every error that Syncline raises on purpose, in three families.
+"""Every error that Syncline raises on purpose, in three families. All are RuntimeErrors, as those of torch.distributed are.
 
 ::
 
@@ -25,8 +25,8 @@ A message says what was expected, what was found, where (rank, group, collective
 from __future__ import annotations
 
 
-class SynclineError(Exception):
-    """Base class of every error raised by a Syncline package."""
+class SynclineError(RuntimeError):
+    """Base class of every error raised by a Syncline package. A RuntimeError: scripts written for torch catch that."""
 
 
 class MisuseError(SynclineError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,20 @@ from syncline.collectives import InvalidArgumentError
 
 _MIB = 1024 * 1024
 _DEFAULT_CAP_MB = 25.0
+
+
+def check_module(module: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        InvalidArgumentError: it is a module's class, a function, or anything else.
+    """
+    if isinstance(module, torch.nn.Module):
+        return
+    if isinstance(module, type) and issubclass(module, torch.nn.Module):
+        name = module.__name__
+        raise InvalidArgumentError(f"expected a module, found the class {name}: construct it first, {name}(...)")
+    raise InvalidArgumentError(f"expected a torch.nn.Module, found {type(module).__name__}")
 
 
 def bucket_caps_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> int | list[int]:
@@ -133,7 +148,13 @@ def _as_device(given: Any, like: torch.device) -> torch.device:
     return torch.device(like.type, given) if isinstance(given, int) else torch.device(given)
 
 
+def _is_number(given: object) -> bool:
+    return isinstance(given, numbers.Real) and not isinstance(given, bool)
+
+
 def _bytes(argument: str, cap_mb: float) -> int:
+    if not _is_number(cap_mb):
+        raise InvalidArgumentError(f"expected {argument} to be a number of MiB, found {cap_mb!r}")
     if not 0 < cap_mb < math.inf:
         raise InvalidArgumentError(f"expected a finite {argument} above 0 MiB, found {cap_mb}")
     return int(cap_mb * _MIB)

@@ -18,6 +18,7 @@ from . import arguments, logging_data
 from .buffers import Buffers
 from .compatibility import TorchNames, ignored_names
 from .fused_optimizer import FusedOptimizer
+from .hook_annotations import check_annotations
 from .join import Join, Joinable
 from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
 from .module_state import ModuleState
@@ -101,6 +102,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
+        arguments.check_module(module)
         arguments.check_deprecated(dim, check_reduction)
         arguments.check_unused(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
         sync_buffers_at_first, forward_sync_buffers = arguments.buffer_synchronization(broadcast_buffers, forward_sync_buffers)
@@ -297,12 +299,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             hook: returns a future of the flat tensor that all ranks shall have. It gets undivided gradients.
 
         Raises:
-            InvalidArgumentError: the hook cannot be called.
+            InvalidArgumentError: the hook cannot be called, or its annotations say that it takes or returns something else.
             MisuseError: a backward is under way, or has failed; or mixed precision says already how gradients are reduced.
         """
         self._check_no_wire_dtype()
         if not callable(hook):
             raise InvalidArgumentError(f"expected a function hook(state, bucket), found {type(hook).__name__}")
+        check_annotations(hook)
         self._reducer.set_hook(hook, state)
 
     def iteration_statistics(self) -> IterationStatistics:

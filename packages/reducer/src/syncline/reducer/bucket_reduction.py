@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 else:
     CommunicationHook = Callable
 
-# How long to wait for a hook, in time limits of its group: its collectives have one each, and can tell more when it is over.
-_HOOK_PATIENCE = 2
+# A collective of the hook that times out can tell more than the wait for the hook, so the hook gets a little longer.
+_REPORT_S = 2.5
 
 
 class BucketReduction:
@@ -147,8 +147,9 @@ class HookReduction(PendingReduction):
         return self._as_given(value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value)
 
     def _wait_for(self, is_over: threading.Event) -> None:
-        limit_s = min(_HOOK_PATIENCE * self._group.timeout_s, threading.TIMEOUT_MAX)
-        if not is_over.wait(limit_s) and not self._future.done():
+        limit_s = self._group.timeout_s
+        patience_s = min(limit_s + min(_REPORT_S, limit_s / 2), threading.TIMEOUT_MAX)
+        if not is_over.wait(patience_s) and not self._future.done():
             raise CollectiveTimeout(
                 f"the communication hook's future for bucket {self._shown.index()} did not finish within {limit_s:g} s on "
                 f"{self._group.place()}: look for a hook that never sets its result, or for a rank that waits elsewhere"

@@ -28,6 +28,7 @@ class GroupExchanges(Membership):
 
         Extra memory: a copy of the inputs and one of the outputs.
         """
+        self._refuse_if("all_to_all", checks.no_tensors({"outputs": outputs, "inputs": inputs}))
         for what, tensors in (("output", outputs), ("input", inputs)):
             if len(tensors) != self.size:
                 self._refuse_if("all_to_all", f"expected {self.size} {what} tensors, one for each rank, found {len(tensors)}")
@@ -56,6 +57,7 @@ class GroupExchanges(Membership):
             async_op: return at once, before the collective has finished.
         """
         name = "all_to_all_single"
+        self._refuse_if(name, checks.no_tensors({"output": output, "tensor": tensor}))
         self._refuse_if(name, checks.bad_splits("output", output, output_split_sizes, self.size))
         self._refuse_if(name, checks.bad_splits("input", tensor, input_split_sizes, self.size))
         if output.dtype != tensor.dtype or output.shape[1:] != tensor.shape[1:]:

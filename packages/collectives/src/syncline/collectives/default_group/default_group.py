@@ -16,6 +16,7 @@ from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.backend_choice import BackendChoice, choose_backend
+from ..startup.first_words import fail_with_one_voice
 from ..startup.launch import check_init_method, detect_launch
 from ..startup.registry import load_backend, what_is_missing
 from ..startup.settings import load_settings
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("syncline.collectives")
 
 _ALONE_AMONG_SIBLINGS = (
-    "this process was started by multiprocessing, nothing says which rank of how many it is, so it is a group of one beside "
-    "its siblings: nothing is averaged between them. Pass rank=..., world_size=... and set MASTER_ADDR=localhost and "
-    "MASTER_PORT (or pass init_method='file:///folder'); for a single process, pass rank=0, world_size=1"
+    "multiprocessing started this process, and nothing says which rank it is and how many ranks there are. So this process is "
+    "a group of one: it averages nothing with the processes that were started beside it. Pass rank=..., world_size=... and set "
+    "MASTER_ADDR=localhost and MASTER_PORT (or pass init_method='file:///folder'); for a single process, pass rank=0, "
+    "world_size=1"
 )
 
 _lock = threading.Lock()
@@ -87,31 +89,37 @@ def init_process_group(
     timeout_s = seconds(timeout, settings.timeout_s)
     launch = detect_launch(os.environ)
     scheme = check_init_method(init_method)
-    with _lock:
-        if _default is not None:
-            raise MisuseError(f"init_process_group was called before and made {_default!r}; call destroy_process_group first")
-        choice = choose_backend(
-            backend,
-            os.environ,
-            launch,
-            what_is_missing,
-            scheme=scheme,
-            rendezvous_given=init_method is not None or store is not None or world_size != -1,
-            settings=settings,
-        )
-        request = ConnectRequest(
-            launch,
-            None if rank == -1 else rank,
-            None if world_size == -1 else world_size,
-            init_method,
-            timeout_s,
-            reproducible=settings.reproducible if reproducible is None else reproducible,
-            store=store,
-            check_calls=check_calls,
-            thresholds=settings.thresholds.overridden(os.environ),
-        )
-        logger.debug("backend %s: %s", choice.name, choice.reason)
-        _default = _load(choice).connect(request)
+    try:
+        with _lock:
+            if _default is not None:
+                raise MisuseError(
+                    f"init_process_group was called before and made {_default!r}; call destroy_process_group first"
+                )
+            choice = choose_backend(
+                backend,
+                os.environ,
+                launch,
+                what_is_missing,
+                scheme=scheme,
+                rendezvous_given=init_method is not None or store is not None or world_size != -1,
+                settings=settings,
+            )
+            request = ConnectRequest(
+                launch,
+                None if rank == -1 else rank,
+                None if world_size == -1 else world_size,
+                init_method,
+                timeout_s,
+                reproducible=settings.reproducible if reproducible is None else reproducible,
+                store=store,
+                check_calls=check_calls,
+                thresholds=settings.thresholds.overridden(os.environ),
+            )
+            logger.debug("backend %s: %s", choice.name, choice.reason)
+            _default = _load(choice).connect(request)
+    except Exception:
+        fail_with_one_voice(launch, is_initialized)
+        raise
     if _default.size == 1 and launch is None and world_size == -1 and multiprocessing.parent_process() is not None:
         warnings.warn(_ALONE_AMONG_SIBLINGS, stacklevel=2)
     if _default.rank == 0:
@@ -129,8 +137,8 @@ def _load(choice: BackendChoice) -> Backend:
 def destroy_process_group() -> None:
     """Finish what is in flight and close the default group. Every rank calls it; without a default group it does nothing.
 
-    While an exception is on its way through (a `finally:` around the training), the group is aborted instead: the other ranks
-    may be waiting for this one, so there is nothing to finish, and the exception shall be seen.
+    While an exception is being handled (a `finally:` around the training), the group is aborted instead. The other ranks may
+    wait for this rank in a collective that it will not start, and to finish the group would hide the exception.
     """
     global _default
     with _lock:
@@ -163,7 +171,7 @@ def get_default_group() -> ProcessGroup:
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
-    """The group that a functional form shall use: the one given, or the default one.
+    """The group that a function works on: the given group, or the default group if it is None.
 
     Raises:
         NotInitializedError: None was given and there is no default group.

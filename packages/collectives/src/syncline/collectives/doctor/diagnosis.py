@@ -26,8 +26,7 @@ def diagnose(ranks: Observations, choice: BackendChoice | None, problem: str | N
         software(ranks),
         launcher(ranks),
         *mpi(ranks),
-        nodes(ranks),
-        cores(ranks),
+        *([unseen(ranks)] if len(ranks) < (ranks[0].launch_world_size or 1) else [nodes(ranks), cores(ranks)]),
         *memory(ranks),
         *gpus(ranks),
         backend(choice),
@@ -84,6 +83,16 @@ def nodes(ranks: Observations) -> Finding:
     return ok("nodes", found)
 
 
+def unseen(ranks: Observations) -> Finding:
+    """Ranks that did not connect cannot tell what they see."""
+    return Finding(
+        "nodes",
+        Status.WARN,
+        f"{len(ranks)} of {ranks[0].launch_world_size} ranks looked at: the ranks could not be connected",
+        "mend what is wrong here, then ask again: nodes and cores are judged once all ranks tell what they see",
+    )
+
+
 def cores(ranks: Observations) -> Finding:
     """For the worst node: enough cores for the ranks, and for their threads?"""
     placement = place(0, [rank.host for rank in ranks])
@@ -123,7 +132,7 @@ def connection(size: int, problem: str | None) -> Finding:
 def _mpi_not_loaded(rank: Observation) -> Finding:
     if rank.mpi_lack is None:
         return ok("MPI", "available, not started")
-    if rank.launcher is None:
+    if rank.launcher is None or not rank.launch_is_mpi:
         return Finding("MPI", Status.WARN, "cannot be used here", rank.mpi_lack)
     return Finding("MPI", Status.WRONG, f"cannot be used, though {rank.launcher} launched this process", rank.mpi_lack)
 
@@ -158,7 +167,7 @@ def _other_mpi(ranks: Observations) -> list[Finding]:
 
 def _contradiction(rank: Observation) -> str:
     told = rank.launch_world_size
-    if rank.mpi is None or told is None or told == rank.mpi.world_size:
+    if rank.mpi is None or told is None or told == rank.mpi.world_size or not rank.launch_is_mpi:
         return ""
     return f"{rank.launcher} started {told} process(es), {rank.mpi.library} sees {rank.mpi.world_size}"
 

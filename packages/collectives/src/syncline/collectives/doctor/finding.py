@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+_QUOTED = re.compile(r"(`[^`]*`)")
 
 
 class Status(Enum):
@@ -56,8 +59,33 @@ def in_text(findings: Sequence[Finding], width: int = 100) -> str:
     for finding in findings:
         lines += _wrapped(finding.found, f"{finding.status.value:<7}{finding.name:<{name_width}}  ", indent, width)
         if finding.remedy:
-            lines += _wrapped(finding.remedy, f"{indent}-> ", f"{indent}   ", width)
+            lines += _remedy(finding.remedy, indent, width)
     return "\n".join([*lines, "", summary(findings)])
+
+
+def _remedy(remedy: str, indent: str, width: int) -> list[str]:
+    """The remedy, with each command alone on a line of its own, as long as it is, to be copied."""
+    lines: list[str] = []
+    for part in _parts(remedy):
+        first = f"{indent}   " if lines else f"{indent}-> "
+        lines += [f"{indent}     {part.strip('`')}"] if _is_command(part) else _wrapped(part, first, f"{indent}   ", width)
+    return lines
+
+
+def _parts(remedy: str) -> list[str]:
+    """Texts and commands in turn."""
+    parts = [""]
+    for piece in _QUOTED.split(remedy):
+        if _is_command(piece):
+            parts += [piece, ""]
+        else:
+            parts[-1] += piece
+    return [part.strip(" ;,") for part in parts if part.strip(" ;,")]
+
+
+def _is_command(piece: str) -> bool:
+    """Whether it stands between backticks, has several words, and is more than an option."""
+    return _QUOTED.fullmatch(piece) is not None and " " in piece and not piece.startswith("`-")
 
 
 def summary(findings: Sequence[Finding]) -> str:

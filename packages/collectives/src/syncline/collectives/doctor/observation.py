@@ -15,7 +15,7 @@ import torch
 
 from ..backends.mpi.node.memory_limit import Limit, memory_limits
 from ..errors import LaunchError
-from ..startup.launch import detect_launch
+from ..startup.launch import Launch, detect_launch
 from ..startup.nodes import HostIdentity, host_identity
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -52,6 +52,7 @@ class Observation:
         launcher: the launcher in words, or None.
         launch_problem: why the launcher's variables make no sense, or None.
         launch_world_size: how many processes the launcher says there are, or None.
+        launch_is_mpi: whether the launcher starts MPI programs, whose library must see as many.
         mpi: what the library says, or None if it was not loaded.
         mpi_lack: what MPI lacks here, or None.
         cores: the cores that this process may run on.
@@ -83,21 +84,23 @@ class Observation:
     cupy: str | None = None
     nccl: str | None = None
     cuda_aware: str | None = None
+    launch_is_mpi: bool = True
 
 
 def observe(
     environ: Mapping[str, str], mpi_lack: str | None, cuda_aware: str | None = None, sharing: str | None = None
 ) -> Observation:
     """Look around. Not a collective; starts no MPI that is not started already."""
-    launcher, problem, world_size = _launch(environ)
+    launch, problem = _launch(environ)
     shm_total, shm_free = _shared_memory()
     cupy, nccl = _cupy()
     return Observation(
         host=host_identity(),
         software=_software(),
-        launcher=launcher,
+        launcher=None if launch is None else launch.launcher,
         launch_problem=problem,
-        launch_world_size=world_size,
+        launch_world_size=None if launch is None else launch.world_size,
+        launch_is_mpi=launch is not None and launch.is_mpi,
         mpi=_mpi(),
         mpi_lack=mpi_lack,
         cores=frozenset(os.sched_getaffinity(0)),
@@ -130,12 +133,11 @@ def _software() -> tuple[tuple[str, str], ...]:
     )
 
 
-def _launch(environ: Mapping[str, str]) -> tuple[str | None, str | None, int | None]:
+def _launch(environ: Mapping[str, str]) -> tuple[Launch | None, str | None]:
     try:
-        launch = detect_launch(environ)
+        return detect_launch(environ), None
     except LaunchError as error:
-        return None, str(error), None
-    return (None, None, None) if launch is None else (launch.launcher, None, launch.world_size)
+        return None, str(error)
 
 
 def _mpi() -> MPIFacts | None:

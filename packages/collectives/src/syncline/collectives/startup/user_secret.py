@@ -34,17 +34,32 @@ def user_secret(folder: Path | None = None) -> str:
     Raises:
         LaunchError: the folder or the file belongs to somebody else, or others can read it.
     """
-    folder = folder or Path(tempfile.gettempdir()) / f"syncline-{os.getuid()}"
-    path = folder / "secret"
+    path = (folder or _default_folder()) / "secret"
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        _check_private(folder, stat.S_ISDIR)
+        private_folder(folder)
         if not path.exists():
             _make(path)
         _check_private(path, stat.S_ISREG)
         return path.read_text()
     except OSError as error:
         raise LaunchError(f"cannot keep the secret of ranks that meet on this machine in {path}: {error}. {_REMEDY}") from error
+
+
+def private_folder(folder: Path | None = None) -> Path:
+    """A folder on this machine, by default in that for temporary files, that only this user can use; made if it is not there.
+
+    Raises:
+        LaunchError: it belongs to somebody else, or others can use it.
+        OSError: it cannot be made.
+    """
+    folder = folder or _default_folder()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _check_private(folder, stat.S_ISDIR)
+    return folder
+
+
+def _default_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"syncline-{os.getuid()}"
 
 
 _REMEDY = "Remove it, or give every rank a secret of your own: ?secret_file=PATH in the init_method, or SYNCLINE_SECRET"

@@ -30,8 +30,8 @@ _GOODBYES_S = 5.0
 class GroupStore(ServedStore):
     """A store for the ranks of a group that has no other use.
 
-    Rank 0 serves the others from a thread that looks for requests every 0.2 ms to 20 ms, rarer the longer none came. Cost of
-    a call: four messages, on rank 0 none. Waiting asks again and again.
+    Rank 0 serves the others from a thread that looks for requests every 0.2 ms to 20 ms; the interval grows while no request
+    comes. A call costs four messages, on rank 0 none. A call that waits for a key repeats its request.
 
     Args:
         group: its ranks share the store; all of them make one, and close it. The store closes the group.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..errors import BackendUnavailableError, MisuseError
 from .group_factory import create
@@ -36,6 +37,7 @@ def register() -> None:
     check_torch(torch.__version__, is_available=dist.is_available())
     for name, (backend, devices) in BACKENDS.items():
         _register_backend(name, backend, devices)
+    _decline_flight_recorder()
     _register_scheme()
 
 
@@ -63,6 +65,15 @@ def _register_backend(name: str, backend: str | None, devices: list[str]) -> Non
     creator = partial(create, name, backend, devices)
     # torch takes the first name that comes for a device as its default, unless there is one: cpu and cuda have theirs.
     dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
+
+
+def _decline_flight_recorder() -> None:
+    """Tell torch 2.15 and later not to attach its flight recorder: it asks a C++ backend for the group's name, and fails.
+
+    The set is private to torch. Without it (older torch) there is nothing to decline.
+    """
+    recorded_elsewhere: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recorded_elsewhere.update(BACKENDS)
 
 
 def _register_scheme() -> None:

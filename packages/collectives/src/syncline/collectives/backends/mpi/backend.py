@@ -16,6 +16,8 @@ from ...host.host_group import HostGroup
 from ...host.transport import Transport
 from ...startup.backend import Backend, ConnectRequest
 from ...startup.launch import detect_launch
+from ...startup.srun import srun_hint
+from .srun_check import srun_problem
 
 if TYPE_CHECKING:
     from .job_abort import ExitBarrier
@@ -39,13 +41,14 @@ class MPIBackend(Backend):
         """Whether mpi4py is there and finds an MPI library, which it must load to know."""
         if find_spec("mpi4py") is None:
             return _NO_MPI4PY
-        return _library_problem()
+        return srun_problem() or _library_problem()
 
     def connect(self, request: ConnectRequest) -> HostGroup:
         """Start MPI if nobody has, and make a group of a duplicate of MPI_COMM_WORLD."""
         lack = self.missing()
         if lack is not None:
-            raise BackendUnavailableError(f"backend 'mpi': {lack}")
+            kind = BackendUnavailableError if srun_problem() is None else LaunchError
+            raise kind(f"backend 'mpi': {lack}")
         _check_init_method(request)
         from mpi4py import MPI
 
@@ -155,10 +158,16 @@ def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
     from .library import library_name
 
     launch = request.launch
+    if launch is not None and not launch.is_mpi and launch.least_world_size() > size:
+        raise LaunchError(
+            f"backend 'mpi' was asked for, but {launch.launcher} started these {launch.least_world_size()} ranks and does not "
+            "start MPI programs. Start them with mpiexec or srun, or choose backend 'gloo' (unset SYNCLINE_BACKEND)"
+        )
     if launch is not None and launch.world_size not in (None, size):
         raise LaunchError(
             f"{launch.launcher} started {launch.world_size} rank(s), but {library_name()} sees {size}: the launcher and the "
             "library belong to different MPIs. Use that library's mpiexec, or set MPI4PY_LIBMPI to the launcher's libmpi.so"
+            f"{srun_hint(launch.launcher)}"
         )
     if request.world_size is not None and request.world_size != size:
         raise LaunchError(

@@ -1,0 +1,231 @@
+"""The documentation's scripts for Slurm, on a Slurm cluster of two nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from test_support.slurm_cluster import SlurmCluster, what_is_missing
+
+pytestmark = pytest.mark.launch
+
+PAGE = Path(__file__).parent.parent / "docs" / "howto" / "slurm.md"
+SCRIPTS = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL))
+PYTHON = Path(sys.executable).parent
+FOR_EVER = str(10**9)
+JOB_S = 60.0
+# There are more ranks than cores: those that wait give way.
+ENVIRONMENT = {
+    "PATH": f"{PYTHON}{os.pathsep}{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+# Debian's is built for PMIx.
+OPEN_MPI = Path("/usr/lib/x86_64-linux-gnu/libmpi.so.40")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    lack = what_is_missing(os.geteuid())
+    if lack is not None:
+        pytest.skip(lack)
+    with SlurmCluster() as cluster:
+        yield cluster
+
+
+class Job:
+    """A script of the documentation, submitted; its output is what all its steps print."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, script: str, *options: str, **variables: str) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for name, text in SCRIPTS.items():
+            (folder / name).write_text(text)
+        self._cluster = cluster
+        self._output = folder / f"{script}.out"
+        self._output.touch()
+        words = ["sbatch", "--parsable", f"--output={self._output}", "--open-mode=append", *options, script]
+        submitted = cluster.start(words, folder, {**ENVIRONMENT, **variables})
+        said, _ = submitted.communicate(timeout=20)
+        assert submitted.returncode == 0, said
+        self.id = said.strip().split(";")[0]
+
+    def wait_for(self, pattern: str) -> None:
+        """Until its output has it."""
+        self._until(lambda: re.search(pattern, self.output) is not None, f"it says {pattern!r}")
+
+    def has_checkpoint(self) -> bool:
+        return (self.folder / "checkpoint.pt").exists()
+
+    def wait_for_checkpoint(self) -> None:
+        """Until it has trained for a while."""
+        self._until(self.has_checkpoint, "it saves its state")
+
+    def wait(self) -> str:
+        """Until it has ended; its state, such as COMPLETED."""
+        self._until(lambda: self._state() not in ("PENDING", "RUNNING", "COMPLETING"), "it ends")
+        return self._state()
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def _state(self) -> str:
+        shown = self._cluster.call("scontrol", "--oneliner", "show", "job", self.id)
+        states = re.findall(r"\bJobState=(\w+)", shown)
+        return next((state for state in states if state in ("PENDING", "RUNNING", "COMPLETING")), states[0])
+
+    def _until(self, is_so: Callable[[], bool], words: str) -> None:
+        end_s = time.monotonic() + JOB_S
+        while not is_so():
+            if time.monotonic() > end_s:
+                state = self._cluster.call("scontrol", "show", "job", self.id)
+                self._cluster.call("scancel", "--full", self.id)
+                pytest.fail(f"waited {JOB_S:g} s until {words}; it printed:\n{self.output}\n{state}\n{self._cluster.logs()}")
+            time.sleep(0.2)
+
+
+@pytest.fixture
+def submit(cluster: SlurmCluster, tmp_path: Path) -> Callable[..., Job]:
+    def submit(script: str, *options: str, **variables: str) -> Job:
+        return Job(cluster, tmp_path / script, script, *options, **variables)
+
+    return submit
+
+
+@pytest.fixture
+def open_mpi() -> dict[str, str]:
+    """Variables with which a job uses the system's Open MPI rather than MPICH of this environment."""
+    if not OPEN_MPI.exists():
+        pytest.skip(f"there is no {OPEN_MPI}; on Debian and Ubuntu: apt install openmpi-bin")
+    return {"MPI4PY_LIBMPI": str(OPEN_MPI)}
+
+
+def test_every_way_to_connect(submit, open_mpi) -> None:
+    jobs = {
+        "2 ranks over mpi: Open MPI": submit("pmix.sbatch", STEPS="20", **open_mpi),
+        "4 ranks over mpi: MPICH": submit("pmi2.sbatch", STEPS="20"),
+        "2 ranks over gloo": submit("gloo.sbatch", STEPS="20"),
+        "3 ranks over mpi: Open MPI": submit("heterogeneous.sbatch", STEPS="20", **open_mpi),
+    }
+    for said, job in jobs.items():
+        assert job.wait() == "COMPLETED", job.output
+        assert job.output.startswith(said), job.output
+        assert job.output.endswith("finished after step 20\n"), job.output
+    (gloo,) = (job for said, job in jobs.items() if "gloo" in said)
+    assert not list(gloo.folder.glob("secret-*")), "the secret outlived its job"
+
+
+def test_libraries_that_srun_cannot_start_are_told_before_they_die(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """MPICH from PyPI has no PMIx, cannot name many devices by Slurm's PMI-2, and without either its ranks are alone."""
+    devices = [f"more{number}" for number in range(5)]
+    plug = "ip link add {0} type veth peer name {0}b; ip link set {0} up; ip link set {0}b up; "
+    cluster.call("sh", "-ec", "".join(plug.format(device) for device in devices))
+    doctor = ("python", "-m", "syncline.collectives", "doctor")
+    init = ("python", "-c", "from syncline.collectives import init_process_group; init_process_group()")
+    jobs = {
+        name: cluster.start(["srun", "-N2", "-n2", f"--mpi={interface}", *words], tmp_path, {**ENVIRONMENT, **variables})
+        for name, interface, words, variables in (
+            ("doctor pmix", "pmix", doctor, {}),
+            ("doctor pmi2", "pmi2", doctor, {}),
+            ("one device", "pmi2", doctor, {"UCX_NET_DEVICES": "wire0"}),
+            ("init pmix", "pmix", init, {}),
+            ("init none", "none", init, {}),
+        )
+    }
+    said = {name: " ".join(process.communicate(timeout=JOB_S)[0].split()) for name, process in jobs.items()}
+    cluster.call("sh", "-ec", "".join(f"ip link delete {device}; " for device in devices))
+
+    assert jobs["one device"].returncode == 0, said["one device"]
+    assert "2 node(s), 2 rank(s): n0 with 1 (ranks 0), n1 with 1 (ranks 1)" in said["one device"]
+    for name in ("doctor pmix", "doctor pmi2", "init pmix"):
+        assert jobs[name].returncode != 0, said[name]
+        assert "Abort(" not in said[name], said[name]
+    assert "WRONG MPI" in said["doctor pmix"], said["doctor pmix"]
+    assert "LaunchError: " in said["init pmix"], said["init pmix"]
+    for name in ("doctor pmix", "init pmix"):
+        assert "srun --mpi=pmix started this process, but MPICH from PyPI speaks PMI-1 and PMI-2" in said[name], said[name]
+        assert "start it with `srun --mpi=pmi2`" in said[name]
+    assert "this one has 13 network devices (lo, more0, more0b" in said["doctor pmi2"], said["doctor pmi2"]
+    assert "UCX_NET_DEVICES=eth0" in said["doctor pmi2"]
+    assert "terminated" not in said["doctor pmi2"], said["doctor pmi2"]
+    assert jobs["init none"].returncode != 0
+    assert "LaunchError: Slurm started 2 rank(s), but MPICH" in said["init none"], said["init none"]
+    assert "--mpi=pmi2 (MPICH, Intel MPI)" in said["init none"]
+
+
+def test_time_limit_and_killed_ranks(cluster: SlurmCluster, submit, open_mpi) -> None:
+    """Slurm looks at time limits every half minute; meanwhile another job loses its ranks, and begins again."""
+    limited = submit("time-limit.sbatch", "--time=1", STEPS=FOR_EVER, **open_mpi)
+    again = submit("again.sbatch", STEPS=FOR_EVER, **open_mpi)
+    again.wait_for_checkpoint()
+    cluster.call("scancel", "--signal=KILL", f"{again.id}.0")
+    again.wait_for("attempt 1 ended with status 137")
+    again.wait_for(r"begin at step [1-9]\d*")
+    cluster.call("scancel", "--signal=TERM", again.id)
+    assert again.wait() == "COMPLETED", again.output
+    assert re.search(r"(?m)^asked to end after step [1-9]\d*$", again.output), again.output
+    assert limited.wait() == "COMPLETED", limited.output
+    assert re.search(r"(?m)^asked to end after step [1-9]\d*$", limited.output), limited.output
+    assert limited.has_checkpoint()
+
+
+def test_a_node_fails(cluster: SlurmCluster, submit, open_mpi) -> None:
+    job = submit("no-kill.sbatch", STEPS=FOR_EVER, **open_mpi)
+    job.wait_for_checkpoint()
+    cluster.call("scontrol", "update", "nodename=n1", "state=down", "reason=test")
+    job.wait_for("1 of 2 nodes left")
+    job.wait_for(r"1 ranks over mpi: Open MPI \S+ begin at step [1-9]\d*")
+    cluster.call("scancel", "--signal=TERM", job.id)
+    assert job.wait() == "COMPLETED", job.output
+    assert re.search(r"(?m)^asked to end after step [1-9]\d*$", job.output), job.output
+
+
+KILLED = """
+from test_support.slurm_cluster import SlurmCluster
+
+with SlurmCluster() as cluster:
+    srun = cluster.start(["srun", "-N2", "sh", "-c", "readlink /proc/self/ns/pid; sleep 600"], cluster.folder, {})
+    print(cluster.folder, srun.stdout.readline().strip(), srun.stdout.readline().strip(), flush=True)
+    input()
+"""
+
+
+def test_a_killed_test_leaves_no_daemon_and_no_step(cluster: SlurmCluster) -> None:
+    words = [sys.executable, "-c", KILLED]
+    paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "tools")}
+    with subprocess.Popen(words, env=paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder, namespace, same = process.stdout.readline().split()
+        try:
+            assert namespace == same
+            names = processes_in(namespace)
+            assert {"munged", "slurmctld", "slurmd", "slurmstepd", "srun", "sleep"} <= set(names), names
+            process.kill()
+            end_s = time.monotonic() + 10
+            while processes_in(namespace):
+                assert time.monotonic() < end_s, processes_in(namespace)
+                time.sleep(0.1)
+        finally:
+            process.kill()
+            shutil.rmtree(folder)
+
+
+def processes_in(namespace: str) -> list[str]:
+    """The names of the processes in a namespace of process ids, such as "pid:[4026531836]"."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(path / "ns" / "pid") == namespace:
+                found.append((path / "comm").read_text().strip())
+        except OSError:
+            pass  # it has ended meanwhile
+    return found

@@ -1,0 +1,44 @@
+"""What a communication hook's annotations say about it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, get_origin
+
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import InvalidArgumentError
+from syncline.reducer import GradBucket
+
+
+def check_annotations(hook: Callable[..., Any]) -> None:
+    """Refuse a hook that cannot be one by its own words, as torch does. One without annotations is believed.
+
+    Raises:
+        InvalidArgumentError: its second parameter is annotated by a class that no bucket is of, or its return value by one
+            that no future is of.
+    """
+    try:
+        signature = inspect.signature(hook, eval_str=True)
+    except (NameError, TypeError, ValueError, AttributeError, SyntaxError):  # written in C, or names what is not there
+        return
+    parameters = list(signature.parameters.values())
+    if len(parameters) > 1 and _contradicts(parameters[1].annotation, GradBucket, getattr(dist, "GradBucket", GradBucket)):
+        raise InvalidArgumentError(
+            f"expected a hook(state, bucket: GradBucket), found {parameters[1]}: leave the annotation out, or correct it"
+        )
+    if _contradicts(signature.return_annotation, torch.futures.Future):
+        raise InvalidArgumentError(
+            f"expected a hook that returns a torch.futures.Future[torch.Tensor], found {signature.return_annotation}: return "
+            "the future of the reduced bucket, such as work.get_future()"
+        )
+
+
+def _contradicts(annotation: Any, *expected: type) -> bool:
+    """Whether an annotation is a class, no protocol, and neither one of these nor one that they are derived from."""
+    kind = get_origin(annotation) or annotation
+    if kind in (inspect.Signature.empty, Any) or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return False
+    return not any(issubclass(one, kind) for one in expected)
