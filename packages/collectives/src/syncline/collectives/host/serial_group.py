@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
+from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
+from typing_extensions import override
 
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
@@ -22,11 +25,18 @@ from .group_work import GroupWork
 from .progress import Progress
 from .transport import Plan, Transport
 
+logger = logging.getLogger("syncline.collectives")
+
 _CPU = frozenset({"cpu"})
 
-# A library may go on writing to the tensors of a collective that was given up, so they must live as long as the process. The
-# tracebacks of these errors hold the frames that hold them, also copies in plain order.
-_given_up: list[BaseException] = []
+# A library may go on writing to the tensors of a collective that was given up, so their memory must not be freed at once. The
+# tracebacks of these errors hold the frames that hold the tensors, and their copies in plain order.
+#
+# Only the latest are kept. A group fails once: after its first failure it starts no other collective, and its transport is
+# told to give up. So the oldest of them belongs to a group after which as many others have failed; a job that makes a new
+# group after each failure must not need more memory each time.
+GIVEN_UP_KEPT = 16
+_given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 
 
 class SerialGroup(ProcessGroup):
@@ -84,8 +94,8 @@ class SerialGroup(ProcessGroup):
         """The CPU, and the device that the group was made with."""
         return self._device_types
 
+    @override
     def describe(self) -> str:
-        """The transport's own description."""
         return self._transport.describe()
 
     def close(self) -> None:
@@ -164,7 +174,7 @@ class SerialGroup(ProcessGroup):
         return device.order(owned) if owned else None
 
     def _run_plan(self, plan: Plan, tensor: torch.Tensor, op: Reduction) -> None:
-        """As `_run`; see Note [Plans]."""
+        """Run a kept plan as `_run` runs a body; see Note [Plans]."""
         sequence = next(self._sequence)
         if self._first_failure is not None:
             raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
@@ -231,6 +241,7 @@ class SerialGroup(ProcessGroup):
         else:
             _given_up.append(error)
         self._first_failure = failure
+        logger.debug("%s on %s failed; the group runs no other collective", call.name, self.place())
         self._transport.give_up()
         if failure is error:
             raise error

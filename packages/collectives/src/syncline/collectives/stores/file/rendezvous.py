@@ -2,8 +2,8 @@
 
 Note [Rendezvous among leftovers]
 ------------------------------
-Nobody can tell by looking whether a file is of this run. So nobody believes a file unless it repeats a random number that
-the reader has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. Nothing in it needs to be
+A process cannot see whether a file belongs to this run. So it trusts a file only if the file repeats a random number that
+this process has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. Nothing in it needs to be
 true; it only must have the form of what a rendezvous writes::
 
     rank r > 0                                   rank 0

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
+from typing_extensions import override
+
 from ...contract.deadline import Deadline
 from ...errors import InvalidArgumentError, StoreError, StoreTimeout
 from ..messages import Op, ProtocolError, Status, pack, pack_seconds, unpack
@@ -66,12 +68,12 @@ class TCPStore(ServedStore):
         """Address and port of the server."""
         return f"TCP store at {self._host}:{self._port}"
 
+    @override
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
-        """See `Store.get`."""
         return self._call_waiting(Op.GET, [as_key(key)], self._limit_s(timeout))[0]
 
+    @override
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
-        """See `Store.wait`."""
         self._call_waiting(Op.WAIT, as_keys(keys), self._limit_s(timeout))
 
     def close(self) -> None:
