@@ -21,7 +21,7 @@ from typing import Any
 
 from variants import VARIANTS, Variant
 
-LIMIT_S = 45.0  # for one test; torch's slowest takes 10 s
+LIMIT_S = 30.0  # for one test; the slowest takes 10 s
 GROUP_LIMIT_S = 20.0  # for one collective
 
 # Torch skips tests by the name of the backend. As "gloo" it runs all that a CPU can.

@@ -257,7 +257,7 @@ class SerialGroup(ProcessGroup):
     def _timed_out(self, call: Collective, sequence: int | None, error: TimeoutError) -> CollectiveTimeout:
         timeout = CollectiveTimeout(
             f"{self._in_words(call, sequence)}, did not finish within {self.timeout_s:g} s: {error}. Look for a rank that "
-            "died, left early, or issued other collectives; a longer time limit is the `timeout` of init_process_group"
+            "died, left early, or issued other collectives; a longer timeout is given to init_process_group"
         )
         timeout.__cause__ = error
         return timeout
