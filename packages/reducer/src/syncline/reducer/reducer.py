@@ -190,8 +190,8 @@ class Reducer:
         """
         if self._phase is not _Phase.IDLE or self._has_accumulated:
             raise MisuseError(
-                f"set_static_graph on {self._group.place()}: a backward has given gradients before; say it before the first "
-                "backward, or pass static_graph=True at construction"
+                f"set_static_graph on {self._group.place()}: it should be called before training loop starts, but a backward "
+                "has given gradients; call it before the first backward, or pass static_graph=True at construction"
             )
         self._usage = self._make_usage(static=True)
 
