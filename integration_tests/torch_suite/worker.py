@@ -1,8 +1,9 @@
-"""Runs tests of torch's own distributed suite on this rank, one after the other: `worker.py VARIANT FOLDER TEST...`.
+"""One rank: runs tests of torch's `DistributedTest`, one after the other, each in a process group of its own.
 
-The suite starts processes for each test; here the ranks stay and share one group. After each test the ranks compare how it
-ended, by files. After a failure the state of the group is unknown, so all ranks end with status `AGAIN`, and whoever started
-them goes on with the next test.
+Usage: `python worker.py VARIANT FOLDER`, with RANK, WORLD_SIZE and STORE_PORT in the environment; under mpiexec the launcher
+says the rank. FOLDER/tests has the names, one a line; what became of each goes to FOLDER/outcomes-RANK, one JSON list a line.
+The ranks agree after each test, through a store that the driver serves. After a test that did not pass on every rank they
+stop: what it left in flight must not reach the next.
 """
 
 from __future__ import annotations
@@ -10,119 +11,128 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import shutil
 import sys
-import tempfile
-import time
 import traceback
 import unittest
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-AGAIN = 75
-# A test that takes longer hangs; whoever waits for another rank's verdict gives up a little later.
-TEST_S = 25.0
-VERDICT_S = 35.0
+from variants import VARIANTS, Variant
+
+LIMIT_S = 30.0  # for one test; the slowest takes 10 s
+GROUP_LIMIT_S = 20.0  # for one collective
+
+# Torch skips tests by the name of the backend. As "gloo" it runs all that a CPU can.
+os.environ["BACKEND"] = "gloo"
 
 
-def main() -> int:
-    variant, folder, *names = sys.argv[1:]
-    rank, size = _place()
-    warnings.simplefilter("ignore")
-    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(size), RANK=str(rank), TEMP_DIR=str(_shared(folder)))
+def main() -> None:
+    """Run the tests of the list."""
+    variant, folder = VARIANTS[sys.argv[1]], Path(sys.argv[2])
+    rank, world_size = _place()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), TEMP_DIR=str(folder))
+
     import torch.distributed as dist
-    from torch.testing._internal.distributed import distributed_test
 
-    _put_ours_in_place(variant, distributed_test)
-    case = type("Case", (distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase), {})
-    _connect(variant, dist, Path(folder), rank, size)
-    for name in names:
-        verdict = _run(case, name, rank, Path(folder))
-        verdicts = _exchange(Path(folder), name, verdict, rank, size)
-        if any(other not in ("pass", "skip") for other in verdicts):
-            sys.stdout.flush()
-            os._exit(AGAIN)
-    os._exit(0)
+    suite = _suite(variant)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["STORE_PORT"]), is_master=False)
+    # The launcher's log may be full of other things: where a rank hangs is told in a file.
+    with (folder / f"outcomes-{rank}").open("a") as outcomes, (folder / f"stacks-{rank}").open("w") as stacks:
+        for test in (folder / "tests").read_text().split():
+            faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=stacks)
+            outcome, why = "skipped", ""
+            if not getattr(getattr(suite, test), "__unittest_skip__", False):
+                _clear(folder, rank, suite)
+                _agree(store, f"{test} begins", rank, world_size, "")
+                outcome, why = _run(suite, test, variant, rank, world_size, folder)
+            outcomes.write(json.dumps([test, outcome, why]) + "\n")
+            outcomes.flush()
+            if set(_agree(store, f"{test} ended", rank, world_size, outcome)) & {"failed"}:
+                break
+            _destroy()
+            faulthandler.cancel_dump_traceback_later()
+        outcomes.flush()
+    os._exit(0)  # what a failed test left in flight is waited for by nobody
 
 
 def _place() -> tuple[int, int]:
-    for rank, size in (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+    for rank, size in (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("RANK", "WORLD_SIZE")):
         if rank in os.environ:
             return int(os.environ[rank]), int(os.environ[size])
-    raise SystemExit("start it under mpiexec")
+    raise SystemExit("expected RANK and WORLD_SIZE, or those of mpiexec, in the environment; found none")
 
 
-def _shared(folder: str) -> Path:
-    place = Path(folder) / "temp"
-    for part in ("barrier", "test_dir", "init_dir"):
-        (place / part).mkdir(parents=True, exist_ok=True)
-    return place
-
-
-def _put_ours_in_place(variant: str, distributed_test: Any) -> None:
+def _suite(variant: Variant) -> Any:
+    """Torch's class of tests, with what the variant puts in the place of torch's."""
     import torch
+    from torch.testing._internal.distributed import distributed_test
 
-    if "our-ddp" in variant:
+    if variant.needs_mpi:
+        import syncline.collectives.torch_backend  # noqa: F401 - registers
+    if variant.has_our_ddp:
         from syncline.ddp import DistributedDataParallel
 
-        torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc, assignment]
-    if "our-batch-norm" in variant:
-        from syncline.ddp import SyncBatchNorm
+        torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
+        distributed_test.DistributedDataParallel = DistributedDataParallel
 
-        torch.nn.SyncBatchNorm = SyncBatchNorm  # type: ignore[misc, assignment]
+    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+        pass
 
-
-def _connect(variant: str, dist: Any, folder: Path, rank: int, size: int) -> None:
-    timeout = timedelta(seconds=TEST_S - 5)
-    if "our-group" in variant:
-        import syncline.collectives.torch_backend  # noqa: F401 - it registers the backends
-
-        dist.init_process_group("syncline-mpi", init_method="mpi://", timeout=timeout)
-    else:
-        store = dist.FileStore(str(folder / f"store-{os.environ['SUITE_ATTEMPT']}"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    Suite.barrier_class = distributed_test.Barrier
+    return Suite
 
 
-def _run(case: Any, name: str, rank: int, folder: Path) -> str:
-    from torch.testing._internal.common_distributed import TEST_SKIPS
-    from torch.testing._internal.common_utils import set_rng_seed
+def _clear(folder: Path, rank: int, suite: Any) -> None:
+    """The folders through which torch's tests meet."""
+    suite.barrier_class.barrier_id = 0
+    if rank == 0:
+        for name in ("barrier", "test_dir", "init_dir"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+            (folder / name).mkdir()
 
-    set_rng_seed(1234)  # the same on all ranks, as the suite's own processes have it
-    faulthandler.dump_traceback_later(TEST_S + 5, exit=True)
-    began_s = time.monotonic()
+
+def _agree(store: Any, what: str, rank: int, world_size: int, word: str) -> list[str]:
+    """The word of every rank."""
+    store.set(f"{what} {rank}", word)
+    keys = [f"{what} {other}" for other in range(world_size)]
+    store.wait(keys, timedelta(seconds=LIMIT_S))
+    return [store.get(key).decode() for key in keys]
+
+
+def _run(suite: Any, test: str, variant: Variant, rank: int, world_size: int, folder: Path) -> tuple[str, str]:
+    import torch.distributed as dist
+    from torch.testing._internal import common_utils
+
+    case = suite(test)
+    case.rank = rank
+    case.file_name = str(folder / f"store of {test}")
     try:
-        test = case(name)
-        test.rank = rank
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            test.file_name = file.name
-            getattr(test, name)()
-        verdict = "pass"
-    except unittest.SkipTest:
-        verdict = "skip"
-    except SystemExit as exit_:
-        verdict = "skip" if exit_.code in {skip.exit_code for skip in TEST_SKIPS.values()} else f"exit {exit_.code}"
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is this test's
-        text = "".join(traceback.format_exception(error))
-        (folder / f"{name}.{rank}.txt").write_text(text)
-        verdict = f"fail: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
-    faulthandler.cancel_dump_traceback_later()
-    if time.monotonic() - began_s > TEST_S:
-        verdict = f"slow; {verdict}"
-    return verdict
+        dist.init_process_group(
+            variant.backend,
+            init_method=f"file://{case.file_name}",
+            world_size=world_size,
+            rank=rank,
+            timeout=timedelta(seconds=GROUP_LIMIT_S),
+        )
+        common_utils.set_rng_seed()
+        getattr(case, test)()
+    except unittest.SkipTest as skip:
+        return "skipped", str(skip)
+    except SystemExit as end:  # torch's decorators skip by ending the process, with a code of their own
+        return ("skipped" if end.code else "failed"), f"exit code {end.code}"
+    except BaseException:
+        return "failed", traceback.format_exc()
+    return "passed", ""
 
 
-def _exchange(folder: Path, name: str, verdict: str, rank: int, size: int) -> list[str]:
-    """What all ranks say of a test; one that says nothing hangs."""
-    mine = folder / f"{name}.{rank}.json"
-    mine.with_suffix(".new").write_text(json.dumps(verdict))
-    mine.with_suffix(".new").rename(mine)
-    end_s = time.monotonic() + VERDICT_S
-    others = [folder / f"{name}.{other}.json" for other in range(size)]
-    while not all(other.exists() for other in others) and time.monotonic() < end_s:
-        time.sleep(0.005)
-    return [json.loads(other.read_text()) if other.exists() else "hang" for other in others]
+def _destroy() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -153,7 +153,7 @@ class PendingWork(Work):
         timeout_s = None if timeout is None else seconds(timeout)
         if not self._done.wait(timeout_s):
             raise CollectiveTimeout(
-                f"{self._describe()} did not finish within the {timeout_s:g} s given to wait(); it goes on, and its "
+                f"{self._describe()} did not finish within the {timeout_s:g} s timeout given to wait(); it goes on, and its "
                 "tensors still belong to it. Wait again, or abort the group."
             )
         if self._error is not None:
@@ -205,7 +205,7 @@ class FutureWork(Work):
             done = threading.Event()
             self._future.add_done_callback(lambda _: done.set())
             if not done.wait(timeout_s):
-                raise CollectiveTimeout(f"{self._describe()} did not finish within the {timeout_s:g} s given to wait()")
+                raise CollectiveTimeout(f"{self._describe()} did not finish within the {timeout_s:g} s timeout given to wait()")
         self._future.wait()
         return True
 

@@ -52,7 +52,7 @@ def _collect(group: ProcessGroup, deadline: Deadline, wait_all_ranks: bool) -> N
     if missing:
         named = ", ".join(str(group.ranks[peer]) for peer in missing)
         raise CollectiveTimeout(
-            f"monitored_barrier on {group.place()}: rank(s) {named} did not come within {deadline.timeout_s:g} s"
+            f"monitored_barrier on {group.place()}: rank(s) {named} did not come within {deadline.timeout_s:g} s (timeout)"
             + ("" if wait_all_ranks else " (others may be missing, too: pass wait_all_ranks=True)")
         )
     for peer in arrivals:
