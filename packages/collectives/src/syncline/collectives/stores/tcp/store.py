@@ -129,7 +129,9 @@ class TCPStore(ServedStore):
 
     def _broken(self, error: Exception, timeout_s: float) -> StoreError:
         if isinstance(error, TimeoutError):
-            return StoreTimeout(f"{self.describe()}: the server did not answer within {timeout_s:g} s (timeout); is its process alive?")
+            return StoreTimeout(
+                f"{self.describe()}: the server did not answer within {timeout_s:g} s (timeout); is its process alive?"
+            )
         return StoreError(
             f"{self.describe()}: the connection broke ({error}); has the process that serves it ended? Whether this call was "
             "carried out is not known"
@@ -177,8 +179,8 @@ class TCPStore(ServedStore):
 
         if not poll(attempt, deadline):
             raise StoreTimeout(
-                f"{self.describe()}: no server was there within {deadline.timeout_s:g} s, the timeout (last: {last[0]}); has its process "
-                "started, and can this machine reach that address?"
+                f"{self.describe()}: no server was there within {deadline.timeout_s:g} s (last: {last[0]}; timeout); "
+                "has its process started, and can this machine reach that address?"
             )
         return found[0]
 
