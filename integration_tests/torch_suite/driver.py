@@ -120,15 +120,14 @@ def main() -> None:
     begin_s = time.monotonic()
     outcomes = run_tests(variant, tests, world_size, folder, [str(Path(sys.executable).parent / "mpiexec")])
     output.write_text(json.dumps({test: [outcome.kind, outcome.why] for test, outcome in outcomes.items()}, indent=1))
-    counts = {
-        kind: sum(outcome.kind == kind for outcome in outcomes.values()) for kind in ("passed", "skipped", "failed", "hung")
-    }
+    kinds = [outcome.kind for outcome in outcomes.values()]
+    counts = {kind: kinds.count(kind) for kind in ("passed", "skipped", "failed", "hung")}
     print(f"{variant}, {world_size} ranks: {counts}, {time.monotonic() - begin_s:.0f} s")
     print("\n".join(f"  {outcome.kind}: {test}" for test, outcome in outcomes.items() if outcome.kind in ("failed", "hung")))
 
 
 def all_tests() -> list[str]:
-    """The names of torch's tests, in the order of the class's file. Needs BACKEND, WORLD_SIZE and TEMP_DIR in the environment."""
+    """The names of torch's tests, in the order of the file. Needs BACKEND, WORLD_SIZE and TEMP_DIR in the environment."""
     from torch.testing._internal.distributed.distributed_test import DistributedTest
 
     return [name for name in vars(DistributedTest._DistTestBase) if name.startswith("test_")]

@@ -10,7 +10,7 @@ _OUR_BACKEND = {
     "test_get_backend": "asks for the name 'gloo'",
     "test_monitored_barrier_gloo": "torch's monitored_barrier refuses every backend but Gloo by name; ours is in torch_backend",
     "test_monitored_barrier_gloo_subgroup": "as test_monitored_barrier_gloo",
-    "test_monitored_barrier_gloo_rank_0_timeout": "not done: a limit of 0 s is taken as the group's limit, and rank 0 waits for that",
+    "test_monitored_barrier_gloo_rank_0_timeout": "not done: a limit of 0 s means the group's limit here",
 }
 _OUR_DDP = {
     "test_ddp_create_graph": "not done: backward(create_graph=True) is refused",

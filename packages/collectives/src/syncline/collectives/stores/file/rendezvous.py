@@ -87,8 +87,9 @@ def _host(store: FileStore, world_size: int) -> str:
     if not poll(all_here, Deadline(store.timeout.total_seconds())):
         absent = [rank for key, rank in here.items() if not store.check([key])]
         raise StoreTimeout(
-            f"{store.describe()}: of {world_size} ranks, {absent} did not come within {store.timeout.total_seconds():g} s (timeout); "
-            "either they failed or never started, or they were given another path, or they do not see this file system"
+            f"{store.describe()}: of {world_size} ranks, {absent} did not come within {store.timeout.total_seconds():g} s "
+            "(timeout); either they failed or never started, or they were given another path, or they do not see "
+            "this file system"
         )
     for key in here:
         store.delete_key(key)
@@ -108,8 +109,8 @@ def _join(store: FileStore, rank: int, world_size: int) -> str:
 
     if not poll(answered, Deadline(store.timeout.total_seconds())):
         raise StoreTimeout(
-            f"{store.describe()}: rank 0 did not answer rank {rank} within {store.timeout.total_seconds():g} s (timeout); either it "
-            "failed or never started, or it was given another path, or it does not see this file system"
+            f"{store.describe()}: rank 0 did not answer rank {rank} within {store.timeout.total_seconds():g} s "
+            "(timeout); either it failed or never started, or it was given another path, or it does not see this file system"
         )
     store.set(f"here/{offer.run}/{rank}", b"")
     return offer.run

@@ -181,8 +181,8 @@ class TCPStore(ServedStore):
 
         if not poll(attempt, deadline):
             raise StoreTimeout(
-                f"{self.describe()}: no server was there within {deadline.timeout_s:g} s, the timeout (last: {last[0]}); has its process "
-                "started, and can this machine reach that address?"
+                f"{self.describe()}: no server was there within {deadline.timeout_s:g} s (last: {last[0]}; timeout); "
+                "has its process started, and can this machine reach that address?"
             )
         return found[0]
 
