@@ -470,12 +470,14 @@ def test_the_reducers_cost_is_told_kept_and_drawn(tmp_path: Path, capsys: pytest
     kept = tmp_path / "overhead.json"
     assert overhead.main(["--quick", "--steps", "1", "--json", str(kept), "--plot", str(tmp_path)]) == 0
     figures = json.loads(kept.read_text())
-    assert figures.keys() == {"environment", "verdicts", "dynamic", "static", "find-unused"}
+    assert figures.keys() == {"environment", "verdicts", "realistic", "dynamic", "static", "find-unused"}
     contenders = {"ours", "ours, views", "torch", "torch, views"}
     for graph in overhead.GRAPHS:
         assert {clock: found.keys() for clock, found in figures[graph].items()} == dict.fromkeys(overhead.CLOCKS, contenders)
+    real = " time added per parameter, real models, one rank, geometric mean"
     assert [line.partition(":")[2].partition(":")[0] for line in figures["verdicts"]] == [
-        f" reducer's cost per parameter, {graph}" for graph in overhead.GRAPHS
+        *[real] * 2,
+        *(f" reducer's cost per parameter, {graph}" for graph in overhead.GRAPHS),
     ]
     assert all(line in capsys.readouterr().out for line in figures["verdicts"][:1])
     assert drawn_by("overhead", tmp_path) == {"dynamic", "static", "find-unused"}
