@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
 from syncline.collectives.backends.mpi.call_verifier import NO_KEY
 from syncline.collectives.backends.mpi.node import copy_in_copy_out, window_collective

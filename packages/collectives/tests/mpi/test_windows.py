@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+
 from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded, reserve
 from syncline.collectives.backends.mpi.node.windows import Windows
 
