@@ -205,7 +205,13 @@ class HostGroup(HostExchanges):
 
     def _barrier(self, async_op: bool) -> Work:
         call = Collective("barrier")
-        return self._issue(call, [], (), lambda deadline: self._transport.barrier(call, deadline), async_op)
+
+        def body(deadline: Deadline) -> None:
+            self._transport.barrier(call, deadline)
+            if self._verification is not None:
+                self._verification.verify(deadline)
+
+        return self._issue(call, [], (), body, async_op)
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
         call = Collective("split")

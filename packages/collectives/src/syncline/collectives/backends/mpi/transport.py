@@ -220,6 +220,7 @@ class MPITransport(Transport):
         deadline: Deadline,
     ) -> None:
         """Exchange bytes pairwise. MPI's own form would need every rank to know whether any pair exceeds its counts."""
+        self._presync(0, call, deadline)
         requests = []
         with mpi_errors():
             for peer, part in enumerate(torch.split(output, list(output_counts))):
@@ -337,7 +338,7 @@ class MPITransport(Transport):
 
         CUDA memory is only given to the blocking form: Open MPI crashes in the other.
         """
-        if nbytes >= PRESYNC_MIN_BYTES or self._on_device:
+        if nbytes >= PRESYNC_MIN_BYTES or self._on_device or self.compares_every_call:
             self._verify(call, deadline)
 
     def _verify(self, call: Collective, deadline: Deadline) -> None:
