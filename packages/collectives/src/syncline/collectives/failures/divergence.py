@@ -84,5 +84,5 @@ def _deviation(
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0, 1, 2"."""
+    """In words: "rank 3", or "ranks 0, 1, 2"."""
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ..contract.deadline import Deadline
 from ..errors import DisagreementError, TransportError
@@ -25,7 +26,7 @@ class CallVerification:
 
     Note [Verification of calls]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Where a transport does not compare each call before it runs, two ranks that make different calls may both succeed, with wrong
+    Where a transport does not compare each call before it runs, ranks that make different calls may succeed, with wrong
     results. So each rank keeps a digest of all calls in their total order, and the ranks compare digest and count at a barrier,
     when the group is closed, after every `VERIFY_EVERY_CALLS` calls, and at the end of each backward that a reducer reduces.
     What is compared of a call is in `Collective.digest`. Not seen: two calls of one signature in swapped order, for nothing
@@ -70,16 +71,23 @@ class CallVerification:
 
     def _explain(self, numbers: Sequence[int], deadline: Deadline) -> str:
         last = [record for record in self._recorder.records() if record.position is not None][-_LAST_CALLS:]
-        text = json.dumps([record.as_dict() for record in last])
-        while len(text.encode()) > _MOST_BYTES:
+        while len(_as_text(last).encode()) > _MOST_BYTES:
             last = last[1:]
-            text = json.dumps([record.as_dict() for record in last])
-        try:
-            texts = texts_of_ranks(self._transport, self._rank, self._size, text, _MOST_BYTES, deadline)
-            histories = {rank: [CallRecord.from_dict(entry) for entry in json.loads(said)] for rank, said in enumerate(texts)}
-        except (TimeoutError, TransportError, ValueError, KeyError, TypeError):  # one that knows has left: say what is known
-            histories = {self._rank: last}
+        histories = {self._rank: last}
+        with suppress(TimeoutError, TransportError):  # what is known is said, whatever becomes of the others
+            texts = texts_of_ranks(self._transport, self._rank, self._size, _as_text(last), _MOST_BYTES, deadline)
+            histories = {rank: _from_text(text) for rank, text in enumerate(texts)}
+            # Nobody leaves, which may end the connections of all, before everybody has heard.
+            maximum_over_ranks(self._transport, self._rank, self._size, (0,), deadline)
         return different_sequences(histories, -numbers[3], numbers[2])
+
+
+def _as_text(records: Sequence[CallRecord]) -> str:
+    return json.dumps([record.as_dict() for record in records])
+
+
+def _from_text(text: str) -> list[CallRecord]:
+    return [CallRecord.from_dict(entry) for entry in json.loads(text)]
 
 
 def different_sequences(histories: dict[int, list[CallRecord]], fewest: int, most: int) -> str:
