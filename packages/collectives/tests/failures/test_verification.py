@@ -87,10 +87,10 @@ def test_the_ranks_compare_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(call_verification, "VERIFY_EVERY_CALLS", 5)
 
     def body(group: ProcessGroup) -> None:
-        group.all_reduce(torch.ones(3).to(torch.float32 if group.rank else torch.int32))
+        group.all_reduce(torch.ones(3), ReduceOp.SUM if group.rank else ReduceOp.MAX)
         for _ in range(3):
             group.all_reduce(torch.ones(3))
-        with pytest.raises(DisagreementError, match=r"all_reduce\(int32\[3\], op=SUM\) #1"):
+        with pytest.raises(DisagreementError, match=r"all_reduce\(float32\[3\], op=MAX\) #1"):
             group.all_reduce(torch.ones(3))
         group.abort()
 
