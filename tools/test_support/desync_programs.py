@@ -5,16 +5,23 @@ In each program the rank that `odd` is true for does something else than the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
+from syncline.collectives import ProcessGroup, ReduceOp, SynclineError, premul_sum
 from syncline.collectives.contract.reduce_op import Reduction
 
 Body: TypeAlias = Callable[[ProcessGroup, bool, int], object]
+
+NOT_OURS = "not ours: "
+#: Said for a rank whose process the library ended.
+ENDED = "ended by the library"
+#: Numbers of elements: below and above the size from which MPI's ranks compare calls.
+NUMELS = {"small": 3, "large": 40_000}
+TIMEOUT_S = 0.5
 
 F32, F64, I32, F16, BF16 = torch.float32, torch.float64, torch.int32, torch.float16, torch.bfloat16
 
@@ -26,10 +33,13 @@ class Program:
     Attributes:
         body: what each rank does.
         some_rank: only one of the ranks can know (a sender cannot know what its receiver expects); else all are told.
+        garbles: the ranks hand the library messages of different sizes for one another. It may end the process where nobody
+            compares the calls before: loud, but in the library's words.
     """
 
     body: Body
     some_rank: bool = False
+    garbles: bool = False
 
 
 def ones(numel: int, dtype: torch.dtype = F32) -> torch.Tensor:
@@ -44,9 +54,7 @@ def all_reduce(group: ProcessGroup, numel: int, dtype: torch.dtype = F32, op: Re
     group.all_reduce(ones(numel, dtype), op)
 
 
-def reduce(
-    group: ProcessGroup, numel: int, dtype: torch.dtype = F32, root: int = 0, op: Reduction = ReduceOp.SUM
-) -> None:
+def reduce(group: ProcessGroup, numel: int, dtype: torch.dtype = F32, root: int = 0, op: Reduction = ReduceOp.SUM) -> None:
     group.reduce(ones(numel, dtype), root, op)
 
 
@@ -88,7 +96,7 @@ def all_to_all_single(group: ProcessGroup, numel: int, dtype: torch.dtype = F32)
     group.all_to_all_single(ones(group.size * numel, dtype), ones(group.size * numel, dtype))
 
 
-def barrier(group: ProcessGroup, numel: int) -> None:
+def barrier(group: ProcessGroup, numel: int) -> None:  # noqa: ARG001 - as the others
     group.barrier()
 
 
@@ -177,7 +185,8 @@ def in_flight(usual: Reduction, other: Reduction) -> Body:
 def from_callback(group: ProcessGroup, odd: bool, numel: int) -> None:
     """The callback on one rank issues another collective."""
     work = group.all_reduce(ones(numel), async_op=True)
-    work.get_future().then(lambda _: (all_reduce if odd else broadcast)(group, numel)).wait()
+    work.get_future().then(lambda _: (all_reduce if odd else broadcast)(group, numel))
+    work.wait()
 
 
 def all_to_all_single_splits(group: ProcessGroup, odd: bool, numel: int) -> None:
@@ -200,7 +209,7 @@ def all_to_all_expects_less(group: ProcessGroup, odd: bool, numel: int) -> None:
 def transfer(sent: Callable[[int], torch.Tensor], expected: Callable[[int], torch.Tensor], *, tag: int = 0) -> Body:
     """Rank 0 sends to rank 1, which expects something else."""
 
-    def body(group: ProcessGroup, odd: bool, numel: int) -> None:
+    def body(group: ProcessGroup, odd: bool, numel: int) -> None:  # noqa: ARG001 - as the others
         if group.rank == 0:
             group.send(sent(numel), 1)
         elif group.rank == 1:
@@ -216,10 +225,10 @@ def catalogue() -> Mapping[str, Program]:
         name = call.__name__
         found[f"{name}: float32 and int32"] = Program(other_dtype(call, F32, I32))
         found[f"{name}: float16 and bfloat16"] = Program(other_dtype(call, F16, BF16))
-        found[f"{name}: one element more"] = Program(other_numel(call, 1))
+        found[f"{name}: one element more"] = Program(other_numel(call, 1), garbles=True)
     for call in (all_reduce, broadcast):
-        found[f"{call.__name__}: float32 and float64"] = Program(other_dtype(call, F32, F64))
-        found[f"{call.__name__}: one element less"] = Program(other_numel(call, -1))
+        found[f"{call.__name__}: float32 and float64"] = Program(other_dtype(call, F32, F64), garbles=True)
+        found[f"{call.__name__}: one element less"] = Program(other_numel(call, -1), garbles=True)
     for call in ROOTED:
         found[f"{call.__name__}: another root"] = Program(other_root(call))
     for call in REDUCTIONS:
@@ -243,14 +252,14 @@ def catalogue() -> Mapping[str, Program]:
         (all_gather, gather),
         (allocate, all_reduce),
     ):
-        found[f"{usual.__name__}, but {other.__name__} on one rank"] = Program(other_call(usual, other))
+        found[f"{usual.__name__}, but {other.__name__} on one rank"] = Program(other_call(usual, other), garbles=True)
     for call in (all_reduce, broadcast, reduce, all_gather, all_to_all, barrier):
-        found[f"{call.__name__}: once more at the end"] = Program(extra_call(call))
-        found[f"{call.__name__}: skipped in the middle"] = Program(skipped_call(call))
+        found[f"{call.__name__}: once more at the end"] = Program(extra_call(call), some_rank=call is barrier, garbles=True)
+        found[f"{call.__name__}: skipped in the middle"] = Program(skipped_call(call), garbles=True)
     for first, second in ((all_reduce, broadcast), (all_reduce, reduce), (broadcast, barrier), (all_gather, all_to_all)):
-        found[f"{first.__name__} and {second.__name__} swapped"] = Program(swapped(first, second))
+        found[f"{first.__name__} and {second.__name__} swapped"] = Program(swapped(first, second), garbles=True)
     found["in flight: SUM and AVG"] = Program(in_flight(ReduceOp.SUM, ReduceOp.AVG))
-    found["another collective in a callback"] = Program(from_callback)
+    found["another collective in a callback"] = Program(from_callback, garbles=True)
     found["all_to_all_single: other splits"] = Program(all_to_all_single_splits)
     found["all_to_all: one rank sends less"] = Program(all_to_all_sends_less)
     found["all_to_all: one rank expects less"] = Program(all_to_all_expects_less)
@@ -259,6 +268,35 @@ def catalogue() -> Mapping[str, Program]:
     found["recv: one element less"] = Program(transfer(ones, lambda numel: ones(numel - 1)), some_rank=True)
     found["recv: another tag"] = Program(transfer(ones, ones, tag=1), some_rank=True)
     return found
+
+
+def outcome(group: ProcessGroup, program: Program, numel: int) -> str:
+    """The error that this rank gets, in words; empty if there is none until all ranks have met at a barrier, and left."""
+    try:
+        program.body(group, group.rank == 1, numel)
+        group.barrier()
+        group.close()
+    except SynclineError as error:
+        group.abort()
+        return f"{type(error).__name__}: {error}"
+    except BaseException as error:  # noqa: BLE001 - the verdict on it is below
+        group.abort()
+        return f"{NOT_OURS}{type(error).__name__}: {error}"
+    return ""
+
+
+def problem(program: Program, said: Sequence[str]) -> str | None:
+    """What is wrong with what the ranks were told, by rank; None if nothing is."""
+    told = [text for text in said if text]
+    if not told or (len(told) < len(said) and not program.some_rank):
+        return "silent"
+    if ENDED in told:
+        return None if program.garbles else "the process was ended"
+    if any(text.startswith(NOT_OURS) for text in told):
+        return "an error that is not ours"
+    if not any(f"rank {rank}" in text for text in told for rank in range(len(said))):
+        return "no rank is named"
+    return None
 
 
 def same_signature_swapped(group: ProcessGroup, odd: bool, numel: int) -> list[float]:
