@@ -2,12 +2,13 @@
 
 Note [What a library does with garbled messages]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Between nodes small calls are not compared before they run. Where the ranks then hand the MPI library messages of different sizes
-for one another, MPICH fails an assertion and ends the job, and Gloo ends the process. That is loud, but names nobody, and it
-would end this test run, too. So such programs run with `check_calls`, and in shared memory; over Gloo, in processes of their own.
+Between nodes small calls are not compared before they run. Where the ranks then hand the MPI library messages of different
+sizes for one another, MPICH fails an assertion and ends the job, and Gloo ends the process. That is loud, but names nobody, and
+it would end this test run. So such programs run in shared memory, with `check_calls`, and at a size from which MPI's
+ranks compare; over Gloo, in processes of their own.
 
-Each program runs in a group of its own, for a failed group cannot be used again. What was made for a program that timed out stays
-until the process ends, as it does in a job.
+Each program runs in a group of its own, for a failed group cannot be used again. What was made for a program that timed out
+stays until the process ends, as it does in a job.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ ALONE = {
 }
 RANKS_TIMEOUT_S = 300.0
 # Unbuffered, so that a rank that is killed leaves what it said; one thread, for cores are shared.
-RANKS_ENV = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+# Tests provoke failures: no reports of them.
+RANKS_ENV = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "SYNCLINE_REPORT_DIR": ""}
 
 
 def demo(options: argparse.Namespace) -> int:

@@ -59,8 +59,8 @@ def test_another_reduction_on_one_rank_is_found(size: int, end: Body) -> None:
         with pytest.raises(DisagreementError) as caught:
             end(group)
         said = str(caught.value)
-        assert "op=AVG) #2 at test_verification.py:" in said
-        assert "op=SUM) #2 at test_verification.py:" in said
+        assert "op=AVG) #1 at test_verification.py:" in said
+        assert "op=SUM) #1 at test_verification.py:" in said
         assert f"rank {group.rank} of {size} in group 'default'" in said
         group.abort()
 
@@ -90,7 +90,7 @@ def test_the_ranks_compare_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> 
         group.all_reduce(torch.ones(3), ReduceOp.SUM if group.rank else ReduceOp.MAX)
         for _ in range(3):
             group.all_reduce(torch.ones(3))
-        with pytest.raises(DisagreementError, match=r"all_reduce\(float32\[3\], op=MAX\) #1"):
+        with pytest.raises(DisagreementError, match=r"all_reduce\(float32\[3\], op=MAX\) #0"):
             group.all_reduce(torch.ones(3))
         group.abort()
 

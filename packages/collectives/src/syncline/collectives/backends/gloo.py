@@ -192,7 +192,7 @@ class GlooBackend(Backend):
         store, rank, size = rendezvous(request)
         store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
         transport = connect(store, rank, size, request.group_name, request.timeout_s, _only_host(request, size))
-        return HostGroup(
+        group = HostGroup(
             transport,
             rank,
             size,
@@ -200,6 +200,8 @@ class GlooBackend(Backend):
             timeout_s=request.timeout_s,
             check_calls=request.check_calls,
         )
+        group.start({"check_calls": request.check_calls, "reproducible": request.reproducible})
+        return group
 
 
 def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:

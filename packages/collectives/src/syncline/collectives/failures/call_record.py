@@ -16,7 +16,7 @@ class CallRecord:
 
     Attributes:
         number: of its issue on this rank, from 0; None if not all ranks of the group issue such calls.
-        position: in the group's total order, from 1; None if it has not begun, or has no place there.
+        position: in the group's total order, from 0; None if it has not begun, or has no place there.
         name: the method's name, such as "all_reduce".
         dtype: of the tensor that stands for the call, such as "float32"; empty if it has none.
         shape: of that tensor.

@@ -16,7 +16,7 @@ class Divergence:
     """The first position at which the ranks did not begin the same call.
 
     Attributes:
-        position: in the total order, from 1.
+        position: in the total order, from 0.
         calls: for each rank its call there; None if it did not come so far.
         sentence: who did what.
     """

@@ -71,8 +71,8 @@ class FlightRecorder:
     def begin(self, entry: Entry) -> None:
         """The call begins to run; if all ranks issue it, it has its position in the total order from now on."""
         if entry[0] is not None:
-            self.count += 1
             entry[_POSITION] = self.count
+            self.count += 1
         entry[_STATE] = RUNNING
 
     def end(self, entry: Entry) -> None:
@@ -82,6 +82,13 @@ class FlightRecorder:
     def fail(self, entry: Entry) -> None:
         """The call has failed."""
         entry[_STATE] = FAILED
+
+    def latest(self) -> float:
+        """When the last call was issued, in seconds since the epoch; 0 if there is none."""
+        try:
+            return float(self._ring[-1][7])
+        except IndexError:
+            return 0.0
 
     def records(self) -> list[CallRecord]:
         """The calls that are remembered, in the order of their issue."""

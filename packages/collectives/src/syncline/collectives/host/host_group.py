@@ -244,7 +244,7 @@ class HostGroup(HostExchanges):
 
     def _part(self, members: list[int], name: str, number: int, timeout_s: float, deadline: Deadline) -> HostGroup:
         ranks = [self.ranks[member] for member in members]
-        return HostGroup(
+        made = HostGroup(
             self._transport.subset(members, name, number, deadline),
             members.index(self.rank),
             len(members),
@@ -255,6 +255,8 @@ class HostGroup(HostExchanges):
             check_calls=self._check_calls,
             calls=None if self._calls is None else self._calls.part(name, ranks),
         )
+        made.report_to(self._reporter)
+        return made
 
 
 def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:

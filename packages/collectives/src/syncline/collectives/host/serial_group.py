@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -17,10 +17,12 @@ from ..contract.reduce_op import Reduction
 from ..contract.work import FinishedWork, PendingWork, Work
 from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
 from ..failures.flight_recorder import Entry, FlightRecorder
+from ..failures.report import Reporter, report_on_signal
 from .call_comparison import compare_calls
 from .call_verification import CallVerification
 from .departures import GroupCalls
 from .device_runtime import Body, DeviceRuntime, StreamOrder
+from .group_start import agree_on_start
 from .group_work import GroupWork
 from .progress import Progress
 from .transport import Plan, Transport
@@ -82,6 +84,7 @@ class SerialGroup(ProcessGroup):
         self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, int], Plan] = {}
         self._deadline: Deadline | None = None  # of the collective that runs now
         self.recorder = FlightRecorder(name, rank, self.ranks)
+        self._reporter: Reporter | None = None
         is_compared = size == 1 or check_calls or transport.compares_every_call
         self._verification = None if is_compared else CallVerification(transport, rank, size, self.recorder)
 
@@ -98,6 +101,24 @@ class SerialGroup(ProcessGroup):
     def describe(self) -> str:
         """The transport's own description."""
         return self._transport.describe()
+
+    def start(self, options: Mapping[str, object]) -> None:
+        """Compare options with the other ranks, and report failures from now on. All ranks call it, before anything else.
+
+        Raises:
+            DisagreementError: the ranks were given different options.
+        """
+        reporter = Reporter(
+            agree_on_start(self._transport, self.rank, self.size, options, Deadline(self.timeout_s)), self.rank, self.size
+        )
+        self.report_to(reporter)
+        report_on_signal(reporter)
+
+    def report_to(self, reporter: Reporter | None) -> None:
+        """Let the first failure of this group, and of groups made of it from now on, be reported; None: not."""
+        self._reporter = reporter
+        if reporter is not None:
+            reporter.watch(self.recorder)
 
     def verify_calls(self, *, async_op: bool = False) -> Work | None:
         """As `ProcessGroup.verify_calls`; None if each call is compared before it runs. Not counted as a call."""
@@ -295,11 +316,24 @@ class SerialGroup(ProcessGroup):
             failure.__cause__ = error.__cause__
         else:
             _given_up.append(error)
+        if not deadline.was_cancelled or deadline.reason is not None:
+            failure = self._reported(failure)
         self._first_failure = failure
         self._transport.give_up()
         if failure is error:
             raise error
         raise failure from failure.__cause__
+
+    def _reported(self, failure: BaseException) -> BaseException:
+        """The failure, which says where this rank's report is, if it is ours and there is one."""
+        folder = None if self._reporter is None else self._reporter.write(f"{type(failure).__name__}: {failure}")
+        if folder is None or not isinstance(failure, SynclineError):
+            return failure
+        told = type(failure)(
+            f"{failure}. Each rank that fails writes what it knows to {folder}; read it with `syncline report`"
+        )
+        told.__cause__ = failure.__cause__
+        return told
 
     def _check_open(self, call: Collective) -> None:
         if self._closed:

@@ -12,7 +12,7 @@ _DTYPES = (
     *("int64", "int32", "int16", "int8", "uint8", "bool", "uint16", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
-_CODES = {getattr(torch, name): code for code, name in enumerate(_DTYPES) if hasattr(torch, name)}
+_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(_DTYPES) if hasattr(torch, name)}
 _BITS = 5
 # So that all tags up to 32,767 can be coded, which is what MPI promises to take.
 _LEAST = 2 ** (15 + _BITS) - 1
