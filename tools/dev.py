@@ -30,8 +30,9 @@ DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
 JOBS = ROOT / "integration_tests"
 PYTEST = (PYTHON, "-m", "pytest", "--quiet")
 SIZES = (1, 2, 3, 4)
-# The system's is one of those families again: it is shown to be found and to work.
-SYSTEM_SIZES = (2,)
+# Every size on MPICH, and some on each of the others; `--full` takes all on all. The system's is one of those families again:
+# it is shown to be found and to work.
+DEFAULT_SIZES = {"mpich": SIZES, "openmpi": (2, 4), "impi": (3,), "system": (2,)}
 BENCHMARKS = ROOT / "tools" / "benchmarks"
 TEST_SUPPORT = ROOT / "tools" / "test_support"
 # Each is a module; those under mpiexec, and those that start what they need themselves.
@@ -123,7 +124,7 @@ def ranks(options: argparse.Namespace) -> int:
     failed = [
         f"{runtime.name}, {size} ranks"
         for runtime in _runtimes(options.mpi)
-        for size in options.sizes or (SIZES if runtime.name in NEEDED_MPI else SYSTEM_SIZES)
+        for size in options.sizes or (SIZES if options.full else DEFAULT_SIZES[runtime.name])
         if not _ranks_pass(runtime, size, words)
     ]
     for case in failed:
@@ -263,7 +264,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _add_demo(_add(verbs, "demo", demo, "train handwritten digits on several ranks"))
-    _add(verbs, "test", test, "everything: lint, types, docs, unit, ranks, wheels")
+    _add_full(_add(verbs, "test", test, "everything: lint, types, docs, unit, ranks, wheels"))
     _add(verbs, "lint", lint, "ruff, format check, layering check")
     _add(verbs, "types", types, "mypy strict, each layer on its own, then the tools")
     _add_docs(_add(verbs, "docs", docs, "build the documentation's site, strictly"))
@@ -308,6 +309,10 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=int, metavar="N", help="passes over the training data")
 
 
+def _add_full(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--full", action="store_true", help="every size on every MPI, as for a release")
+
+
 def _add_docs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--serve", action="store_true", help="show it while you write, instead")
 
@@ -332,7 +337,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--mpi", nargs="+", choices=mpi_runtimes.NAMES, help="default: all that can be had")
-    add("--sizes", nargs="+", type=_at_least_one, metavar="N", help="default: 1 2 3 4; on the system's own MPI 2")
+    add("--sizes", nargs="+", type=_at_least_one, metavar="N", help="default: 1 2 3 4 on MPICH, some of these on the others")
+    _add_full(parser)
     add("-k", dest="expression", metavar="EXPR", help="only tests that match, as in pytest")
     add("paths", nargs="*", type=Path, help="default: integration_tests")
 

@@ -84,7 +84,7 @@ IMPI = InstallSet(
 # TCP store need pyzmq, which is optional; that the layer works without it has a test of its own.
 BASE = InstallSet(
     "wheel-base",
-    ("torch", "numpy", "pytest", "pytest-timeout", "hypothesis", "pyzmq>=26"),
+    ("torch", "numpy", "pytest", "pytest-timeout", "hypothesis", "expecttest", "pyzmq>=26"),
     home=WHEEL_BASE,
 )
 

@@ -110,11 +110,16 @@ class ThroughTorch(ProcessGroup):
         return self._work([], dist.barrier(self.torch_group, async_op))
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
-        """Every rank makes its own group only, together with its members."""
+        """Every rank makes its own group only, together with its members.
+
+        One without a color makes a group of its own, too: torch 2.15 names such groups by how many a rank has made, and ranks
+        that have made unequally many wait for groups of different names.
+        """
         given: list[Any] = [None] * self.size
         dist.all_gather_object(given, (color, key), self.torch_group)
         chosen = sorted((entry[1], rank) for rank, entry in enumerate(given) if entry[0] == color)
         if color is None:
+            dist.destroy_process_group(dist.new_group([self.ranks[self.rank]], use_local_synchronization=True))
             return None
         ranks = [self.ranks[rank] for _, rank in chosen]
         made = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)

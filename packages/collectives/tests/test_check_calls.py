@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
-from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
+from syncline.collectives.backends.in_process import InProcessTransport, SharedState
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 
@@ -23,10 +23,10 @@ class Trusting(InProcessTransport):
 
 
 def on_two_ranks(body: Callable[[ProcessGroup], object], *, check_calls: bool = True) -> None:
-    meeting_point = MeetingPoint(2)
+    shared_state = SharedState(2)
 
     def rank_body(outer: ProcessGroup) -> None:
-        transport = Trusting(meeting_point, outer.rank)
+        transport = Trusting(shared_state, outer.rank)
         body(HostGroup(transport, outer.rank, 2, timeout_s=10, check_calls=check_calls))
 
     run_ranks(2, rank_body)

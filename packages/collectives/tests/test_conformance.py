@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, ReduceOp, TorchGroup
 from syncline.collectives.backends.gloo import GlooTransport
-from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint, create_groups
+from syncline.collectives.backends.in_process import InProcessTransport, SharedState, create_groups
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.host.progress import Progress
 from syncline.collectives.host.reduction import reduce_in_rank_order
@@ -102,7 +102,7 @@ def test_run_conformance_names_the_check() -> None:
             tensor.zero_()
 
     def make() -> ProcessGroup:
-        return HostGroup(Wrong(MeetingPoint(1), 0), 0, 1, timeout_s=5)
+        return HostGroup(Wrong(SharedState(1), 0), 0, 1, timeout_s=5)
 
     with pytest.raises(AssertionError, match="conformance check 'broadcast_every_root_and_dtype' failed on rank 0 of 1"):
         run_conformance(make)
@@ -162,10 +162,10 @@ class NarrowHalves(InProcessTransport):
 
 
 def on_broken(transport: type[InProcessTransport], check: Check, size: int) -> None:
-    meeting_point = MeetingPoint(size)
+    shared_state = SharedState(size)
 
     def body(outer: ProcessGroup) -> None:
-        group = HostGroup(transport(meeting_point, outer.rank), outer.rank, size, timeout_s=5)
+        group = HostGroup(transport(shared_state, outer.rank), outer.rank, size, timeout_s=5)
         try:
             check(group)
         except BaseException:
@@ -203,10 +203,10 @@ class WritesThroughGaps(HostGroup):
 
 
 def test_the_suite_sees_gaps_that_are_written() -> None:
-    meeting_point = MeetingPoint(2)
+    shared_state = SharedState(2)
 
     def body(outer: ProcessGroup) -> None:
-        group = WritesThroughGaps(InProcessTransport(meeting_point, outer.rank), outer.rank, 2, timeout_s=5)
+        group = WritesThroughGaps(InProcessTransport(shared_state, outer.rank), outer.rank, 2, timeout_s=5)
         try:
             CHECKS["broadcast_every_layout"](group)
         finally:
@@ -241,18 +241,18 @@ class QueuedChildren(Progress):
 )
 def test_the_suite_sees_another_order(check: str) -> None:
     def body(outer: ProcessGroup) -> None:
-        group = HostGroup(InProcessTransport(meeting_points[-1], outer.rank), outer.rank, 2, timeout_s=5)
+        group = HostGroup(InProcessTransport(shared_states[-1], outer.rank), outer.rank, 2, timeout_s=5)
         group._progress = QueuedChildren("broken")
         try:
             CHECKS[check](group)
         finally:
             group.abort()
 
-    meeting_points: list[MeetingPoint] = []
+    shared_states: list[SharedState] = []
 
     def run_it_twenty_times() -> None:  # on a busy machine the threads may happen to keep the order
         for _ in range(20):
-            meeting_points.append(MeetingPoint(2))
+            shared_states.append(SharedState(2))
             run_ranks(2, body, timeout_s=3)
 
     with pytest.raises(

@@ -17,7 +17,7 @@ from syncline.collectives import (
     TransportError,
     premul_sum,
 )
-from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
+from syncline.collectives.backends.in_process import InProcessTransport, SharedState
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.layout import flat
 from syncline.collectives.host.host_group import HostGroup
@@ -47,8 +47,8 @@ class RecordingPlan(Plan):
 class PlanningTransport(InProcessTransport):
     """Has a plan for each `all_reduce`."""
 
-    def __init__(self, meeting_point: MeetingPoint, rank: int) -> None:
-        super().__init__(meeting_point, rank)
+    def __init__(self, shared_state: SharedState, rank: int) -> None:
+        super().__init__(shared_state, rank)
         self.log: list[str] = []
         self.on_run: Callable[[Deadline], object] = lambda deadline: None
 
@@ -57,9 +57,9 @@ class PlanningTransport(InProcessTransport):
 
 
 def make(
-    size: int = 1, rank: int = 0, meeting_point: MeetingPoint | None = None, **options
+    size: int = 1, rank: int = 0, shared_state: SharedState | None = None, **options
 ) -> tuple[HostGroup, PlanningTransport]:
-    transport = PlanningTransport(meeting_point or MeetingPoint(size), rank)
+    transport = PlanningTransport(shared_state or SharedState(size), rank)
     return HostGroup(transport, rank, size, **{"timeout_s": 20, **options}), transport
 
 
@@ -79,10 +79,10 @@ def test_a_plan_is_made_for_the_first_call_of_a_kind() -> None:
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_the_result_and_the_work_are_the_same(async_op: bool) -> None:
-    meeting_point = MeetingPoint(2)
+    shared_state = SharedState(2)
 
     def body(outer) -> list[str]:
-        group, transport = make(2, outer.rank, meeting_point)
+        group, transport = make(2, outer.rank, shared_state)
         for number in range(3):
             tensor = torch.arange(6.0).view(2, 3) * (outer.rank + number)
             work = group.all_reduce(tensor, async_op=async_op)
@@ -147,10 +147,10 @@ def test_bad_arguments_are_refused_as_ever() -> None:
 
 
 def test_calls_are_compared_before_if_the_group_does_so() -> None:
-    meeting_point = MeetingPoint(2)
+    shared_state = SharedState(2)
 
     def body(outer) -> None:
-        group, _ = make(2, outer.rank, meeting_point, check_calls=True)
+        group, _ = make(2, outer.rank, shared_state, check_calls=True)
         for _ in range(2):
             group.all_reduce(torch.ones(2, 3))
         with pytest.raises(

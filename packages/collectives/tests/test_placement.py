@@ -7,8 +7,9 @@ import torch
 
 from syncline.collectives import LaunchError, Placement, default_device, placement_of
 from syncline.collectives.backends.in_process import create_groups
+from syncline.collectives.default_group import default_device as device_module
 from syncline.collectives.default_group import placement
-from syncline.collectives.default_group.placement import assign_devices
+from syncline.collectives.default_group.default_device import assign_devices
 from syncline.collectives.startup.nodes import HostIdentity, place
 
 A, B = HostIdentity("a", "1"), HostIdentity("b", "2")
@@ -84,7 +85,8 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._me = threading.local()
         monkeypatch.setattr(placement, "host_identity", lambda: self._me.host)
-        monkeypatch.setattr(placement, "_visible_devices", lambda: self._me.devices)
+        monkeypatch.setattr(device_module, "host_identity", lambda: self._me.host)
+        monkeypatch.setattr(device_module, "_visible_devices", lambda: self._me.devices)
 
     def run(self, body, hosts: list[HostIdentity], devices: list[list[str]]) -> list:
         results: list = [None] * len(hosts)

@@ -20,15 +20,8 @@ from syncline.collectives import (
     StoreUnavailableError,
 )
 from syncline.collectives.startup import first_words
-from syncline.collectives.startup.rendezvous import (
-    Address,
-    address_by_environment,
-    find_secret,
-    loopback_host,
-    parse_address,
-    parse_folder,
-    store_at,
-)
+from syncline.collectives.startup.init_method import Address, address_by_environment, parse_address, parse_folder
+from syncline.collectives.startup.rendezvous import find_secret, loopback_host, store_at
 from syncline.collectives.startup.user_secret import is_loopback, user_secret
 from syncline.collectives.stores import TCPStoreServer, new_secret
 from syncline.collectives.testing.processes import run_processes
@@ -248,7 +241,7 @@ def test_processes_that_multiprocessing_started(tmp_path: Path, port: int) -> No
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("alone: this process was started by multiprocessing") == 2
+    assert done.stdout.count("alone: multiprocessing started this process") == 2
     assert sorted(line for line in done.stdout.splitlines() if "sum" in line) == [
         "rank 0 of 2: sum 3.0",
         "rank 1 of 2: sum 3.0",

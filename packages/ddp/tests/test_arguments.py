@@ -47,8 +47,17 @@ def test_the_signature_is_torchs() -> None:
     """Names, order and defaults, as far as a call can tell."""
     ours = inspect.signature(DistributedDataParallel).parameters
     theirs = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
-    assert list(ours) == list(theirs)
-    assert {name: p.default for name, p in ours.items()} == {name: p.default for name, p in theirs.items()}
+    newer = {"lazy_bucket_allocation"} - set(theirs)  # what torch 2.15 has added, at the end
+    assert list(ours) == [*theirs, *newer]
+    assert {name: p.default for name, p in ours.items() if name not in newer} == {name: p.default for name, p in theirs.items()}
+
+
+def test_lazy_bucket_allocation_saves_nothing_and_says_so() -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.warns(UserWarning, match="saves no memory"):
+            DistributedDataParallel(WithBuffer(), process_group=group, lazy_bucket_allocation=True)
+
+    only_rank(body)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp
-from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
+from syncline.collectives.backends.in_process import InProcessTransport, SharedState
 from syncline.collectives.devices import DeviceDispatchTransport
 from syncline.collectives.devices.cuda import CudaRuntime, cuda_runtime
 from syncline.collectives.host.host_group import HostGroup
@@ -29,11 +29,11 @@ def test_host_memory_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_two_ranks(check) -> None:
-    meeting_point = MeetingPoint(2)
+    shared_state = SharedState(2)
 
     def body(outer: ProcessGroup) -> None:
         device = CudaRuntime()
-        transport = DeviceDispatchTransport(InProcessTransport(meeting_point, outer.rank), outer.rank, device)
+        transport = DeviceDispatchTransport(InProcessTransport(shared_state, outer.rank), outer.rank, device)
         group = HostGroup(transport, outer.rank, 2, timeout_s=60, device=device)
         with torch.cuda.stream(torch.cuda.Stream()):
             check(group)

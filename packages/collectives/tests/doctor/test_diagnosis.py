@@ -12,8 +12,8 @@ from syncline.collectives.doctor import diagnosis as d
 from syncline.collectives.doctor import memory as m
 from syncline.collectives.doctor.finding import exit_status, in_text, ok, summary
 from syncline.collectives.doctor.observation import _abi, nccl_version_in_words
+from syncline.collectives.startup.backend_choice import BackendChoice
 from syncline.collectives.startup.nodes import HostIdentity
-from syncline.collectives.startup.settings import BackendChoice
 
 A, B = HostIdentity("a", "1"), HostIdentity("b", "2")
 GIB = 2**30

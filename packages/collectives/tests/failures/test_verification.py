@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
-from syncline.collectives.backends.in_process import InProcessTransport, MeetingPoint
+from syncline.collectives.backends.in_process import InProcessTransport, SharedState
 from syncline.collectives.host import call_verification
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
@@ -28,10 +28,10 @@ class Trusting(InProcessTransport):
 
 
 def on_ranks(size: int, body: Body) -> None:
-    meeting_point = MeetingPoint(size)
+    shared_state = SharedState(size)
 
     def rank_body(outer: ProcessGroup) -> None:
-        body(HostGroup(Trusting(meeting_point, outer.rank), outer.rank, size, timeout_s=10))
+        body(HostGroup(Trusting(shared_state, outer.rank), outer.rank, size, timeout_s=10))
 
     run_ranks(size, rank_body)
 

@@ -7,8 +7,8 @@ from .contract.process_group import ProcessGroup
 from .contract.reduce_op import ReduceOp, premul_sum
 from .contract.work import Work
 from .default_group.coalescing import all_gather_coalesced, all_reduce_coalesced, broadcast_coalesced
+from .default_group.default_device import default_device
 from .default_group.default_group import (
-    NonMember,
     destroy_process_group,
     get_default_group,
     get_rank,
@@ -31,8 +31,9 @@ from .default_group.functional import (
     scatter,
 )
 from .default_group.monitored_barrier import monitored_barrier
+from .default_group.non_member import NonMember
 from .default_group.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
-from .default_group.placement import default_device, get_local_rank, get_node_rank, placement_of
+from .default_group.placement import get_local_rank, get_node_rank, placement_of
 from .default_group.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .default_group.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
 from .errors import (

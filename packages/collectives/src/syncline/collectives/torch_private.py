@@ -1,18 +1,46 @@
-"""Keeping torch.compile out of functions that it cannot look into."""
+"""What the collectives use of torch without a promise from torch; each with a probe, and what happens without it.
+
+==================================  ===================================================================================
+private to torch                    without it
+==================================  ===================================================================================
+``torch._C._dynamo.eval_frame``     ``torch.compiler.disable`` does the same, but loads all of torch.compile: seconds
+``Tensor._is_zerotensor``           no tensor goes the quick way of a plain CPU tensor; all go the way of the others
+``torch._foreach_copy_``            tensors are copied one after the other
+``dist.Work._source_rank``          a receive from any rank over a group of torch's is an error; name the sender
+``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is not recognised, which is an error; use ours
+==================================  ===================================================================================
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-# What is private here differs between versions, and the type information does not tell all of it.
-eval_frame: Any = torch._C._dynamo.eval_frame
+from .errors import TransportError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _find_eval_frame() -> Any:
+    """The module that switches the tracer, or None where it lacks a function that is used here."""
+    module = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    newer = ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
+    can_skip = hasattr(module, "skip_code") or all(hasattr(module, name) for name in newer)
+    return module if can_skip and hasattr(module, "set_eval_frame") else None
+
+
+# What is private here differs between versions, and the type information does not tell all of it.
+eval_frame: Any = _find_eval_frame()
+_foreach_copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object] | None = getattr(
+    torch, "_foreach_copy_", None
+)
+
+#: Whether a tensor is one of autograd's zero tensors, which have no memory. Unknown: true, so that nobody reads its memory.
+is_zero_tensor: Callable[[torch.Tensor], bool] = getattr(torch.Tensor, "_is_zerotensor", lambda _: True)
 
 
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
@@ -22,6 +50,9 @@ def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
     and a group is opaque to the tracer, which gives up with an error. `torch.compiler.disable` would do the same as this, but
     loads the whole of torch.compile (seconds) for programs that do not compile.
     """
+    if eval_frame is None:
+        disabled: Callable[P, T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return disabled
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -37,6 +68,9 @@ def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
 
 def disable_dynamo_here(function: Callable[P, T]) -> Callable[P, T]:
     """Run a function as Python; what it calls may be traced. A decorator that costs nothing when the function is called."""
+    if eval_frame is None:
+        disabled: Callable[P, T] = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
+        return disabled
     _skip(function)
     return function
 
@@ -50,3 +84,33 @@ def _skip(function: Any) -> None:
         return
     action = eval_frame._FrameAction
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
+
+
+def copy_each(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+    """Copy each source to the destination at its place, in one call of torch where it has one."""
+    if _foreach_copy is not None:
+        _foreach_copy(destinations, sources)
+        return
+    for source, destination in zip(sources, destinations, strict=True):
+        destination.copy_(source)
+
+
+def source_rank(torch_work: Any) -> int:
+    """Who sent what a receive of torch.distributed from any rank has received.
+
+    Raises:
+        TransportError: this torch does not say.
+    """
+    if not hasattr(torch_work, "_source_rank"):
+        raise TransportError(
+            f"torch {torch.__version__} does not say which rank a message came from; pass the sender to the receive (src=...)"
+        )
+    return int(torch_work._source_rank())
+
+
+def premul_factor(torch_op: Any) -> float | None:
+    """The factor of a `premul_sum` of torch.distributed, which only its pickled state has; None if this torch hides it."""
+    try:
+        return float(torch_op.__getstate__()[1])
+    except (AttributeError, TypeError, ValueError, IndexError):
+        return None

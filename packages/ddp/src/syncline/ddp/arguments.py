@@ -76,6 +76,12 @@ def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bo
         )
 
 
+def check_lazy_bucket_allocation(lazy_bucket_allocation: bool) -> None:
+    """Say that it saves no memory here; gradients are the same without it."""
+    if lazy_bucket_allocation:
+        warnings.warn("lazy_bucket_allocation=True saves no memory: buckets are kept between backwards", stacklevel=4)
+
+
 def check_deprecated(dim: int, check_reduction: bool) -> None:
     """What torch accepts from old scripts.
 

@@ -66,6 +66,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket, instead of `bucket_cap_mb`.
         batched_grad_copy: the copies into buckets are batched either way.
         forward_sync_buffers: as `broadcast_buffers`, but buffers are broadcast at construction in any case.
+        lazy_bucket_allocation: of torch 2.15; accepted with a warning: buckets are kept between backwards either way.
 
     Constructing it is a collective: two all-gathers of 32 bytes and one broadcast of the module's state, in buffers of 250 MiB.
 
@@ -100,10 +101,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         super().__init__()
         arguments.check_module(module)
         arguments.check_deprecated(dim, check_reduction)
+        arguments.check_lazy_bucket_allocation(lazy_bucket_allocation)
         arguments.check_unused(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
         sync_buffers_at_first, forward_sync_buffers = arguments.buffer_synchronization(broadcast_buffers, forward_sync_buffers)
         self.mixed_precision = as_mixed_precision(mixed_precision)
@@ -123,6 +126,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = static_graph
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.dim = dim
         self.device = parameters[0][1].device
         self.device_ids = None if self._input_device is None else [self._input_device.index]

@@ -9,8 +9,7 @@ import torch
 
 from syncline.collectives import InvalidArgumentError, MisuseError
 
-# How torch.distributed.optim._apply_optimizer_in_backward marks parameters.
-_OPTIMIZERS = "_in_backward_optimizers"
+from .torch_internals import IN_BACKWARD_OPTIMIZERS
 
 
 class FusedOptimizer:
@@ -48,9 +47,9 @@ class FusedOptimizer:
         As there, a gradient becomes None after its step.
         """
         for parameter in parameters:
-            if hasattr(parameter, _OPTIMIZERS) and parameter not in self.optimizers:
+            if hasattr(parameter, IN_BACKWARD_OPTIMIZERS) and parameter not in self.optimizers:
                 _take_off_hooks(parameter)
-                self.optimizers[parameter] = getattr(parameter, _OPTIMIZERS)
+                self.optimizers[parameter] = getattr(parameter, IN_BACKWARD_OPTIMIZERS)
                 self._drops_gradient.add(parameter)
 
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Variable
-from torch.distributed.utils import _cast_forward_inputs
 
 from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
 
 from .outputs import tensors_in
+from .torch_internals import call_at_end_of_backward, cast_inputs, check_low_precision, own_parameters, refresh_flat_weights
 
 Tensors = Sequence["torch.Tensor | None"]
 
@@ -33,18 +32,22 @@ class LowPrecision:
         module: the module.
         parameters: those to cast; others stay. Those that are not of floating point stay, too.
         dtype: what to compute in; inputs of floating point are cast to it.
+
+    Raises:
+        MisuseError: this version of torch lacks what it needs; see `torch_internals`.
     """
 
     def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> None:
+        check_low_precision(list(module.modules()))
         self._module = module
         self._dtype = dtype
         self._parameters = [parameter for parameter in parameters if parameter.is_floating_point()]
         index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         # A shared parameter has several places.
         self._places = [
-            (part._parameters, name, index_of[id(parameter)])
+            (own_parameters(part), name, index_of[id(parameter)])
             for part in module.modules()
-            for name, parameter in part._parameters.items()
+            for name, parameter in own_parameters(part).items()
             if id(parameter) in index_of
         ]
         self._recurrent = [part for part in module.modules() if isinstance(part, torch.nn.RNNBase)]
@@ -54,7 +57,7 @@ class LowPrecision:
     @disable_dynamo_here
     def __call__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module; its outputs are what it makes of inputs and parameters in that dtype."""
-        inputs, kwargs = _cast_forward_inputs(self._dtype, *inputs, **kwargs)
+        inputs, kwargs = cast_inputs(self._dtype, inputs, kwargs)
         casts = [parameter.to(self._dtype) for parameter in self._parameters]
         before = self._put([casts[index] for _, _, index in self._places])
         try:
@@ -77,16 +80,16 @@ class LowPrecision:
             self._put(before)
             self._is_in_backward = False
 
-        Variable._execution_engine.queue_callback(_Once(leave))
+        call_at_end_of_backward(_Once(leave))
 
     @disable_dynamo
     def _put(self, tensors: Tensors) -> Tensors:
         """Put a tensor in each place; returns those that were there."""
         before = [parameters[name] for parameters, name, _ in self._places]
         for (parameters, name, _), tensor in zip(self._places, tensors, strict=True):
-            parameters[name] = tensor  # type: ignore[assignment]  # as torch.func.functional_call does
+            parameters[name] = tensor  # as torch.func.functional_call does
         for part in self._recurrent:  # they keep a list of their own
-            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+            refresh_flat_weights(part)
         return before
 
 

@@ -17,6 +17,7 @@ from .batch_normalization import BatchNormalization
 from .batch_statistics import BatchStatistics, gather_statistics, statistics_of
 from .dedicated_group import dedicated_group
 from .process_groups import has_default_group, resolve_group
+from .torch_internals import own_modules
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -94,9 +95,9 @@ class SyncBatchNorm(_BatchNorm):
             if isinstance(layer, _BatchNorm):
                 replaced[layer] = cls._in_place_of(layer, name, process_group)
         for parent in list(module.modules()):
-            for name, child in parent._modules.items():
+            for name, child in own_modules(parent).items():
                 if child in replaced:
-                    parent._modules[name] = replaced[child]
+                    own_modules(parent)[name] = replaced[child]
         return replaced.get(module, module)
 
     @classmethod

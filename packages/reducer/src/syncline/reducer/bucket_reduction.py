@@ -151,8 +151,9 @@ class HookReduction(PendingReduction):
         patience_s = min(limit_s + min(_REPORT_S, limit_s / 2), threading.TIMEOUT_MAX)
         if not is_over.wait(patience_s) and not self._future.done():
             raise CollectiveTimeout(
-                f"the communication hook's future for bucket {self._shown.index()} did not finish within {limit_s:g} s on "
-                f"{self._group.place()}: look for a hook that never sets its result, or for a rank that waits elsewhere"
+                f"the communication hook's future for bucket {self._shown.index()} did not finish within {limit_s:g} s "
+                f"(timeout) on {self._group.place()}: look for a hook that never sets its result, or for a rank "
+                "that waits elsewhere"
             )
 
     def _as_given(self, result: object) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import logging
 import threading
 import time
 import weakref
@@ -28,6 +29,8 @@ from .statistics import BucketTimes, IterationStatistics
 from .sync_policy import GradSyncPolicy
 from .torch_internals import call_at_backward_end, current_backward
 from .usage import CompleteUsage, UnexpectedGradientError, UsageModel
+
+logger = logging.getLogger("syncline.reducer")
 
 DEFAULT_BUCKET_CAP_BYTES = 25 * 1024 * 1024
 DEFAULT_FIRST_BUCKET_CAP_BYTES = 1024 * 1024
@@ -191,8 +194,8 @@ class Reducer:
         """
         if self._phase is not _Phase.IDLE or self._has_accumulated:
             raise MisuseError(
-                f"set_static_graph on {self._group.place()}: a backward has given gradients before; say it before the first "
-                "backward, or pass static_graph=True at construction"
+                f"set_static_graph on {self._group.place()} should be called before training loop starts: a backward has given "
+                "gradients. Call it before the first backward, or pass static_graph=True at construction"
             )
         self._usage = self._make_usage(static=True)
 
@@ -481,6 +484,7 @@ class Reducer:
         self._buckets = []
         self._use(self._builder.build(order.tolist(), kept))
         self._rebuilt = True
+        logger.debug("rebuilt the buckets in the order of rank 0's gradients: %d buckets", len(self._buckets))
 
     def _release_gradients(self) -> None:
         for bucket in self._buckets:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from ..composed.torch_group import TorchGroup
 from ..contract.collective import Collective
@@ -110,16 +111,16 @@ class GlooTransport(Transport):
         """Gloo's all-to-all of bytes."""
         _wait(self._group.all_to_all_single(output, tensor, output_counts, input_counts, async_op=True), deadline)
 
+    @override
     def barrier(self, call: Collective, deadline: Deadline) -> None:
-        """Gloo's barrier."""
         _wait(self._group.barrier(async_op=True), deadline)
 
+    @override
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        """Gloo's send."""
         return self._group.start_send(tensor, dst, _tag(tag, tensor))
 
+    @override
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
-        """Gloo's receive."""
         return self._group.start_recv(tensor, src, _tag(tag, tensor))
 
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
@@ -174,8 +175,8 @@ class GlooBackend(Backend):
     """Ranks are processes that find one another through a store."""
 
     @property
+    @override
     def meets_in_store(self) -> bool:
-        """Yes."""
         return True
 
     def missing(self) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ..contract.collective import Collective, different_calls
 from ..contract.deadline import Deadline
@@ -19,11 +20,11 @@ from ..host.transport import Request, Transport
 from ..startup.backend import Backend, ConnectRequest
 
 
-class MeetingPoint:
-    """Where the threads of a group hand one another what they have.
+class SharedState:
+    """What the ranks of a group share, as threads of one process: the rounds of its collectives, and mailboxes.
 
-    Collectives: the n-th `exchange` of each rank meets the n-th of the others. Messages: `post` leaves one in a mailbox, from
-    which `collect` takes it. One condition guards everything; nobody calls out while holding it.
+    The n-th `exchange` of a rank belongs to the n-th of every other rank. `post` puts a message into the receiver's mailbox;
+    `collect` takes it out. One condition variable guards everything. No function of a caller runs while it is held.
     """
 
     def __init__(self, size: int) -> None:
@@ -32,7 +33,7 @@ class MeetingPoint:
         self._rounds: dict[int, dict[int, Any]] = {}
         self._departed: dict[int, int] = {}
         self._mail: dict[int, deque[tuple[int, int, torch.Tensor]]] = defaultdict(deque)
-        self._children: dict[str, MeetingPoint] = {}
+        self._children: dict[str, SharedState] = {}
         self._aborted = False
 
     def exchange(self, round_number: int, rank: int, value: Any, deadline: Deadline) -> list[Any]:
@@ -75,10 +76,10 @@ class MeetingPoint:
         with self._condition:
             return self._find(dst, src, tag) is not None
 
-    def child(self, name: str, size: int) -> MeetingPoint:
-        """The meeting point of a subset of the ranks; the same object for all that ask by the same name."""
+    def child(self, name: str, size: int) -> SharedState:
+        """The shared state of a subset of the ranks. All that ask for the same name get the same object."""
         with self._condition:
-            return self._children.setdefault(name, MeetingPoint(size))
+            return self._children.setdefault(name, SharedState(size))
 
     def abort(self) -> None:
         """Wake everybody who waits, here and in the subsets."""
@@ -110,23 +111,24 @@ class MeetingPoint:
 
 
 class InProcessTransport(Transport):
-    """Each collective is two meetings: show the others my tensor; then, when all have read, write."""
+    """Each collective has two rounds: show the other ranks my tensor; then, when all have read, write."""
 
     backend_name = "in_process"
 
-    def __init__(self, meeting_point: MeetingPoint, rank: int) -> None:
-        self._meeting_point = meeting_point
+    def __init__(self, shared_state: SharedState, rank: int) -> None:
+        self._shared_state = shared_state
         self._rank = rank
         self._round = 0
 
     @property
+    @override
     def compares_every_call(self) -> bool:
         """When the ranks meet."""
         return True
 
     def describe(self) -> str:
         """Its name and the number of threads."""
-        return f"in_process: {self._meeting_point.size} rank(s) as threads"
+        return f"in_process: {self._shared_state.size} rank(s) as threads"
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
         """Every rank reduces all tensors itself, in rank order."""
@@ -206,40 +208,40 @@ class InProcessTransport(Transport):
             )
         output.copy_(result)
 
+    @override
     def barrier(self, call: Collective, deadline: Deadline) -> None:
-        """Meet."""
         self._meet(call, None, deadline)
 
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
         """Leave a copy in the receiver's mailbox."""
-        self._meeting_point.post(self._rank, dst, tag, tensor.clone())
+        self._shared_state.post(self._rank, dst, tag, tensor.clone())
         return _Sent()
 
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
         """Look into the mailbox when waited for."""
-        return _Receiving(self._meeting_point, self._rank, tensor, src, tag)
+        return _Receiving(self._shared_state, self._rank, tensor, src, tag)
 
+    @override
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
-        """Another meeting point."""
-        return InProcessTransport(self._meeting_point.child(name, len(members)), list(members).index(self._rank))
+        return InProcessTransport(self._shared_state.child(name, len(members)), list(members).index(self._rank))
 
     def close(self) -> None:
         """Nothing to release."""
 
     def abort(self) -> None:
         """Wake the other threads."""
-        self._meeting_point.abort()
+        self._shared_state.abort()
 
     @property
     def _size(self) -> int:
-        return self._meeting_point.size
+        return self._shared_state.size
 
     def _show(self, tensor: torch.Tensor | None, call: Collective, deadline: Deadline) -> list[Any]:
         return self._meet(call, tensor, deadline)
 
     def _meet(self, call: Collective, value: Any, deadline: Deadline) -> list[Any]:
         self._round += 1
-        met = self._meeting_point.exchange(self._round, self._rank, (call.signature(), value), deadline)
+        met = self._shared_state.exchange(self._round, self._rank, (call.signature(), value), deadline)
         signatures = [signature for signature, _ in met]
         if len(set(signatures)) > 1:
             raise different_calls(signatures)
@@ -262,8 +264,8 @@ class _Sent(Request):
 class _Receiving(Request):
     """A message that will be taken from a mailbox."""
 
-    def __init__(self, meeting_point: MeetingPoint, rank: int, tensor: torch.Tensor, src: int | None, tag: int) -> None:
-        self._meeting_point = meeting_point
+    def __init__(self, shared_state: SharedState, rank: int, tensor: torch.Tensor, src: int | None, tag: int) -> None:
+        self._shared_state = shared_state
         self._address = (rank, src, tag)
         self._tensor = tensor
         self._source: int | None = None
@@ -271,7 +273,7 @@ class _Receiving(Request):
     def wait(self, deadline: Deadline) -> None:
         if self._source is not None:
             return
-        source, message = self._meeting_point.collect(*self._address, deadline)
+        source, message = self._shared_state.collect(*self._address, deadline)
         self._source = source
         if message.numel() != self._tensor.numel() or message.dtype != self._tensor.dtype:
             raise DisagreementError(
@@ -281,7 +283,7 @@ class _Receiving(Request):
         self._tensor.copy_(message)
 
     def test(self) -> bool:
-        if self._source is None and self._meeting_point.has_mail(*self._address):
+        if self._source is None and self._shared_state.has_mail(*self._address):
             self.wait(Deadline(0.001))
         return self._source is not None
 
@@ -297,9 +299,9 @@ def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) 
     """
     if size < 1:
         raise InvalidArgumentError(f"expected at least one rank, found {size}")
-    meeting_point = MeetingPoint(size)
+    shared_state = SharedState(size)
     return [
-        HostGroup(InProcessTransport(meeting_point, rank), rank, size, name=name, timeout_s=timeout_s) for rank in range(size)
+        HostGroup(InProcessTransport(shared_state, rank), rank, size, name=name, timeout_s=timeout_s) for rank in range(size)
     ]
 
 

@@ -14,8 +14,9 @@ import torch
 
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import DTYPES_OF, ReduceOp
+from ..default_group.default_device import default_device
 from ..default_group.default_group import destroy_process_group, init_process_group
-from ..default_group.placement import default_device, placement_of
+from ..default_group.placement import placement_of
 from ..errors import InvalidArgumentError
 from .kinds import CPU, KINDS
 from .measure import Case, measure

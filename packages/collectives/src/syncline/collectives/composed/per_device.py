@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from typing_extensions import override
 
 from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError
@@ -51,18 +52,18 @@ class PerDeviceGroup(DelegatingGroup):
         """What the group for the tensor's device says."""
         return self._choose(tensor).algorithm_of(name, tensor)
 
+    @override
     def set_timeout(self, timeout_s: float) -> None:
-        """Set that of each."""
         super().set_timeout(timeout_s)
         for group in self.groups.values():
             group.set_timeout(timeout_s)
 
+    @override
     def close(self) -> None:
-        """Close each."""
         close_all(self.groups.values())
 
+    @override
     def abort(self) -> None:
-        """Abort each."""
         for group in self.groups.values():
             group.abort()
 

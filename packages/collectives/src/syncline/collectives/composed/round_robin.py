@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError
@@ -37,8 +38,8 @@ class RoundRobinGroup(DelegatingGroup):
         self._lock = threading.Lock()
 
     @property
+    @override
     def backend_name(self) -> str:
-        """Of the groups."""
         return f"round_robin({', '.join(group.backend_name for group in self.groups)})"
 
     @property
@@ -54,18 +55,18 @@ class RoundRobinGroup(DelegatingGroup):
         """Plain memory: whose turn it will be is not known."""
         return torch.empty(numel, dtype=dtype, device=device)
 
+    @override
     def set_timeout(self, timeout_s: float) -> None:
-        """Set that of each."""
         super().set_timeout(timeout_s)
         for group in self.groups:
             group.set_timeout(timeout_s)
 
+    @override
     def close(self) -> None:
-        """Close each."""
         close_all(self.groups)
 
+    @override
     def abort(self) -> None:
-        """Abort each."""
         for group in self.groups:
             group.abort()
 

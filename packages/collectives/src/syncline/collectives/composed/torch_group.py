@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as TorchBackend  # the base of ProcessGroupGloo; torch.distributed hides it
 
 from ..contract.deadline import DEFAULT_TIMEOUT_S
 from ..contract.layout import bytes_of, in_plain_order
@@ -19,6 +18,9 @@ from ..errors import InvalidArgumentError
 from ..host.reduction import core_op, reduce_in_rank_order
 from ..host.transfer import TransferWork
 from .torch_work import TorchRequest, TorchWork
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend as TorchBackend  # the base of ProcessGroupGloo
 
 _TORCH_OP: dict[ReduceOp, Any] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -188,7 +190,7 @@ class TorchGroup(ProcessGroup):
         """Begin to receive into a tensor in plain order."""
         into = [bytes_of(wire)]
         torch_work = self.torch_group.recv_anysource(into, tag) if src is None else self.torch_group.recv(into, src, tag)
-        return TorchRequest(torch_work, wire, receives=True)
+        return TorchRequest(torch_work, wire, receives=True, source=src)
 
     def _barrier(self, async_op: bool) -> Work:
         return self._work([], self.torch_group.barrier(dist.BarrierOptions()), None, async_op)

@@ -11,22 +11,24 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ..contract.deadline import Deadline, seconds
 from ..contract.layout import untracked
 from ..contract.work import TensorsFuture, Work
 from ..errors import CollectiveTimeout, TransportError
 from ..host.transport import Request
+from ..torch_private import source_rank
 
 
 class TorchRequest(Request):
     """A torch.distributed send or receive; torch cannot say whether it is over without waiting for it."""
 
-    def __init__(self, torch_work: Any, wire: torch.Tensor, *, receives: bool) -> None:
+    def __init__(self, torch_work: Any, wire: torch.Tensor, *, receives: bool, source: int | None = None) -> None:
         self._torch_work = torch_work
         self._wire = wire
         self._receives = receives
-        self._source: int | None = None
+        self._source = source
         self._over = False
 
     def wait(self, deadline: Deadline) -> None:
@@ -38,8 +40,8 @@ class TorchRequest(Request):
         except RuntimeError as error:
             raise _mapped(error) from error
         self._over = True
-        if self._receives:
-            self._source = self._torch_work._source_rank()
+        if self._receives and self._source is None:
+            self._source = source_rank(self._torch_work)
 
     def test(self) -> bool:
         """Whether `wait` has returned."""
@@ -77,8 +79,8 @@ class TorchWork(Work):
         self._done = False
         self._error: BaseException | None = None
 
+    @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until finished; see `Work.wait`."""
         try:
             if timeout is None:
                 self._torch_work.wait()
@@ -107,8 +109,8 @@ class TorchWork(Work):
             self._completes()
         return self._error
 
+    @override
     def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
         return self._tensors
 
     def get_future(self) -> TensorsFuture:

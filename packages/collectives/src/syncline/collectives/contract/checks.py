@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a collective, in words. Pure: each function returns a complaint or None."""
+"""What is wrong with the arguments of a collective, as text for an error. Pure functions: each returns a problem, or None."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import cast
 
 import torch
 
+from ..torch_private import is_zero_tensor
 from .collective import in_words
 from .layout import overlaps_itself
 
 
 def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
-    """Whether `unusable` and `unwritable` have nothing to say, in the usual case: the quickest way to ask."""
+    """Whether a quick test shows that `unusable` and `unwritable` would find no problem. False: ask them."""
     if not isinstance(tensor, torch.Tensor):
         return False  # type: ignore[unreachable]  # an unchecked caller may pass anything
     return (
@@ -29,9 +30,7 @@ def is_simple(tensor: torch.Tensor) -> bool:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
-        and not (
-            tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
-        )
+        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_conj() or is_zero_tensor(tensor))
     )
 
 
@@ -50,7 +49,7 @@ def no_tensors(call_arguments: Mapping[str, object]) -> str | None:
 
 
 def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: str) -> str | None:
-    """Whether a group can touch the tensor at all."""
+    """The problem if a group cannot read or write the tensor at all."""
     if not isinstance(tensor, torch.Tensor):  # an unchecked caller may pass anything
         return f"expected a torch.Tensor, found {type(tensor).__name__}"  # type: ignore[unreachable]
     if tensor.device.type not in device_types:
@@ -65,7 +64,7 @@ def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: s
 
 
 def unwritable(tensor: torch.Tensor) -> str | None:
-    """Whether writing the tensor would write one place in memory twice."""
+    """The problem if several elements of the tensor share one place in memory, so that it cannot be written."""
     if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
         return (
             "the tensor would be written, but several of its elements share one place in memory (strides "
@@ -75,7 +74,7 @@ def unwritable(tensor: torch.Tensor) -> str | None:
 
 
 def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> str | None:
-    """Whether a list has one tensor for each rank, each with the shape and dtype of `like`."""
+    """The problem if a list has not one tensor for each rank, each with the shape and dtype of `like`."""
     if len(tensors) != size:
         return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
     for index, tensor in enumerate(tensors):
@@ -85,14 +84,14 @@ def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor,
 
 
 def not_times(large: torch.Tensor, small: torch.Tensor, size: int, what: str) -> str | None:
-    """Whether `large` holds `size` times the elements of `small`, in the same dtype."""
+    """The problem if `large` does not hold `size` times the elements of `small`, in the same dtype."""
     if large.dtype != small.dtype or large.numel() != size * small.numel():
         return f"expected the {what} to hold {size} times {in_words(small)}, found {in_words(large)}"
     return None
 
 
 def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> str | None:
-    """Whether the first dimension of a tensor can be divided over `size` ranks as told (None: evenly)."""
+    """The problem if `splits` (None: evenly) do not divide the first dimension of a tensor over `size` ranks."""
     if tensor.dim() == 0:
         return f"expected the {what} to have at least one dimension to split, found a 0-dimensional tensor"
     rows = tensor.shape[0]

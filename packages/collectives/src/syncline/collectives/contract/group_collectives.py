@@ -77,8 +77,8 @@ class GroupCollectives(Membership):
 
         Extra memory: one block as large as all outputs together.
         """
-        self._complain("all_gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}))
-        self._complain("all_gather", checks.not_one_each("output", outputs, tensor, self.size))
+        self._refuse_if("all_gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}))
+        self._refuse_if("all_gather", checks.not_one_each("output", outputs, tensor, self.size))
         self._check_tensors("all_gather", reads=(tensor,), writes=outputs)
         return self._all_gather(list(outputs), tensor, async_op)
 
@@ -90,10 +90,10 @@ class GroupCollectives(Membership):
             tensor: any shape and dtype, the same on every rank. Only read; may be this rank's own part of `output`.
             async_op: return at once, before the collective has finished.
         """
-        self._complain("all_gather_into_tensor", checks.no_tensors({"tensor": tensor, "output": output}))
-        self._complain("all_gather_into_tensor", checks.not_times(output, tensor, self.size, "output"))
+        self._refuse_if("all_gather_into_tensor", checks.no_tensors({"tensor": tensor, "output": output}))
+        self._refuse_if("all_gather_into_tensor", checks.not_times(output, tensor, self.size, "output"))
         self._check_tensors("all_gather_into_tensor", reads=(tensor,), writes=(output,))
-        self._complain("all_gather_into_tensor", checks.not_own_part(tensor, output, self.rank))
+        self._refuse_if("all_gather_into_tensor", checks.not_own_part(tensor, output, self.rank))
         return self._all_gather_into_tensor(output, tensor, async_op)
 
     def gather(
@@ -113,7 +113,7 @@ class GroupCollectives(Membership):
             async_op: return at once, before the collective has finished.
         """
         self._check_root("gather", root)
-        self._complain("gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}))
+        self._refuse_if("gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}))
         self._check_on_root("gather", "outputs", outputs, tensor, root)
         self._check_tensors("gather", reads=(tensor,), writes=outputs or ())
         return self._gather(tensor, None if outputs is None else list(outputs), root, async_op)
@@ -135,7 +135,7 @@ class GroupCollectives(Membership):
             async_op: return at once, before the collective has finished.
         """
         self._check_root("scatter", root)
-        self._complain("scatter", checks.no_tensors({"tensor": tensor, "inputs": inputs}))
+        self._refuse_if("scatter", checks.no_tensors({"tensor": tensor, "inputs": inputs}))
         self._check_on_root("scatter", "inputs", inputs, tensor, root)
         self._check_tensors("scatter", reads=inputs or (), writes=(tensor,))
         return self._scatter(tensor, None if inputs is None else list(inputs), root, async_op)
@@ -153,9 +153,9 @@ class GroupCollectives(Membership):
 
         Extra memory: one block as large as all inputs together.
         """
-        self._complain("reduce_scatter", checks.no_tensors({"output": output, "inputs": inputs}))
+        self._refuse_if("reduce_scatter", checks.no_tensors({"output": output, "inputs": inputs}))
         op = checked_reduction(op, output.dtype)
-        self._complain("reduce_scatter", checks.not_one_each("input", inputs, output, self.size))
+        self._refuse_if("reduce_scatter", checks.not_one_each("input", inputs, output, self.size))
         self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
         return self._reduce_scatter(output, list(inputs), op, async_op)
 
@@ -170,11 +170,11 @@ class GroupCollectives(Membership):
             op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
             async_op: return at once, before the collective has finished.
         """
-        self._complain("reduce_scatter_tensor", checks.no_tensors({"output": output, "tensor": tensor}))
+        self._refuse_if("reduce_scatter_tensor", checks.no_tensors({"output": output, "tensor": tensor}))
         op = checked_reduction(op, output.dtype)
-        self._complain("reduce_scatter_tensor", checks.not_times(tensor, output, self.size, "input"))
+        self._refuse_if("reduce_scatter_tensor", checks.not_times(tensor, output, self.size, "input"))
         self._check_tensors("reduce_scatter_tensor", reads=(tensor,), writes=(output,))
-        self._complain("reduce_scatter_tensor", checks.not_own_part(output, tensor, self.rank))
+        self._refuse_if("reduce_scatter_tensor", checks.not_own_part(output, tensor, self.rank))
         return self._reduce_scatter_tensor(output, tensor, op, async_op)
 
     # ---- what a backend implements ----

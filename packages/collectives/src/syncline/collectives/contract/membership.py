@@ -54,29 +54,29 @@ class Membership(ABC):
         """Where an error happened, in words: "rank 1 of 4 in group 'default'"."""
         return f"rank {self.rank} of {self.size} in group '{self.name}'"
 
-    def _complain(self, collective: str, complaint: str | None) -> None:
-        if complaint is not None:
-            raise InvalidArgumentError(f"{collective} on {self.place()}: {complaint}")
+    def _refuse_if(self, collective: str, problem: str | None) -> None:
+        if problem is not None:
+            raise InvalidArgumentError(f"{collective} on {self.place()}: {problem}")
 
     def _check_root(self, collective: str, root: int) -> None:
         if not 0 <= root < self.size:
-            self._complain(collective, f"expected a root in 0..{self.size - 1}, found {root}")
+            self._refuse_if(collective, f"expected a root in 0..{self.size - 1}, found {root}")
 
     def _check_on_root(
         self, collective: str, what: str, tensors: Sequence[torch.Tensor] | None, like: torch.Tensor, root: int
     ) -> None:
         if self.rank == root and tensors is None:
-            self._complain(collective, f"this rank is the root and must pass {what}")
+            self._refuse_if(collective, f"this rank is the root and must pass {what}")
         if self.rank != root and tensors:
-            self._complain(collective, f"only the root (rank {root}) passes {what}; pass None here")
+            self._refuse_if(collective, f"only the root (rank {root}) passes {what}; pass None here")
         if self.rank == root and tensors is not None:
-            self._complain(collective, checks.not_one_each(what.removesuffix("s"), tensors, like, self.size))
+            self._refuse_if(collective, checks.not_one_each(what.removesuffix("s"), tensors, like, self.size))
 
     def _check_peer(self, collective: str, peer: int | None, tag: int) -> None:
         if tag < 0:
-            self._complain(collective, f"expected a tag of 0 or above, found {tag}")
+            self._refuse_if(collective, f"expected a tag of 0 or above, found {tag}")
         if peer == self.rank or (peer is not None and not 0 <= peer < self.size):
-            self._complain(collective, f"expected another rank in 0..{self.size - 1}, found {peer}")
+            self._refuse_if(collective, f"expected another rank in 0..{self.size - 1}, found {peer}")
 
     def _check_tensors(
         self, collective: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
@@ -84,11 +84,11 @@ class Membership(ABC):
         served = self.device_types
         for tensor in (*reads, *writes):
             if not checks.is_plain(tensor, served):
-                self._complain(collective, checks.unusable(tensor, served, self.backend_name))
+                self._refuse_if(collective, checks.unusable(tensor, served, self.backend_name))
         for tensor in writes:
-            self._complain(collective, checks.unwritable(tensor))
+            self._refuse_if(collective, checks.unwritable(tensor))
         if len(writes) > 1:
-            self._complain(collective, checks.overlapping(writes))
+            self._refuse_if(collective, checks.overlapping(writes))
 
     def _splits(self, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:
         return [tensor.shape[0] // self.size] * self.size if splits is None else list(splits)

@@ -62,7 +62,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
             The new group that this rank is in, or None without a color.
         """
         if color is not None and color < 0:
-            self._complain("split", f"expected a color of 0 or above, or None, found {color}")
+            self._refuse_if("split", f"expected a color of 0 or above, or None, found {color}")
         return self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
 
     def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
@@ -77,7 +77,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
             InvalidArgumentError: a rank twice or outside the group, or not this one; or the backend needs all ranks (`split`).
         """
         if len(set(members)) < len(members) or self.rank not in members or not all(0 <= rank < self.size for rank in members):
-            self._complain("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
+            self._refuse_if("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
         return self._subset(list(members), name, self.timeout_s if timeout_s is None else timeout_s)
 
     # ---- memory ----

@@ -54,7 +54,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         )
     mine = tensor.detach().coalesce()
     signature = f"all_reduce(sparse {in_words(mine)} with {mine.sparse_dim()} sparse dimension(s), op={op.name})"
-    head = torch.tensor([mine._nnz(), crc32(signature.encode())], device=tensor.device)
+    head = torch.tensor([mine.values().shape[0], crc32(signature.encode())], device=tensor.device)
     heads = [torch.empty_like(head) for _ in range(group.size)]
 
     def gather_elements(done: TensorsFuture) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..torch_private import premul_factor
 from .reduce_op import PremulSum, ReduceOp, Reduction, check_reduction, premul_sum
 
 _OURS: dict[Any, Reduction] = (
@@ -22,7 +23,8 @@ def from_torch(op: Any) -> Reduction | None:
         return None
     ours = _OURS.get(getattr(op, "op", op))  # an instance of `dist.ReduceOp` is equal to the constants, but not found by them
     if ours is None and isinstance(op, dist.ReduceOp) and op == _PREMUL_SUM:
-        return premul_sum(float(op.__getstate__()[1]))  # type: ignore[attr-defined]  # only its pickle has the factor
+        factor = premul_factor(op)
+        return None if factor is None else premul_sum(factor)
     return ours
 
 

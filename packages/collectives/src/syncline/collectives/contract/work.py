@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
+from typing_extensions import override
 
 from ..errors import CollectiveTimeout
 from .deadline import seconds
@@ -86,8 +87,8 @@ class FinishedWork(Work):
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:  # noqa: ARG002 - nothing left to wait for
-        """Return at once."""
+    @override
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         return True
 
     def is_completed(self) -> bool:
@@ -98,8 +99,8 @@ class FinishedWork(Work):
         """Always None: a collective that failed on the caller's thread raised there."""
         return None
 
+    @override
     def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
         return self._tensors
 
     def get_future(self) -> TensorsFuture:
@@ -147,12 +148,12 @@ class PendingWork(Work):
         else:
             future.set_exception(self._error)  # type: ignore[arg-type]  # torch says "result: T"
 
+    @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until finished; see `Work.wait`."""
         timeout_s = None if timeout is None else seconds(timeout)
         if not self._done.wait(timeout_s):
             raise CollectiveTimeout(
-                f"{self._describe()} did not finish within the {timeout_s:g} s given to wait(); it goes on, and its "
+                f"{self._describe()} did not finish within the {timeout_s:g} s timeout given to wait(); it goes on, and its "
                 "tensors still belong to it. Wait again, or abort the group."
             )
         if self._error is not None:
@@ -167,8 +168,8 @@ class PendingWork(Work):
         """The error given to `fail`, or None."""
         return self._error
 
+    @override
     def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
         return self._tensors
 
     def get_future(self) -> TensorsFuture:
@@ -197,14 +198,14 @@ class FutureWork(Work):
         self._tensors = tensors
         self._describe = describe
 
+    @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until the future is there; see `Work.wait`."""
         if timeout is not None:
             timeout_s = seconds(timeout)
             done = threading.Event()
             self._future.add_done_callback(lambda _: done.set())
             if not done.wait(timeout_s):
-                raise CollectiveTimeout(f"{self._describe()} did not finish within the {timeout_s:g} s given to wait()")
+                raise CollectiveTimeout(f"{self._describe()} did not finish within the {timeout_s:g} s timeout given to wait()")
         self._future.wait()
         return True
 
@@ -222,8 +223,8 @@ class FutureWork(Work):
             return error
         return None
 
+    @override
     def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
         return self._tensors
 
     def get_future(self) -> TensorsFuture:

@@ -8,18 +8,19 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from ..contract.deadline import seconds
 from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from ..startup.backend import Backend, ConnectRequest
+from ..startup.backend_choice import BackendChoice, choose_backend
 from ..startup.first_words import fail_with_one_voice
 from ..startup.launch import check_init_method, detect_launch
 from ..startup.registry import load_backend, what_is_missing
-from ..startup.settings import BackendChoice, choose_backend, load_settings
+from ..startup.settings import load_settings
+from .non_member import NonMember
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("syncline.collectives")
 
 _ALONE_AMONG_SIBLINGS = (
-    "this process was started by multiprocessing, nothing says which rank of how many it is, so it is a group of one beside "
-    "its siblings: nothing is averaged between them. Pass rank=..., world_size=... and set MASTER_ADDR=localhost and "
-    "MASTER_PORT (or pass init_method='file:///folder'); for a single process, pass rank=0, world_size=1"
+    "multiprocessing started this process, and nothing says which rank it is and how many ranks there are. So this process is "
+    "a group of one: it averages nothing with the processes that were started beside it. Pass rank=..., world_size=... and set "
+    "MASTER_ADDR=localhost and MASTER_PORT (or pass init_method='file:///folder'); for a single process, pass rank=0, "
+    "world_size=1"
 )
 
 _lock = threading.Lock()
@@ -113,6 +115,7 @@ def init_process_group(
                 check_calls=check_calls,
                 thresholds=settings.thresholds.overridden(os.environ),
             )
+            logger.debug("backend %s: %s", choice.name, choice.reason)
             _default = _load(choice).connect(request)
     except Exception:
         fail_with_one_voice(launch, is_initialized)
@@ -134,8 +137,8 @@ def _load(choice: BackendChoice) -> Backend:
 def destroy_process_group() -> None:
     """Finish what is in flight and close the default group. Every rank calls it; without a default group it does nothing.
 
-    While an exception is on its way through (a `finally:` around the training), the group is aborted instead: the other ranks
-    may be waiting for this one, so there is nothing to finish, and the exception shall be seen.
+    While an exception is being handled (a `finally:` around the training), the group is aborted instead. The other ranks may
+    wait for this rank in a collective that it will not start, and to finish the group would hide the exception.
     """
     global _default
     with _lock:
@@ -168,14 +171,14 @@ def get_default_group() -> ProcessGroup:
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
-    """The group that a functional form shall use: the one given, or the default one.
+    """The group that a function works on: the given group, or the default group if it is None.
 
     Raises:
         NotInitializedError: None was given and there is no default group.
         MisuseError: this rank is not in the group.
     """
     if isinstance(group, NonMember):
-        raise MisuseError(group.complaint())
+        raise MisuseError(group.error_message())
     return get_default_group() if group is None else group
 
 
@@ -205,24 +208,3 @@ def get_rank(group: ProcessGroup | NonMember | None = None) -> int:
 def get_world_size(group: ProcessGroup | NonMember | None = None) -> int:
     """The number of ranks of the group, the default one if None; -1 if this process is not in the group."""
     return -1 if isinstance(group, NonMember) else resolve_group(group).size
-
-
-class NonMember:
-    """What `new_group` returns on a rank that is not in the new group. Using it as a group is an error that says so."""
-
-    def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
-        self.name = name
-        self.ranks = tuple(ranks)
-        self._rank = rank
-
-    def complaint(self) -> str:
-        """Why this cannot be used."""
-        return (
-            f"rank {self._rank} is not in group '{self.name}', which has ranks {list(self.ranks)}; call its collectives only "
-            "on those ranks (get_rank(group) is -1 elsewhere)"
-        )
-
-    def __getattr__(self, attribute: str) -> NoReturn:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        raise MisuseError(f"{attribute}: {self.complaint()}")

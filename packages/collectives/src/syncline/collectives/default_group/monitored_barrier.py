@@ -52,7 +52,7 @@ def _collect(group: ProcessGroup, deadline: Deadline, wait_all_ranks: bool) -> N
     if missing:
         named = ", ".join(str(group.ranks[peer]) for peer in missing)
         raise CollectiveTimeout(
-            f"monitored_barrier on {group.place()}: rank(s) {named} did not come within {deadline.timeout_s:g} s"
+            f"monitored_barrier on {group.place()}: rank(s) {named} did not come within {deadline.timeout_s:g} s (timeout)"
             + ("" if wait_all_ranks else " (others may be missing, too: pass wait_all_ranks=True)")
         )
     for peer in arrivals:
@@ -65,8 +65,8 @@ def _report(group: ProcessGroup, deadline: Deadline) -> None:
         group.recv(_byte(), 0, _TAG, async_op=True).wait(max(deadline.remaining_s(), 1e-3))
     except CollectiveTimeout as error:
         raise CollectiveTimeout(
-            f"monitored_barrier on {group.place()}: rank 0 did not answer within {deadline.timeout_s:g} s; if it came, it "
-            "names the ranks that did not"
+            f"monitored_barrier on {group.place()}: rank 0 did not answer within {deadline.timeout_s:g} s (timeout); if it "
+            "came, it names the ranks that did not"
         ) from error
 
 

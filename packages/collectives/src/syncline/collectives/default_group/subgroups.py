@@ -8,7 +8,8 @@ from datetime import timedelta
 from ..contract.deadline import seconds
 from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError
-from .default_group import NonMember, get_default_group, resolve_group
+from .default_group import get_default_group, resolve_group
+from .non_member import NonMember
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | None = None) -> ProcessGroup | NonMember:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+from typing_extensions import override
 
 from ..host.device_runtime import DeviceRuntime, StreamOrder
 
@@ -21,12 +22,12 @@ class CudaRuntime(DeviceRuntime):
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
+    @override
     def owns(self, tensor: torch.Tensor) -> bool:
-        """See `DeviceRuntime.owns`."""
         return tensor.is_cuda
 
+    @override
     def order(self, tensors: Sequence[torch.Tensor]) -> CudaOrder:
-        """See `DeviceRuntime.order`."""
         return CudaOrder([(tensor, self._stream(tensor.device)) for tensor in tensors])
 
     def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -44,8 +45,8 @@ class CudaRuntime(DeviceRuntime):
         """A copy that the current stream makes in its time."""
         tensor.view(-1).copy_(host, non_blocking=True)
 
+    @override
     def finish(self, tensor: torch.Tensor) -> None:
-        """See `DeviceRuntime.finish`."""
         torch.cuda.current_stream(tensor.device).synchronize()
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -67,14 +68,14 @@ class CudaOrder(StreamOrder):
         self._issued = [torch.cuda.current_stream(stream.device).record_event() for stream in self._streams]
         self._done: list[torch.cuda.Event] = []
 
+    @override
     def join(self) -> None:
-        """See `StreamOrder.join`."""
         for stream, event in zip(self._streams, self._done):  # noqa: B905 - none is done if the collective never ran
             torch.cuda.current_stream(stream.device).wait_event(event)
 
     @contextmanager
+    @override
     def resumed(self) -> Iterator[None]:
-        """See `StreamOrder.resumed`."""
         with ExitStack() as entered:
             for stream in self._streams:
                 entered.enter_context(torch.cuda.stream(stream))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
@@ -33,6 +34,7 @@ class DeviceDispatchTransport(Transport):
         self._on_device = direct or StagedTransport(host, rank, device)
 
     @property
+    @override
     def compares_every_call(self) -> bool:
         """As the host transport does; a direct one compares each call, for MPI takes CUDA memory in blocking calls only."""
         return self._host.compares_every_call
@@ -43,42 +45,43 @@ class DeviceDispatchTransport(Transport):
             return self._on_device.describe()
         return f"{self._host.describe()}, {self._device.device_type} directly"
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        """By the tensor."""
         self._for(tensor).all_reduce(tensor, op, call, deadline)
 
+    @override
     def plan(self, kind: CallKind) -> Plan | None:
-        """Of the host's tensors."""
         return self._host.plan(kind)
 
+    @override
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        """By the tensor."""
         self._for(tensor).reduce(tensor, root, op, call, deadline)
 
+    @override
     def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
-        """By the tensor."""
         self._for(tensor).broadcast(tensor, root, call, deadline)
 
+    @override
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
-        """By the tensor."""
         self._for(tensor).all_gather(block, tensor, call, deadline)
 
+    @override
     def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
-        """By the tensor."""
         self._for(tensor).gather(tensor, block, root, call, deadline)
 
+    @override
     def scatter(
         self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
     ) -> None:
-        """By the tensor."""
         self._for(tensor).scatter(tensor, block, root, call, deadline)
 
+    @override
     def reduce_scatter(
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
     ) -> None:
-        """By the tensor."""
         self._for(tensor).reduce_scatter(tensor, block, op, call, deadline)
 
+    @override
     def all_to_all(
         self,
         output: torch.Tensor,
@@ -88,27 +91,26 @@ class DeviceDispatchTransport(Transport):
         call: Collective,
         deadline: Deadline,
     ) -> None:
-        """By the input."""
         self._for(tensor).all_to_all(output, tensor, output_counts, input_counts, call, deadline)
 
+    @override
     def barrier(self, call: Collective, deadline: Deadline) -> None:
-        """The host's."""
         self._host.barrier(call, deadline)
 
+    @override
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        """By the tensor."""
         return self._for(tensor).start_send(tensor, dst, tag)
 
+    @override
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
-        """By the tensor."""
         return self._for(tensor).start_recv(tensor, src, tag)
 
+    @override
     def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
-        """The host's."""
         return self._host.allocate(numel, dtype, call, deadline)
 
+    @override
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
-        """Both on a subset."""
         return DeviceDispatchTransport(
             self._host.subset(members, name, number, deadline),
             list(members).index(self._rank),
@@ -116,19 +118,19 @@ class DeviceDispatchTransport(Transport):
             None if self._direct is None else self._direct.subset(members, name, number, deadline),
         )
 
+    @override
     def give_up(self) -> None:
-        """Both."""
         self._host.give_up()
         if self._direct is not None:
             self._direct.give_up()
 
+    @override
     def close(self) -> None:
-        """Close both."""
         self._on_device.close()
         self._host.close()
 
+    @override
     def abort(self) -> None:
-        """Abort both."""
         self._on_device.abort()
         self._host.abort()
 

@@ -13,9 +13,10 @@ from ..contract.process_group import ProcessGroup
 from ..default_group.default_group import destroy_process_group, init_process_group
 from ..devices.cuda_awareness import try_cuda_awareness
 from ..errors import SynclineError
+from ..startup.backend_choice import BackendChoice, choose_backend
 from ..startup.launch import detect_launch
 from ..startup.registry import what_is_missing
-from ..startup.settings import BackendChoice, choose_backend, load_settings
+from ..startup.settings import load_settings
 from .diagnosis import diagnose
 from .finding import exit_status, in_text
 from .observation import Observation, observe

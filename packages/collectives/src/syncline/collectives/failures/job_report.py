@@ -136,7 +136,9 @@ def current_call(calls: Sequence[CallRecord]) -> CallRecord | None:
     """The first call that has begun and not succeeded, else the last that has begun, else the last."""
     begun = [call for call in calls if call.state != "queued"]
     unfinished = [call for call in begun if call.state != DONE]
-    return unfinished[0] if unfinished else (begun or list(calls) or [None])[-1]
+    if unfinished:
+        return unfinished[0]
+    return next(reversed(begun or calls), None)
 
 
 def _begun(calls: Sequence[CallRecord]) -> int:

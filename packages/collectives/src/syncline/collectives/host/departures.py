@@ -1,14 +1,15 @@
-"""Ranks that have left the job, and the calls that wait for them in vain.
+"""Ranks that have left the job, and the calls that wait for them and will never end.
 
 Note [Who will not come]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A rank that leaves the job tells the others how many collectives of each group it has started. The collectives of a group run
-in one total order, the same on every rank. So a rank that runs number k of a group waits in vain for every member that has left
-after fewer than k. A collective that the leaver did start still finishes: the leaver stays in an exit barrier and lets its
+in one total order, the same on every rank. So collective k of a group never ends on a rank if a member of the group left
+after it had started fewer than k.
+A collective that the leaver did start still finishes: the leaver stays in an exit barrier and lets its
 library work. A rank that waits for nobody is never disturbed, however long it computes or saves after the others have left.
 
-Sends and receives have no place in that order. There, a rank that has left is believed to have sent all when `TRANSFER_GRACE_S`
-seconds have passed since its notice came.
+Sends and receives have no place in that order. There, `TRANSFER_GRACE_S` seconds after the notice of a rank has come, the other
+ranks assume that everything which it sent has arrived.
 """
 
 from __future__ import annotations

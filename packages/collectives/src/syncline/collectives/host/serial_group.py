@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
+from typing_extensions import override
 
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
@@ -34,9 +36,14 @@ _CPU = frozenset({"cpu"})
 # How long a rank that closes a group waits for the others, to compare what they have called.
 _CLOSE_S = 60.0
 
-# A library may go on writing to the tensors of a collective that was given up, so they must live as long as the process. The
-# tracebacks of these errors hold the frames that hold them, also copies in plain order.
-_given_up: list[BaseException] = []
+# A library may go on writing to the tensors of a collective that was given up, so their memory must not be freed at once. The
+# tracebacks of these errors hold the frames that hold the tensors, and their copies in plain order.
+#
+# Only the latest are kept. A group fails once: after its first failure it starts no other collective, and its transport is
+# told to give up. So the oldest of them belongs to a group after which as many others have failed; a job that makes a new
+# group after each failure must not need more memory each time.
+GIVEN_UP_KEPT = 16
+_given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 
 
 class SerialGroup(ProcessGroup):
@@ -98,8 +105,8 @@ class SerialGroup(ProcessGroup):
         """The CPU, and the device that the group was made with."""
         return self._device_types
 
+    @override
     def describe(self) -> str:
-        """The transport's own description."""
         return self._transport.describe()
 
     def start(self, options: Mapping[str, object]) -> None:
@@ -120,8 +127,8 @@ class SerialGroup(ProcessGroup):
         if reporter is not None:
             reporter.watch(self.recorder)
 
+    @override
     def verify_calls(self, *, async_op: bool = False) -> Work | None:
-        """As `ProcessGroup.verify_calls`; None if each call is compared before it runs. Not counted as a call."""
         verification = self._verification
         if verification is None:
             return None
@@ -226,7 +233,7 @@ class SerialGroup(ProcessGroup):
         return device.order(owned) if owned else None
 
     def _run_plan(self, plan: Plan, tensor: torch.Tensor, op: Reduction) -> None:
-        """As `_run`; see Note [Plans]."""
+        """Run a kept plan as `_run` runs a body; see Note [Plans]."""
         sequence = next(self._sequence)
         if self._first_failure is not None:
             raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
@@ -319,6 +326,7 @@ class SerialGroup(ProcessGroup):
         if not deadline.was_cancelled or deadline.reason is not None:
             failure = self._reported(failure)
         self._first_failure = failure
+        logger.debug("%s on %s failed; the group runs no other collective", call.name, self.place())
         self._transport.give_up()
         if failure is error:
             raise error
@@ -356,7 +364,7 @@ class SerialGroup(ProcessGroup):
     def _timed_out(self, call: Collective, sequence: int | None, error: TimeoutError) -> CollectiveTimeout:
         timeout = CollectiveTimeout(
             f"{self._in_words(call, sequence)}, did not finish within {self.timeout_s:g} s: {error}. Look for a rank that "
-            "died, left early, or issued other collectives; a longer time limit is the `timeout` of init_process_group"
+            "died, left early, or issued other collectives; or pass a longer timeout to init_process_group"
         )
         timeout.__cause__ = error
         return timeout

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+from typing_extensions import override
 
 from ..contract.deadline import DEFAULT_TIMEOUT_S, Deadline, seconds
 from ..contract.layout import untracked
@@ -41,8 +42,8 @@ class TransferWork(Work):
         self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
 
+    @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until the tensor was sent or has arrived; see `Work.wait`."""
         if not self._done:
             self._drive_within(seconds(timeout, DEFAULT_TIMEOUT_S))
         if self._error is not None:

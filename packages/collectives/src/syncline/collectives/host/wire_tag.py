@@ -34,7 +34,7 @@ def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
     """
     if largest < _LEAST:
         return tag
-    coded = tag << _BITS | _CODES.get(dtype, _OTHER_DTYPE)
+    coded: int = tag << _BITS | _CODES.get(dtype, _OTHER_DTYPE)
     if coded > largest:
         raise InvalidArgumentError(f"expected a tag of at most {largest >> _BITS} over this library, found {tag}")
     return coded

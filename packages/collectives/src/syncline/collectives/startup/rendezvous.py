@@ -9,36 +9,29 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 import torch.distributed as dist
 
 from ..contract.object_exchange import exchange_objects
 from ..contract.process_group import ProcessGroup
-from ..errors import InvalidArgumentError, LaunchError
+from ..errors import LaunchError
 from ..stores import AsTorchStore, TCPStore, TCPStoreServer, file_rendezvous, new_secret
 from ..stores.tcp.secret import require_pyzmq
+from .init_method import Address, address_by_environment, parse_address, parse_folder
 from .launch import check_init_method
 from .user_secret import is_loopback, user_secret
 
 SECRET_VARIABLE = "SYNCLINE_SECRET"
 
+logger = logging.getLogger("syncline.collectives")
+
 _close_at_exit: list[Callable[[], None]] = []
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where rank 0 serves a TCP store, as a URL says it; `secret_file` is the path given there, or None."""
-
-    host: str
-    port: int
-    secret_file: str | None
 
 
 def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: Mapping[str, str] = os.environ) -> dist.Store:
@@ -60,10 +53,12 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
     """
     scheme = check_init_method(init_method)
     if scheme == "file":
+        logger.debug("rank %d of %d: rendezvous in the folder of %s", rank, size, init_method)
         return AsTorchStore(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
     if scheme == "tcp":
         return _over_tcp(parse_address(init_method), rank, timeout_s, environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        logger.debug("rank %d of %d: rendezvous in the store of torchrun's agent", rank, size)
         store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
         return store
     return _over_tcp(address_by_environment(init_method, environ), rank, timeout_s, environ)
@@ -79,67 +74,6 @@ def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> 
     else:
         return None
     return host if is_loopback(host) else None
-
-
-def parse_folder(url: str) -> Path:
-    """The folder that a file:// URL names. A pure function.
-
-    Raises:
-        InvalidArgumentError: it names a host, no absolute path, or anything else.
-    """
-    parts = urlsplit(url)
-    if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
-        raise InvalidArgumentError(
-            f"expected an init_method such as 'file:///shared/folder', with nothing after it, found {url!r}"
-        )
-    return Path(parts.path)
-
-
-def parse_address(url: str) -> Address:
-    """Host, port and secret file of a tcp:// URL. A pure function.
-
-    Raises:
-        InvalidArgumentError: there is no host or port, or something that is neither.
-    """
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if not parts.hostname or not port or parts.username is not None or parts.path or parts.fragment:
-        raise InvalidArgumentError(
-            f"expected an init_method such as 'tcp://host:29500' or 'tcp://host:29500?secret_file=PATH', found {url!r}"
-        )
-    return Address(parts.hostname, port, _secret_file(parts))
-
-
-def address_by_environment(url: str, environ: Mapping[str, str]) -> Address:
-    """What MASTER_ADDR and MASTER_PORT say. A pure function.
-
-    Raises:
-        LaunchError: one of them is missing, or the port is no number.
-        InvalidArgumentError: the URL says more than where the secret is.
-    """
-    parts = urlsplit(url)
-    if parts.netloc or parts.path or parts.fragment:
-        raise InvalidArgumentError(f"expected the init_method 'env://' or 'env://?secret_file=PATH', found {url!r}")
-    lacks = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-    if lacks:
-        raise LaunchError(f"init_method 'env://' needs {' and '.join(lacks)} in the environment; set them, or use another one")
-    host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        raise LaunchError(f"expected MASTER_PORT to be a port, 1 to 65535, found {port!r}")
-    return Address(host, int(port), _secret_file(parts))
-
-
-def _secret_file(parts: SplitResult) -> str | None:
-    fields = parse_qsl(parts.query, keep_blank_values=True)
-    if [name for name, _ in fields] not in ([], ["secret_file"]) or ("secret_file", "") in fields:
-        raise InvalidArgumentError(
-            f"expected nothing but secret_file=PATH after the question mark, found {parts.query!r} (rank and world_size are "
-            "arguments of init_process_group)"
-        )
-    return fields[0][1] if fields else None
 
 
 def find_secret(secret_file: str | None, environ: Mapping[str, str], host: str = "") -> str:
@@ -182,6 +116,7 @@ def _read_secret(path: Path) -> str:
 
 def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[str, str]) -> dist.Store:
     secret = find_secret(address.secret_file, environ, address.host)
+    logger.debug("rank %d: rendezvous in the TCP store at %s:%d", rank, address.host, address.port)
     if rank == 0:
         _serve(address.host, address.port, secret)
     return _client(address.host, address.port, secret, timeout_s)
@@ -198,6 +133,7 @@ def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float) -> dist.Store:
         server = _serve(address, 0, secret)
         told = (server.host, server.port, secret)
     host, port, secret = exchange_objects(told, group=group)[0]
+    logger.debug("rank %d: rendezvous in the TCP store of rank 0 at %s:%d", group.rank, host, port)
     return _client(host, port, secret, timeout_s)
 
 

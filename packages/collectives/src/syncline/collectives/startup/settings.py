@@ -1,26 +1,24 @@
-"""What this site wants: the site file, and which backend is used and why."""
+"""The settings of a site, read from its site file."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ..contract.deadline import DEFAULT_TIMEOUT_S, seconds
-from ..errors import InvalidArgumentError, LaunchError, SiteFileError
+from ..errors import InvalidArgumentError, SiteFileError
 from .algorithm_thresholds import AlgorithmThresholds
-from .launch import Launch
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-BACKEND_VARIABLE = "SYNCLINE_BACKEND"
 SITE_VARIABLE = "SYNCLINE_SITE"
 DEFAULT_SITE_FILE = Path("/etc/syncline/site.toml")
 
@@ -106,76 +104,3 @@ _IN_TOML = {str: 'a string (in quotes, such as "mpi")', float: "a number", int: 
 
 def _known_keys() -> str:
     return ", ".join(f"{name} ({kind.__name__})" for name, kind in _KEYS.items())
-
-
-@dataclass(frozen=True)
-class BackendChoice:
-    """A backend's name and, in words, why it was chosen."""
-
-    name: str
-    reason: str
-
-
-def choose_backend(
-    argument: str | None,
-    environ: Mapping[str, str],
-    launch: Launch | None,
-    missing: Callable[[str], str | None],
-    *,
-    scheme: str | None = None,
-    rendezvous_given: bool = False,
-    settings: Settings | None = None,
-) -> BackendChoice:
-    """Choose by argument, else by environment variable, else by the site file, else automatically. A pure function.
-
-    Automatically: MPI when an MPI launcher started this process and nothing that MPI needs is missing; else Gloo when there
-    is a launcher or a rendezvous; else a group of one. Where NCCL lacks nothing either, it serves the GPUs beside that.
-
-    Args:
-        argument: the `backend` argument of `init_process_group`.
-        environ: the environment variables.
-        launch: what the launcher says, or None.
-        missing: maps a backend's name to what it lacks here, or to None.
-        scheme: that of the `init_method`; "mpi" is as good as the argument "mpi".
-        rendezvous_given: whether the caller gave an `init_method` or a world size.
-        settings: the site's settings.
-
-    Raises:
-        LaunchError: the `init_method` is mpi:// and the argument names another backend.
-    """
-    if scheme == "mpi":
-        return _by_mpi_url(argument)
-    if argument is not None:
-        return BackendChoice(argument, "given as argument")
-    if environ.get(BACKEND_VARIABLE):
-        return BackendChoice(environ[BACKEND_VARIABLE], f"set by {BACKEND_VARIABLE}")
-    if settings is not None and settings.backend is not None:
-        return BackendChoice(settings.backend, f"set by the site file {settings.path}")
-    return _with_gpus(_choose_automatically(launch, missing, rendezvous_given), missing)
-
-
-def _by_mpi_url(argument: str | None) -> BackendChoice:
-    if argument not in (None, "mpi"):
-        raise LaunchError(
-            f"init_method 'mpi://' means backend 'mpi', but backend {argument!r} was given; leave one of the two out"
-        )
-    return BackendChoice("mpi", "init_method is mpi://")
-
-
-def _with_gpus(host: BackendChoice, missing: Callable[[str], str | None]) -> BackendChoice:
-    if missing("nccl") is not None:
-        return host
-    return BackendChoice(f"cpu:{host.name},cuda:nccl", f"{host.reason}, and there are GPUs")
-
-
-def _choose_automatically(launch: Launch | None, missing: Callable[[str], str | None], rendezvous_given: bool) -> BackendChoice:
-    if launch is not None and launch.is_mpi:
-        lack = missing("mpi")
-        if lack is None:
-            return BackendChoice("mpi", f"launched by {launch.launcher}")
-        return BackendChoice("gloo", f"launched by {launch.launcher}, but MPI cannot be used: {lack}")
-    if launch is not None:
-        return BackendChoice("gloo", f"launched by {launch.launcher}")
-    if rendezvous_given:
-        return BackendChoice("gloo", "a rendezvous was given and no MPI launcher started this process")
-    return BackendChoice("in_process", "nothing launched this process, so it is alone")

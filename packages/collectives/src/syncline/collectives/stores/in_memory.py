@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
+from typing_extensions import override
+
 from . import mutations
 from .locked_store import LockedStore
 from .store import as_key, as_keys, key_timeout
@@ -27,26 +29,26 @@ class InMemoryStore(LockedStore):
         """It has no address but the process."""
         return "in-memory store"
 
+    @override
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
-        """See `Store.get`."""
         timeout_s = self._limit_s(timeout)
         with self._changed:
             self._hold_until([as_key(key)], timeout_s)
             return self._values[key]
 
+    @override
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
-        """See `Store.wait`."""
         timeout_s = self._limit_s(timeout)
         with self._changed:
             self._hold_until(as_keys(keys), timeout_s)
 
+    @override
     def check(self, keys: Sequence[str]) -> bool:
-        """See `Store.check`."""
         with self._changed:
             return not mutations.missing(as_keys(keys), self._values)
 
+    @override
     def num_keys(self) -> int:
-        """See `Store.num_keys`."""
         with self._changed:
             return len(self._values)
 

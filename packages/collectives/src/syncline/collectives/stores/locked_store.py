@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from operator import index
 
+from typing_extensions import override
+
 from . import mutations
 from .store import Store, as_bytes, as_key
 
@@ -16,18 +18,18 @@ class LockedStore(Store):
     def _apply(self, key: str, change: mutations.Mutation[mutations.Answer]) -> mutations.Answer:
         """Carry out `change` on the value of `key`, atomically."""
 
+    @override
     def set(self, key: str, value: bytes | str) -> None:
-        """See `Store.set`."""
         self._apply(as_key(key), mutations.setting(as_bytes(value)))
 
+    @override
     def add(self, key: str, amount: int) -> int:
-        """See `Store.add`."""
         return self._apply(as_key(key), mutations.adding(key, index(amount)))
 
+    @override
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """See `Store.compare_set`."""
         return self._apply(as_key(key), mutations.swapping(as_bytes(expected), as_bytes(desired)))
 
+    @override
     def delete_key(self, key: str) -> bool:
-        """See `Store.delete_key`."""
         return self._apply(as_key(key), mutations.removing())

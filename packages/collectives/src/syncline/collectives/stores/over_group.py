@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
+from typing_extensions import override
 
 from ..contract.deadline import Deadline
 from ..contract.process_group import ProcessGroup
@@ -29,8 +30,8 @@ _GOODBYES_S = 5.0
 class GroupStore(ServedStore):
     """A store for the ranks of a group that has no other use.
 
-    Rank 0 serves the others from a thread that looks for requests every 0.2 ms to 20 ms, rarer the longer none came. Cost of
-    a call: four messages, on rank 0 none. Waiting asks again and again.
+    Rank 0 serves the others from a thread that looks for requests every 0.2 ms to 20 ms; the interval grows while no request
+    comes. A call costs four messages, on rank 0 none. A call that waits for a key repeats its request.
 
     Args:
         group: its ranks share the store; all of them make one, and close it. The store closes the group.
@@ -48,8 +49,8 @@ class GroupStore(ServedStore):
         """The group."""
         return f"store on rank 0 of group '{self._group.name}'"
 
+    @override
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
-        """See `Store.get`."""
         deadline = Deadline(self._limit_s(timeout))
         name, value = as_key(key), list[bytes]()
 
@@ -62,8 +63,8 @@ class GroupStore(ServedStore):
             raise key_timeout([name], self.describe(), deadline.timeout_s)
         return value[0]
 
+    @override
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
-        """See `Store.wait`."""
         deadline, names = Deadline(self._limit_s(timeout)), as_keys(keys)
         if not poll(lambda: self.check(names), deadline):
             raise key_timeout((key for key in names if not self.check([key])), self.describe(), deadline.timeout_s)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+from typing_extensions import override
+
 from .store import Store, as_key, as_keys
 
 
@@ -26,32 +28,32 @@ class PrefixStore(Store):
         """The store, and which part of it."""
         return f"{self._store.describe()}, keys {self._prefix}*"
 
+    @override
     def set(self, key: str, value: bytes | str) -> None:
-        """See `Store.set`."""
         self._store.set(self._full(key), value)
 
+    @override
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
-        """See `Store.get`."""
         return self._store.get(self._full(key), self._limit_s(timeout))
 
+    @override
     def add(self, key: str, amount: int) -> int:
-        """See `Store.add`."""
         return self._store.add(self._full(key), amount)
 
+    @override
     def check(self, keys: Sequence[str]) -> bool:
-        """See `Store.check`."""
         return self._store.check([self._full(key) for key in as_keys(keys)])
 
+    @override
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
-        """See `Store.wait`."""
         self._store.wait([self._full(key) for key in as_keys(keys)], self._limit_s(timeout))
 
+    @override
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """See `Store.compare_set`."""
         return self._store.compare_set(self._full(key), expected, desired)
 
+    @override
     def delete_key(self, key: str) -> bool:
-        """See `Store.delete_key`."""
         return self._store.delete_key(self._full(key))
 
     def num_keys(self) -> int:

@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from operator import index
 
+from typing_extensions import override
+
 from .messages import Op
 from .store import Store, as_bytes, as_key, as_keys
 
@@ -17,26 +19,26 @@ class ServedStore(Store):
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:
         """Ask for `op` and return the fields of the answer."""
 
+    @override
     def set(self, key: str, value: bytes | str) -> None:
-        """See `Store.set`."""
         self._call(Op.SET, as_key(key).encode(), as_bytes(value))
 
+    @override
     def add(self, key: str, amount: int) -> int:
-        """See `Store.add`."""
         return int(self._call(Op.ADD, as_key(key).encode(), b"%d" % index(amount))[0])
 
+    @override
     def check(self, keys: Sequence[str]) -> bool:
-        """See `Store.check`."""
         return self._call(Op.CHECK, *(key.encode() for key in as_keys(keys)))[0] == b"1"
 
+    @override
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """See `Store.compare_set`."""
         return self._call(Op.COMPARE_SET, as_key(key).encode(), as_bytes(expected), as_bytes(desired))[0]
 
+    @override
     def delete_key(self, key: str) -> bool:
-        """See `Store.delete_key`."""
         return self._call(Op.DELETE_KEY, as_key(key).encode())[0] == b"1"
 
+    @override
     def num_keys(self) -> int:
-        """See `Store.num_keys`."""
         return int(self._call(Op.NUM_KEYS)[0])

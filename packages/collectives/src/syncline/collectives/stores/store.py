@@ -157,6 +157,6 @@ def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeo
     """The error for keys that did not come within `timeout_s` seconds."""
     names = ", ".join(repr(key) for key in keys)
     return StoreTimeout(
-        f"{where}: nobody set {names} within {timeout_s:g} s; either the process that should set it has failed or never "
-        "started, or the keys differ, or the time limit is too short"
+        f"{where}: nobody set {names} within {timeout_s:g} s (timeout); either the process that should set it has failed "
+        "or never started, or the keys differ, or the time limit is too short"
     )

@@ -33,6 +33,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from ..contract.deadline import Deadline
 from ..errors import InvalidArgumentError, StoreError, StoreTimeout
@@ -150,34 +151,34 @@ class FromTorchStore(Store):
             self._store.set(name, raw)  # type: ignore[arg-type]  # torch says str, and takes bytes
             self._store.check([name])
 
+    @override
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
-        """See `Store.get`."""
         self.wait([key], timeout)
         with self._explained():
             return self._store.get(key)
 
+    @override
     def add(self, key: str, amount: int) -> int:
-        """See `Store.add`."""
         try:
             with self._explained():
                 return self._store.add(as_key(key), amount)
         except ValueError as error:
             raise InvalidArgumentError(f"{self.describe()}: add({key!r}, {amount}): the value is not a number") from error
 
+    @override
     def check(self, keys: Sequence[str]) -> bool:
-        """See `Store.check`."""
         names = as_keys(keys)
         with self._explained():
             return self._store.check(names)
 
+    @override
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
-        """See `Store.wait`."""
         timeout_s, names = self._limit_s(timeout), as_keys(keys)
         if not poll(lambda: self.check(names), Deadline(timeout_s)):
             raise key_timeout(self._missing(names) or names, self.describe(), timeout_s)
 
+    @override
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """See `Store.compare_set`."""
         name, old, new = as_key(key), as_bytes(expected), as_bytes(desired)
         with self._explained():
             return self._store.compare_set(name, old, new)  # type: ignore[arg-type]  # torch says str, and takes bytes
@@ -188,8 +189,8 @@ class FromTorchStore(Store):
         with self._explained():
             return self._store.check([name]) and self._store.delete_key(name)
 
+    @override
     def num_keys(self) -> int:
-        """See `Store.num_keys`."""
         with self._explained():
             return self._store.num_keys()
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from ..contract.process_group import ProcessGroup
 from ..errors import BackendUnavailableError, InvalidArgumentError, LaunchError, UnknownBackendError
 from ..startup.backend import ConnectRequest
+from ..startup.backend_choice import choose_backend
 from ..startup.launch import detect_launch
 from ..startup.registry import load_backend
-from ..startup.settings import choose_backend, load_settings
+from ..startup.settings import load_settings
 from .torch_process_group import TorchProcessGroup
 
 logger = logging.getLogger("syncline.collectives")

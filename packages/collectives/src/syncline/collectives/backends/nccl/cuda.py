@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from typing_extensions import override
 
 from ...contract.work import TensorsFuture
 from .accelerator import Accelerator, CommStream, Event
@@ -24,16 +25,16 @@ class CudaEvent(Event):
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
+    @override
     def order_current_stream(self) -> None:
-        """By cudaStreamWaitEvent."""
         self._event.wait(torch.cuda.current_stream(self._device))
 
     def order(self, stream: torch.cuda.Stream) -> None:
         """The same for another stream."""
         self._event.wait(stream)
 
+    @override
     def is_over(self) -> bool:
-        """By cudaEventQuery."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
@@ -73,8 +74,8 @@ class CudaAccelerator(Accelerator):
 
     device_type = "cuda"
 
+    @override
     def current_device(self) -> torch.device:
-        """As `torch.cuda.set_device` left it."""
         return torch.device("cuda", torch.cuda.current_device())
 
     @contextmanager
@@ -94,8 +95,8 @@ class CudaAccelerator(Accelerator):
 
         return str(runtime.deviceGetPCIBusId(device.index))
 
+    @override
     def comm_stream(self, device: torch.device) -> CudaCommStream:
-        """A new one."""
         return CudaCommStream(device)
 
     def future(self, device: torch.device) -> TensorsFuture:
@@ -106,12 +107,12 @@ class CudaAccelerator(Accelerator):
         """An event on the current stream."""
         return CudaEvent(torch.cuda.current_stream(device))
 
+    @override
     def current_stream(self, device: torch.device) -> int:
-        """Its cudaStream_t."""
         return int(torch.cuda.current_stream(device).cuda_stream)
 
+    @override
     def is_capturing(self) -> bool:
-        """By cudaStreamIsCapturing."""
         return torch.cuda.is_current_stream_capturing()
 
 

@@ -277,7 +277,7 @@ class NcclGroup(ProcessGroup):
 
     def _check_tag(self, call: Collective, tag: int) -> None:
         if tag != 0:
-            self._complain(call.name, f"NCCL has no tags, found tag {tag}; transfers between two ranks arrive in order")
+            self._refuse_if(call.name, f"NCCL has no tags, found tag {tag}; transfers between two ranks arrive in order")
 
     # ---- shared ----
 

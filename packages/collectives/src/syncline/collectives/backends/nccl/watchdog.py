@@ -201,7 +201,7 @@ class Watchdog:
     def _timed_out(self, collective: WatchedCollective) -> CollectiveTimeout:
         return CollectiveTimeout(
             f"{collective.describe()} did not finish within {collective.deadline.timeout_s:g} s. Look for a rank that died, "
-            "left early, or issued other collectives; a longer time limit is the `timeout` of init_process_group"
+            "left early, or issued other collectives; or pass a longer timeout to init_process_group"
         )
 
 

@@ -190,6 +190,6 @@ class NcclWork(Work):
     def _not_in_time(self, deadline: Deadline) -> CollectiveTimeout:
         whose = "of the group" if deadline is self.pending.deadline else "given to wait()"
         return CollectiveTimeout(
-            f"{self._describe()} did not finish within the {deadline.timeout_s:g} s {whose}; it goes on, and its "
+            f"{self._describe()} did not finish within the {deadline.timeout_s:g} s timeout {whose}; it goes on, and its "
             "tensors still belong to it. Wait again, or abort the group."
         )

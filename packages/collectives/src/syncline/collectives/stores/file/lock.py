@@ -77,7 +77,7 @@ class LinkLock:
 
     def _not_free(self, timeout_s: float, holder: str) -> StoreTimeout:
         return StoreTimeout(
-            f"file store {self._folder.path}: its lock was not free within {timeout_s:g} s; it is held by {holder}. "
+            f"file store {self._folder.path}: its lock was not free within {timeout_s:g} s (timeout); it is held by {holder}. "
             f"If that process is no longer running, it was killed while it wrote: delete {self._folder.path / _LOCK}"
         )
 

@@ -2,8 +2,8 @@
 
 Note [Rendezvous among leftovers]
 ------------------------------
-Nobody can tell by looking whether a file is of this run. So nobody believes a file unless it repeats a random number that
-the reader has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. Nothing in it needs to be
+A process cannot see whether a file belongs to this run. So it trusts a file only if the file repeats a random number that
+this process has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. Nothing in it needs to be
 true; it only must have the form of what a rendezvous writes::
 
     rank r > 0                                   rank 0
@@ -87,8 +87,9 @@ def _host(store: FileStore, world_size: int) -> str:
     if not poll(all_here, Deadline(store.timeout.total_seconds())):
         absent = [rank for key, rank in here.items() if not store.check([key])]
         raise StoreTimeout(
-            f"{store.describe()}: of {world_size} ranks, {absent} did not come within {store.timeout.total_seconds():g} s; "
-            "either they failed or never started, or they were given another path, or they do not see this file system"
+            f"{store.describe()}: of {world_size} ranks, {absent} did not come within {store.timeout.total_seconds():g} s "
+            "(timeout); either they failed or never started, or they were given another path, or they do not see "
+            "this file system"
         )
     for key in here:
         store.delete_key(key)
@@ -108,8 +109,8 @@ def _join(store: FileStore, rank: int, world_size: int) -> str:
 
     if not poll(answered, Deadline(store.timeout.total_seconds())):
         raise StoreTimeout(
-            f"{store.describe()}: rank 0 did not answer rank {rank} within {store.timeout.total_seconds():g} s; either it "
-            "failed or never started, or it was given another path, or it does not see this file system"
+            f"{store.describe()}: rank 0 did not answer rank {rank} within {store.timeout.total_seconds():g} s "
+            "(timeout); either it failed or never started, or it was given another path, or it does not see this file system"
         )
     store.set(f"here/{offer.run}/{rank}", b"")
     return offer.run

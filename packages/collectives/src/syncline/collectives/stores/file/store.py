@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+from typing_extensions import override
+
 from ...contract.deadline import Deadline
 from ...errors import InvalidArgumentError, StoreError, StoreUnavailableError
 from .. import mutations
@@ -63,8 +65,8 @@ class FileStore(LockedStore):
         """The folder of this run."""
         return f"file store {self._folder}"
 
+    @override
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
-        """See `Store.get`."""
         timeout_s, name = self._limit_s(timeout), as_key(key)
         found: list[bytes] = []
 
@@ -77,18 +79,18 @@ class FileStore(LockedStore):
             raise key_timeout([name], self.describe(), timeout_s)
         return found[0]
 
+    @override
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
-        """See `Store.wait`."""
         timeout_s, names = self._limit_s(timeout), as_keys(keys)
         if not poll(lambda: not mutations.missing(names, self._values()), Deadline(timeout_s)):
             raise key_timeout(mutations.missing(names, self._values()) or names, self.describe(), timeout_s)
 
+    @override
     def check(self, keys: Sequence[str]) -> bool:
-        """See `Store.check`."""
         return not mutations.missing(as_keys(keys), self._values())
 
+    @override
     def num_keys(self) -> int:
-        """See `Store.num_keys`."""
         return len(self._values())
 
     def remove(self) -> None:

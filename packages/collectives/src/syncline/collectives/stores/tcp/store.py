@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
+from typing_extensions import override
+
 from ...contract.deadline import Deadline
 from ...errors import InvalidArgumentError, StoreError, StoreTimeout
 from ..messages import Op, ProtocolError, Status, pack, pack_seconds, unpack
@@ -66,12 +68,12 @@ class TCPStore(ServedStore):
         """Address and port of the server."""
         return f"TCP store at {self._host}:{self._port}"
 
+    @override
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
-        """See `Store.get`."""
         return self._call_waiting(Op.GET, [as_key(key)], self._limit_s(timeout))[0]
 
+    @override
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
-        """See `Store.wait`."""
         self._call_waiting(Op.WAIT, as_keys(keys), self._limit_s(timeout))
 
     def close(self) -> None:
@@ -129,7 +131,9 @@ class TCPStore(ServedStore):
 
     def _broken(self, error: Exception, timeout_s: float) -> StoreError:
         if isinstance(error, TimeoutError):
-            return StoreTimeout(f"{self.describe()}: the server did not answer within {timeout_s:g} s; is its process alive?")
+            return StoreTimeout(
+                f"{self.describe()}: the server did not answer within {timeout_s:g} s (timeout); is its process alive?"
+            )
         return StoreError(
             f"{self.describe()}: the connection broke ({error}); has the process that serves it ended? Whether this call was "
             "carried out is not known"
@@ -177,8 +181,8 @@ class TCPStore(ServedStore):
 
         if not poll(attempt, deadline):
             raise StoreTimeout(
-                f"{self.describe()}: no server was there within {deadline.timeout_s:g} s (last: {last[0]}); has its process "
-                "started, and can this machine reach that address?"
+                f"{self.describe()}: no server was there within {deadline.timeout_s:g} s (last: {last[0]}; timeout); "
+                "has its process started, and can this machine reach that address?"
             )
         return found[0]
 

@@ -1,0 +1,52 @@
+"""Torch's own distributed tests, from the installed wheel, with our backend and our DDP in place of torch's.
+
+SYNCLINE_TEST_RANKS says how many ranks (2), SYNCLINE_TEST_MPIEXEC with which mpiexec.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("expecttest")  # which torch's tests import
+
+sys.path.insert(0, str(Path(__file__).with_name("torch_suite")))
+
+from driver import Outcome, run_tests
+from expectations import ABOUT_DDP, NOT_PASSING, PASSING_ON_GLOO
+from variants import VARIANTS
+
+pytestmark = pytest.mark.launch
+
+RANKS = int(os.environ.get("SYNCLINE_TEST_RANKS", "2"))
+TESTS = {variant: PASSING_ON_GLOO if variant == "syncline-mpi, our DDP" else ABOUT_DDP for variant in NOT_PASSING}
+
+
+def surprises(outcomes: dict[str, Outcome], expected: dict[str, str]) -> list[str]:
+    """What did not become of a test what the table says."""
+    passed = [f"{test} passed, but was not to: {expected[test]}" for test in expected if outcomes[test].kind == "passed"]
+    return passed + [
+        f"{test} {outcome.kind}: {outcome.why}"
+        for test, outcome in outcomes.items()
+        if outcome.kind != "passed" and test not in expected
+    ]
+
+
+@pytest.mark.parametrize("variant", list(NOT_PASSING))
+def test_as_the_table_says(variant: str, tmp_path: Path) -> None:
+    mpiexec = shlex.split(os.environ.get("SYNCLINE_TEST_MPIEXEC", str(Path(sys.executable).parent / "mpiexec")))
+    if VARIANTS[variant].needs_mpi and not Path(mpiexec[0]).exists():
+        pytest.skip(f"there is no {mpiexec[0]}; install the extra [mpich], or set SYNCLINE_TEST_MPIEXEC")
+    outcomes = run_tests(variant, TESTS[variant], RANKS, tmp_path, mpiexec)
+    expected = {test: why for test, why in NOT_PASSING[variant].items() if test in TESTS[variant]}
+    assert surprises(outcomes, expected) == []
+
+
+def test_a_table_that_is_not_true_is_noticed() -> None:
+    outcomes = {"a": Outcome("passed"), "b": Outcome("hung", "in barrier"), "c": Outcome("failed", "known")}
+    found = surprises(outcomes, {"a": "refused", "c": "refused"})
+    assert found == ["a passed, but was not to: refused", "b hung: in barrier"]

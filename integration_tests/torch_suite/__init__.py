@@ -1,0 +1,1 @@
+"""Torch's own tests of torch.distributed, run over ours."""

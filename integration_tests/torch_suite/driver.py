@@ -1,0 +1,137 @@
+"""Starts the ranks that run torch's tests, again after each failure or hang, until every test has an outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from variants import VARIANTS
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a test.
+
+    Attributes:
+        kind: "passed", "skipped", "failed" or "hung" (or a rank crashed).
+        why: what the ranks said, if it is not "passed".
+    """
+
+    kind: str
+    why: str = ""
+
+
+def run_tests(
+    variant: str, tests: list[str], world_size: int, folder: Path, mpiexec: list[str], *, limit_s: float = 600.0
+) -> dict[str, Outcome]:
+    """The outcome of every test of torch's `_DistTestBase` that is named.
+
+    Args:
+        variant: a key of `VARIANTS`.
+        tests: names of methods.
+        world_size: how many ranks.
+        folder: an empty one, for what the ranks write.
+        mpiexec: the command that starts ranks where MPI does.
+        limit_s: seconds for one job.
+
+    Raises:
+        AssertionError: the ranks did not come to the first of their tests; the message is what they printed.
+    """
+    outcomes: dict[str, Outcome] = {}
+    while remaining := [test for test in tests if test not in outcomes]:
+        job = folder / f"job-{len(list(folder.iterdir()))}"
+        job.mkdir()
+        said = _run_job(variant, remaining, world_size, job, mpiexec, limit_s)
+        found = _read(job, world_size)
+        stuck = next((test for test in remaining if test not in found), None)
+        outcomes.update(found)
+        if any(outcome.kind == "failed" for outcome in found.values()) or stuck is None:
+            continue
+        assert (job / "barrier").exists() or found, f"the ranks of {variant!r} did not start:\n{said}"
+        stacks = "".join(path.read_text() for path in sorted(job.glob("stacks-*")))
+        outcomes[stuck] = Outcome("hung", f"{said[-4000:]}\n{stacks[-4000:]}")
+    return outcomes
+
+
+def _run_job(variant: str, tests: list[str], world_size: int, job: Path, mpiexec: list[str], limit_s: float) -> str:
+    (job / "tests").write_text("\n".join(tests))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "STORE_PORT": str(store.port), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(WORKER), variant, str(job)]
+    if VARIANTS[variant].needs_mpi:
+        commands = [([*mpiexec, "-n", str(world_size), *command], environment)]
+    else:
+        places = [{"RANK": str(rank), "WORLD_SIZE": str(world_size)} for rank in range(world_size)]
+        commands = [(command, environment | place) for place in places]
+    output = job / "output"
+    with output.open("w") as out:
+        processes = [subprocess.Popen(each, env=env, stdout=out, stderr=subprocess.STDOUT) for each, env in commands]
+        end_s = time.monotonic() + limit_s
+        try:
+            for process in processes:
+                process.wait(max(0.0, end_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    return output.read_text(errors="replace")
+
+
+def _read(job: Path, world_size: int) -> dict[str, Outcome]:
+    """Of the tests that every rank ended."""
+    by_rank = []
+    for rank in range(world_size):
+        path = job / f"outcomes-{rank}"
+        lines = path.read_text().splitlines() if path.exists() else []
+        by_rank.append({test: Outcome(kind, why) for test, kind, why in map(json.loads, lines)})
+    ended = [test for test in by_rank[0] if all(test in outcomes for outcomes in by_rank)]
+    return {test: _together([outcomes[test] for outcomes in by_rank]) for test in ended}
+
+
+def _together(outcomes: list[Outcome]) -> Outcome:
+    why = "\n".join(f"rank {rank}: {outcome.kind} {outcome.why}" for rank, outcome in enumerate(outcomes))
+    kinds = {outcome.kind for outcome in outcomes}
+    if "failed" in kinds:
+        return Outcome("failed", why)
+    return Outcome("passed") if "passed" in kinds else Outcome("skipped", why)
+
+
+def main() -> None:
+    """Run one variant, and write what became of the tests: `python driver.py VARIANT RANKS OUTPUT [TEST...]`."""
+    os.environ["BACKEND"] = "gloo"
+    os.environ.setdefault("WORLD_SIZE", sys.argv[2])
+    os.environ.setdefault("TEMP_DIR", "/tmp")
+    variant, world_size, output = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    tests = sys.argv[4:] or all_tests()
+    folder = output.with_suffix(".jobs")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    begin_s = time.monotonic()
+    outcomes = run_tests(variant, tests, world_size, folder, [str(Path(sys.executable).parent / "mpiexec")])
+    output.write_text(json.dumps({test: [outcome.kind, outcome.why] for test, outcome in outcomes.items()}, indent=1))
+    kinds = [outcome.kind for outcome in outcomes.values()]
+    counts = {kind: kinds.count(kind) for kind in ("passed", "skipped", "failed", "hung")}
+    print(f"{variant}, {world_size} ranks: {counts}, {time.monotonic() - begin_s:.0f} s")
+    print("\n".join(f"  {outcome.kind}: {test}" for test, outcome in outcomes.items() if outcome.kind in ("failed", "hung")))
+
+
+def all_tests() -> list[str]:
+    """The names of torch's tests, in the order of the file. Needs BACKEND, WORLD_SIZE and TEMP_DIR in the environment."""
+    from torch.testing._internal.distributed.distributed_test import DistributedTest
+
+    return [name for name in vars(DistributedTest._DistTestBase) if name.startswith("test_")]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""What stands in place of what while torch's tests run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run torch's distributed tests.
+
+    Attributes:
+        backend: the backend of torch.distributed that they run on.
+        has_our_ddp: whether `syncline.ddp.DistributedDataParallel` stands in place of torch's.
+    """
+
+    backend: str
+    has_our_ddp: bool
+
+    @property
+    def needs_mpi(self) -> bool:
+        """Whether mpiexec starts the ranks."""
+        return self.backend == "syncline-mpi"
+
+
+VARIANTS = {
+    "gloo, torch's DDP": Variant("gloo", has_our_ddp=False),
+    "syncline-mpi, our DDP": Variant("syncline-mpi", has_our_ddp=True),
+    "gloo, our DDP": Variant("gloo", has_our_ddp=True),
+    "syncline-mpi, torch's DDP": Variant("syncline-mpi", has_our_ddp=False),
+}

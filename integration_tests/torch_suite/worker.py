@@ -1,0 +1,138 @@
+"""One rank: runs tests of torch's `DistributedTest`, one after the other, each in a process group of its own.
+
+Usage: `python worker.py VARIANT FOLDER`, with RANK, WORLD_SIZE and STORE_PORT in the environment; under mpiexec the launcher
+says the rank. FOLDER/tests has the names, one a line; what became of each goes to FOLDER/outcomes-RANK, one JSON list a line.
+The ranks agree after each test, through a store that the driver serves. After a test that did not pass on every rank they
+stop: what it left in flight must not reach the next.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import shutil
+import sys
+import traceback
+import unittest
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from variants import VARIANTS, Variant
+
+LIMIT_S = 30.0  # for one test; the slowest takes 10 s
+GROUP_LIMIT_S = 20.0  # for one collective
+
+# Torch skips tests by the name of the backend. As "gloo" it runs all that a CPU can.
+os.environ["BACKEND"] = "gloo"
+
+
+def main() -> None:
+    """Run the tests of the list."""
+    variant, folder = VARIANTS[sys.argv[1]], Path(sys.argv[2])
+    rank, world_size = _place()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), TEMP_DIR=str(folder))
+
+    import torch.distributed as dist
+
+    suite = _suite(variant)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["STORE_PORT"]), is_master=False)
+    # The launcher's log may be full of other things: where a rank hangs is told in a file.
+    with (folder / f"outcomes-{rank}").open("a") as outcomes, (folder / f"stacks-{rank}").open("w") as stacks:
+        for test in (folder / "tests").read_text().split():
+            faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=stacks)
+            outcome, why = "skipped", ""
+            if not getattr(getattr(suite, test), "__unittest_skip__", False):
+                _clear(folder, rank, suite)
+                _agree(store, f"{test} begins", rank, world_size, "")
+                outcome, why = _run(suite, test, variant, rank, world_size, folder)
+            outcomes.write(json.dumps([test, outcome, why]) + "\n")
+            outcomes.flush()
+            if set(_agree(store, f"{test} ended", rank, world_size, outcome)) & {"failed"}:
+                break
+            _destroy()
+            faulthandler.cancel_dump_traceback_later()
+        outcomes.flush()
+    os._exit(0)  # what a failed test left in flight is waited for by nobody
+
+
+def _place() -> tuple[int, int]:
+    for rank, size in (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("RANK", "WORLD_SIZE")):
+        if rank in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    raise SystemExit("expected RANK and WORLD_SIZE, or those of mpiexec, in the environment; found none")
+
+
+def _suite(variant: Variant) -> Any:
+    """Torch's class of tests, with what the variant puts in the place of torch's."""
+    import torch
+    from torch.testing._internal.distributed import distributed_test
+
+    if variant.needs_mpi:
+        import syncline.collectives.torch_backend  # noqa: F401 - registers
+    if variant.has_our_ddp:
+        from syncline.ddp import DistributedDataParallel
+
+        torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
+        distributed_test.DistributedDataParallel = DistributedDataParallel
+
+    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+        pass
+
+    Suite.barrier_class = distributed_test.Barrier
+    return Suite
+
+
+def _clear(folder: Path, rank: int, suite: Any) -> None:
+    """The folders through which torch's tests meet."""
+    suite.barrier_class.barrier_id = 0
+    if rank == 0:
+        for name in ("barrier", "test_dir", "init_dir"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+            (folder / name).mkdir()
+
+
+def _agree(store: Any, what: str, rank: int, world_size: int, word: str) -> list[str]:
+    """The word of every rank."""
+    store.set(f"{what} {rank}", word)
+    keys = [f"{what} {other}" for other in range(world_size)]
+    store.wait(keys, timedelta(seconds=LIMIT_S))
+    return [store.get(key).decode() for key in keys]
+
+
+def _run(suite: Any, test: str, variant: Variant, rank: int, world_size: int, folder: Path) -> tuple[str, str]:
+    import torch.distributed as dist
+    from torch.testing._internal import common_utils
+
+    case = suite(test)
+    case.rank = rank
+    case.file_name = str(folder / f"store of {test}")
+    try:
+        dist.init_process_group(
+            variant.backend,
+            init_method=f"file://{case.file_name}",
+            world_size=world_size,
+            rank=rank,
+            timeout=timedelta(seconds=GROUP_LIMIT_S),
+        )
+        common_utils.set_rng_seed()
+        getattr(case, test)()
+    except unittest.SkipTest as skip:
+        return "skipped", str(skip)
+    except SystemExit as end:  # torch's decorators skip by ending the process, with a code of their own
+        return ("skipped" if end.code else "failed"), f"exit code {end.code}"
+    except BaseException:  # noqa: BLE001 - any error is the outcome of this test, which the driver reports
+        return "failed", traceback.format_exc()
+    return "passed", ""
+
+
+def _destroy() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

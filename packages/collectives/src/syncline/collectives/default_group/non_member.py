@@ -1,0 +1,29 @@
+"""What a rank gets in place of a group that it is not in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ..errors import MisuseError
+
+
+class NonMember:
+    """What `new_group` returns on a rank that is not in the new group. Using it as a group is an error that says so."""
+
+    def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self._rank = rank
+
+    def error_message(self) -> str:
+        """Why this rank cannot use the group."""
+        return (
+            f"rank {self._rank} is not in group '{self.name}', which has ranks {list(self.ranks)}; call its collectives only "
+            "on those ranks (get_rank(group) is -1 elsewhere)"
+        )
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise MisuseError(f"{attribute}: {self.error_message()}")

@@ -1,0 +1,94 @@
+"""What ddp uses of torch without a promise from torch; each with a probe, and what happens without it.
+
+======================================  ==============================================================================
+private to torch                        without it
+======================================  ==============================================================================
+``_execution_engine.queue_callback``    ``mixed_precision`` is an error
+``_cast_forward_inputs``                ``mixed_precision`` is an error
+``Module._parameters``                  ``mixed_precision`` is an error
+``RNNBase._flat_weights``               ``mixed_precision`` of a module with a recurrent layer is an error
+``Module._modules``                     ``SyncBatchNorm.convert_sync_batchnorm`` is an error
+``_in_backward_optimizers``             optimizers of ``_apply_optimizer_in_backward`` are not found: torch has none then
+======================================  ==============================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed.utils
+from torch.autograd import Variable
+
+from syncline.collectives import MisuseError
+
+# The attribute by which torch.distributed.optim._apply_optimizer_in_backward marks parameters.
+IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
+
+_queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
+    getattr(Variable, "_execution_engine", None), "queue_callback", None
+)
+_cast_forward_inputs: Callable[..., tuple[Any, Any]] | None = getattr(torch.distributed.utils, "_cast_forward_inputs", None)
+
+
+def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
+    """Whether this torch lets the modules run with casts in the places of their parameters.
+
+    Raises:
+        MisuseError: it does not; the message names what is missing.
+    """
+    lacks = [
+        name
+        for name, is_there in (
+            ("queue_callback", _queue_callback is not None),
+            ("_cast_forward_inputs", _cast_forward_inputs is not None),
+            ("Module._parameters", all(hasattr(module, "_parameters") for module in modules)),
+            (
+                "RNNBase._flat_weights",
+                all(
+                    hasattr(module, "_flat_weights") and hasattr(module, "_flat_weights_names")
+                    for module in modules
+                    if isinstance(module, torch.nn.RNNBase)
+                ),
+            ),
+        )
+        if not is_there
+    ]
+    if lacks:
+        raise MisuseError(
+            f"mixed_precision does not work with torch {torch.__version__}, which lacks {', '.join(lacks)}; use torch.autocast"
+        )
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Let autograd call back when the running backward ends. See `check_low_precision`."""
+    assert _queue_callback is not None
+    _queue_callback(callback)
+
+
+def cast_inputs(dtype: torch.dtype, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Cast the tensors of floating point among a module's arguments. See `check_low_precision`."""
+    assert _cast_forward_inputs is not None
+    return _cast_forward_inputs(dtype, *inputs, **kwargs)
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
+    """The parameters that are attributes of the module itself, by name; a tensor put in there takes a parameter's place."""
+    return module._parameters
+
+
+def refresh_flat_weights(layer: torch.nn.RNNBase) -> None:
+    """Let a recurrent layer, which keeps a list of its parameters, take those that are its attributes now."""
+    layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
+
+
+def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The modules that are attributes of the module itself, by name.
+
+    Raises:
+        MisuseError: this torch keeps them elsewhere.
+    """
+    if not hasattr(module, "_modules"):
+        raise MisuseError(f"layers cannot be replaced with torch {torch.__version__}, which lacks Module._modules")
+    return module._modules

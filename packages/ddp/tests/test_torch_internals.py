@@ -1,0 +1,52 @@
+"""What ddp uses of torch without a promise: each with what happens in a torch that does not have it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from syncline.collectives import MisuseError
+from syncline.ddp import SyncBatchNorm, torch_internals
+from syncline.ddp.low_precision import LowPrecision
+from syncline.ddp.torch_internals import IN_BACKWARD_OPTIMIZERS, check_low_precision, own_modules
+
+
+def low_precision(module: torch.nn.Module) -> LowPrecision:
+    return LowPrecision(module, list(module.parameters()), torch.bfloat16)
+
+
+def test_this_torch_has_all_of_it() -> None:
+    """Were one missing, the tests of what it is for would test what happens without it."""
+    check_low_precision([torch.nn.LSTM(2, 2), torch.nn.Linear(2, 2)])
+    assert own_modules(torch.nn.Sequential(torch.nn.ReLU())).keys() == {"0"}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torch_marks_parameters_with_that_name() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
+    assert hasattr(parameter, IN_BACKWARD_OPTIMIZERS)
+
+
+@pytest.mark.parametrize(
+    ("private", "name"), [("_queue_callback", "queue_callback"), ("_cast_forward_inputs", "_cast_forward_inputs")]
+)
+def test_without_it_low_precision_is_an_error(private: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_internals, private, None)
+    with pytest.raises(MisuseError, match=rf"which lacks {name}; use torch.autocast"):
+        low_precision(torch.nn.Linear(2, 2))
+
+
+def test_without_flat_weights_recurrent_layers_in_low_precision_are_an_error() -> None:
+    layer = torch.nn.LSTM(2, 2)
+    del layer._flat_weights_names
+    with pytest.raises(MisuseError, match=r"which lacks RNNBase\._flat_weights"):
+        low_precision(torch.nn.Sequential(layer))
+
+
+def test_without_modules_layers_cannot_be_replaced() -> None:
+    with pytest.raises(MisuseError, match=r"which lacks Module\._modules"):
+        own_modules(object())  # type: ignore[arg-type]
+    assert isinstance(SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm1d(2)), SyncBatchNorm)
