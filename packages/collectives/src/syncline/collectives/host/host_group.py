@@ -51,7 +51,11 @@ class HostGroup(HostExchanges):
         the first of them, and the group keeps the plan. For an `all_reduce` that comes again on a simple tensor, what was
         checked then holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
         """
-        if not (async_op or self._check_calls or self._closed) and type(op) is ReduceOp and checks.is_simple(tensor):
+        if (
+            not (async_op or self._check_calls or self._closed or self._callbacks.is_inside)
+            and type(op) is ReduceOp
+            and checks.is_simple(tensor)
+        ):
             plan = self._plans.get(("all_reduce", op, None, tensor.dtype, tensor.numel()))
             if plan is not None and self._progress.run_here(self._run_plan, plan, tensor, op):
                 return FinishedWork([tensor])

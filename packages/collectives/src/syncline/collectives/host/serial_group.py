@@ -22,6 +22,7 @@ from ..failures.flight_recorder import Entry, FlightRecorder
 from ..failures.report import Reporter, report_on_signal
 from .call_comparison import compare_calls
 from .call_verification import CallVerification
+from .callback_order import CallbackOrder
 from .departures import GroupCalls
 from .device_runtime import Body, DeviceRuntime, StreamOrder
 from .group_start import agree_on_start
@@ -84,6 +85,7 @@ class SerialGroup(ProcessGroup):
         self._device_types = _CPU if device is None else _CPU | {device.device_type}
         self._progress = Progress(f"syncline-{name}-rank{rank}")
         self._sequence = itertools.count()
+        self._callbacks = CallbackOrder()
         self._splits_made = itertools.count()
         self._closed = False
         self._first_failure: BaseException | None = None
@@ -206,6 +208,7 @@ class SerialGroup(ProcessGroup):
         `outputs` and `inputs` together are all the tensors that the body touches.
         """
         self._check_open(call)
+        issued = self._callbacks.issue(call.name, self.place()) if is_numbered else self._callbacks.issued
         sequence = next(self._sequence) if is_numbered else None
         entry = self.recorder.issue(sequence, *call)
         tensors = (*outputs, *inputs)
@@ -216,7 +219,7 @@ class SerialGroup(ProcessGroup):
             if order is not None:
                 order.join()
             return FinishedWork(outputs)
-        work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress, order)
+        work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress, order, self._callbacks, issued)
         self._in_flight.add(work)
         is_short = self.size == 1 and order is None  # nobody to wait for, and another thread would take longer to wake up
         if is_short and self._progress.run_here(self._run_into, work, call, sequence, body, tensors, entry):
@@ -234,6 +237,7 @@ class SerialGroup(ProcessGroup):
 
     def _run_plan(self, plan: Plan, tensor: torch.Tensor, op: Reduction) -> None:
         """Run a kept plan as `_run` runs a body; see Note [Plans]."""
+        self._callbacks.issue("all_reduce", "")  # nobody is inside a callback
         sequence = next(self._sequence)
         if self._first_failure is not None:
             raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
