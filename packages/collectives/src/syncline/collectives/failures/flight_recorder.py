@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from time import time
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -25,8 +25,17 @@ _POSITION, _STATE = 10, 11
 
 # Files of ours and of torch are not the user's program. Known by their path, which is looked up once for each file.
 _OURS = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
-_is_library: dict[str, bool] = {}
-_DEEPEST = 64
+
+
+class _IsLibrary(dict[str, bool]):
+    """Whether a file is ours or torch's."""
+
+    def __missing__(self, path: str) -> bool:
+        known = self[path] = path.startswith(_OURS)
+        return known
+
+
+_is_library = _IsLibrary()
 
 
 class FlightRecorder:
@@ -58,13 +67,11 @@ class FlightRecorder:
     ) -> Entry:
         """Note a call that this thread issues."""
         frame: FrameType | None = sys._getframe(2)
-        for _ in range(_DEEPEST):
-            if frame is None or not _belongs_to_library(frame.f_code.co_filename):
-                break
+        while frame is not None and _is_library[frame.f_code.co_filename]:
             frame = frame.f_back
         code, instruction = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
         dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
-        entry = [number, name, dtype, shape, op, root, detail, time.time(), code, instruction, None, QUEUED]
+        entry = [number, name, dtype, shape, op, root, detail, time(), code, instruction, None, QUEUED]
         self._ring.append(entry)
         return entry
 
@@ -97,13 +104,6 @@ class FlightRecorder:
                 return [_as_record(list(entry)) for entry in list(self._ring)]
             except RuntimeError:  # another thread has issued a call meanwhile
                 continue
-
-
-def _belongs_to_library(path: str) -> bool:
-    known = _is_library.get(path)
-    if known is None:
-        known = _is_library[path] = path.startswith(_OURS)
-    return known
 
 
 def _as_record(entry: Entry) -> CallRecord:
