@@ -29,13 +29,13 @@ _BUCKETS = (256 * 1024, 6_250_000, 6_250_000)
 class NoRecorder(FlightRecorder):
     """Remembers nothing: for comparison."""
 
-    def issue(self, *_: Any, **__: Any) -> list[Any]:  # noqa: D102
+    def issue(self, *_: Any, **__: Any) -> list[Any]:
         return []
 
-    def begin(self, entry: list[Any]) -> None:  # noqa: D102
+    def begin(self, entry: list[Any]) -> None:
         pass
 
-    def end(self, entry: list[Any]) -> None:  # noqa: D102
+    def end(self, entry: list[Any]) -> None:
         pass
 
 

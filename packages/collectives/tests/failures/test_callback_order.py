@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -54,7 +57,6 @@ def test_callbacks_in_time_may_issue_collectives_several_of_them() -> None:
         for _ in range(20):
             future = issue(group).get_future()
             futures = [future.then(lambda _, tensor=tensor: group.all_reduce(tensor).result()) for tensor in sums]
-            futures.append(futures[0].then(lambda _: group.broadcast(torch.ones(1)).result()))
             issue(group)
             for future in futures:
                 future.wait()
@@ -76,6 +78,24 @@ def test_a_callback_after_a_wait_is_not_late(wait) -> None:
     run_ranks(2, body)
 
 
+def test_a_work_with_a_future_is_freed_at_once() -> None:
+    def body(group: ProcessGroup) -> None:
+        tensor = torch.ones(2)
+        gone = weakref.ref(tensor)
+        work = group.all_reduce(tensor, async_op=True)
+        work.get_future().then(lambda _: None).wait()
+        work.wait()
+        group.barrier()
+        del work, tensor
+        assert gone() is None
+
+    gc.disable()
+    try:
+        run_ranks(2, body)
+    finally:
+        gc.enable()
+
+
 def test_a_late_callback_that_issues_nothing_runs() -> None:
     def body(group: ProcessGroup) -> None:
         work = issue(group)
@@ -94,5 +114,21 @@ def test_another_group_may_be_used_late() -> None:
         issue(group).wait()
         work.get_future().then(lambda _: other.broadcast(torch.ones(1)).result()).wait()
         other.close()
+
+    run_ranks(2, body)
+
+
+def test_callbacks_of_what_a_callback_issued_are_not_late() -> None:
+    """The thread that issues from outside runs on meanwhile."""
+
+    def body(group: ProcessGroup) -> None:
+        def outer(_: object) -> None:
+            child = issue(group).get_future()
+            child.then(lambda _: group.broadcast(torch.ones(1)).result()).wait()
+
+        futures = [issue(group).get_future().then(outer) for _ in range(100)]
+        for future in futures:
+            future.wait()
+        group.barrier()
 
     run_ranks(2, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,10 @@ else:
     AnyFuture = torch.futures.Future
 
 Callback = Callable[[Any], Any]
-#: Makes of a callback what is attached; told whether the future was waited for before.
-Guard = Callable[[Callback, bool], Callback]
+
+
+# After every call: nothing that is attached to the work is late.
+_IN_CALLBACK = sys.maxsize
 
 
 class CallbackOrder:
@@ -30,7 +33,8 @@ class CallbackOrder:
     A callback runs when its collective has finished, or at once if it has. If it was attached after later collectives of the
     group had been issued, one rank may run it before them and another one after them: what it issues would have another place
     in the order on each rank. Whether it came too late is known from counts alone, and the same on all ranks, so the collective
-    is refused. If the program has waited for the work before, the callback runs at once on every rank, and is not late.
+    is refused. If the program has waited for the work before, the callback runs at once on every rank, and is not late. What a
+    callback issues is over when the call returns, so callbacks attached to that are never late.
 
     Not seen: a callback that is attached late to what `then` returned, for that is a future of torch's own.
     """
@@ -45,7 +49,7 @@ class CallbackOrder:
         return bool(self._running)
 
     def issue(self, what: str, place: str) -> int:
-        """This thread issues a call; how many were issued outside of callbacks so far.
+        """This thread issues a call; its number among those issued outside of callbacks, or `_IN_CALLBACK`.
 
         Raises:
             MisuseError: it does so in a callback that came too late.
@@ -59,13 +63,14 @@ class CallbackOrder:
                     "before the next collective is issued, or wait for the work first"
                 )
             if is_late is not None:
-                return self.issued
+                return _IN_CALLBACK
         self.issued += 1
         return self.issued
 
-    def guard(self, callback: Callback, number: int, was_waited_for: bool) -> Callback:
+    def guard(self, callback: Callback, number: int, *, was_waited_for: bool) -> Callback:
         """A callback that is attached now to the work of call `number`."""
-        is_late = self.issued > number and not was_waited_for
+        is_inside = get_ident() in self._running
+        is_late = self.issued > number and not was_waited_for and not is_inside
         return functools.partial(self._run, callback, is_late)
 
     def _run(self, callback: Callback, is_late: bool, future: Any) -> Any:
@@ -82,28 +87,36 @@ class CallbackOrder:
 
 
 class GuardedFuture(AnyFuture):
-    """A future whose callbacks pass through a guard when they are attached.
+    """A future whose callbacks are guarded when they are attached. It does not hold the work, which holds it.
 
     Args:
-        guard: makes of each callback what is attached.
+        order: of the group.
+        number: of the call, as `CallbackOrder.issue` gave it.
         devices: as torch's.
+
+    Attributes:
+        was_waited_for: whether this future or its work was waited for.
     """
 
-    def __init__(self, guard: Guard, devices: list[int | str | torch.device] | None = None) -> None:
+    def __init__(self, order: CallbackOrder, number: int, devices: list[int | str | torch.device] | None = None) -> None:
         super().__init__(devices=devices)
-        self._guard = guard
-        self._was_waited_for = False
+        self._order = order
+        self._number = number
+        self.was_waited_for = False
 
     @override
     def wait(self) -> Any:
         result = super().wait()
-        self._was_waited_for = True
+        self.was_waited_for = True
         return result
 
     @override
     def then(self, callback: Callback) -> Any:
-        return super().then(self._guard(callback, self._was_waited_for))
+        return super().then(self._guarded(callback))
 
     @override
     def add_done_callback(self, callback: Callback) -> None:
-        super().add_done_callback(self._guard(callback, self._was_waited_for))
+        super().add_done_callback(self._guarded(callback))
+
+    def _guarded(self, callback: Callback) -> Callback:
+        return self._order.guard(callback, self._number, was_waited_for=self.was_waited_for)

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from ..contract.work import PendingWork, TensorsFuture, devices_of
-from .callback_order import Callback, CallbackOrder, GuardedFuture
+from .callback_order import CallbackOrder, GuardedFuture
 from .device_runtime import StreamOrder
 from .progress import Progress
 
@@ -41,16 +41,17 @@ class GroupWork(PendingWork):
             self._progress.run_until(self.is_completed)
         super().wait(timeout)
         self._was_waited_for = True
+        if isinstance(self._future, GuardedFuture):
+            self._future.was_waited_for = True
         if self._order is not None:
             self._order.join()
         return True
 
     @override
     def _new_future(self) -> TensorsFuture:
-        return GuardedFuture(self._guard, devices_of(self._tensors))
-
-    def _guard(self, callback: Callback, was_waited_for: bool) -> Callback:
-        return self._callbacks.guard(callback, self._issued, was_waited_for or self._was_waited_for)
+        future = GuardedFuture(self._callbacks, self._issued, devices_of(self._tensors))
+        future.was_waited_for = self._was_waited_for
+        return future
 
     def _settle(self, future: TensorsFuture) -> None:
         if self._order is None:
