@@ -16,10 +16,10 @@ from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.backend_choice import BackendChoice, choose_backend
-from ..startup.uncaught_errors import print_failure_once
 from ..startup.launch import check_init_method, detect_launch
 from ..startup.registry import load_backend, what_is_missing
 from ..startup.settings import load_settings
+from ..startup.uncaught_errors import print_failure_once
 from .non_member import NonMember
 
 if TYPE_CHECKING:
