@@ -561,8 +561,14 @@ def test_a_missing_program_is_told_with_its_package(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_a_killed_run_left_is_found_by_its_name() -> None:
-    names = ["syncline-12-a", "syncline-12-b", "syncline-34-a", "syncline-12-ax", "other"]
-    assert emulated_hosts.left_over(names, lambda pid: pid == 34) == ["syncline-12-a", "syncline-12-b"]
+    names = ["syncline-12-a", "syncline-12-h", "syncline-12-switch", "syncline-34-a", "syncline-12-ax", "other"]
+    assert emulated_hosts.left_over(names, lambda pid: pid == 34) == ["syncline-12-a", "syncline-12-h", "syncline-12-switch"]
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_too_few_or_too_many_hosts_are_refused(count: int) -> None:
+    with pytest.raises(emulated_hosts.ToolError, match=f"expected 2 to 8 emulated hosts, found {count}"):
+        emulated_hosts.EmulatedHosts(count=count)
 
 
 def test_bytes_are_counted_in_the_subjects_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
