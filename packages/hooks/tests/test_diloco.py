@@ -17,8 +17,12 @@ STEPS = 13
 
 
 def small_model() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    """The same on every rank; from a generator of its own, since ranks are threads that share torch's."""
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter, -0.4, 0.4, generator=generator)
+    return model
 
 
 def inner(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -106,7 +106,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         self.steps = 0
         for ranks in (group,) if sites is None else (sites.between, sites.inside):
             if ranks is not None:
-                broadcast_coalesced([parameter.detach() for parameter in parameters.values()], ranks)
+                broadcast_coalesced([parameter.detach() for parameter in parameters.values()], group=ranks)
         outer = _OuterSGD(outer_lr, outer_momentum, mixing)
         self._fragments = [_Fragment(part, outer, self._exchange) for part in _divided(parameters, fragments)]
 

@@ -171,5 +171,5 @@ class _SharedAverage(PendingAverage):
 
     def _receive(self) -> list[torch.Tensor]:
         averages = self._own.wait()
-        broadcast_coalesced(averages, self._inside)
+        broadcast_coalesced(averages, group=self._inside)
         return averages
