@@ -43,23 +43,23 @@ def _nothing() -> None:
     """Replicas are equal."""
 
 
-def _ddp(model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
+def _ddp(_: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
     return DistributedDataParallel(model, process_group=group), optim, _nothing
 
 
-def _bf16(model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
+def _bf16(_: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
     ddp = DistributedDataParallel(model, process_group=group)
     ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp, optim, _nothing
 
 
-def _power_sgd(model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
+def _power_sgd(_: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
     ddp = DistributedDataParallel(model, process_group=group)
     ddp.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10), powerSGD_hook)
     return ddp, optim, _nothing
 
 
-def _local_sgd(model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
+def _local_sgd(_: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
     ddp = DistributedDataParallel(model, process_group=group)
     ddp.register_comm_hook(PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False), post_localSGD_hook)
     averager = PeriodicModelAverager(SYNC_EVERY, process_group=group)
@@ -70,17 +70,23 @@ def _local_sgd(model: torch.nn.Module, optim: torch.optim.Optimizer, group: Proc
     return ddp, PostLocalSGDOptimizer(optim, averager), synchronize
 
 
-def _diloco(model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
-    outer = DiLoCoOptimizer(optim, model.named_parameters(), group, sync_every=SYNC_EVERY)
-    return model, outer, outer.synchronize
+def _diloco(task: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
+    outer = DiLoCoOptimizer(optim, model.named_parameters(), group, sync_every=SYNC_EVERY, outer_momentum=task.outer_momentum)
+
+    def synchronize() -> None:
+        if outer.steps % SYNC_EVERY:
+            outer.synchronize()
+
+    return model, outer, synchronize
 
 
-def _streaming(model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
+def _streaming(task: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
     outer = DiLoCoOptimizer(
         optim,
         model.named_parameters(),
         group,
         sync_every=SYNC_EVERY,
+        outer_momentum=task.outer_momentum,
         fragments=5,
         overlap_steps=5,
         mixing=0.5,
@@ -89,7 +95,7 @@ def _streaming(model: torch.nn.Module, optim: torch.optim.Optimizer, group: Proc
     return model, outer, outer.synchronize
 
 
-CONTENDERS: dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer, ProcessGroup], Trainee]] = {
+CONTENDERS: dict[str, Callable[[Task, torch.nn.Module, torch.optim.Optimizer, ProcessGroup], Trainee]] = {
     "ddp": _ddp,
     "ddp-bf16": _bf16,
     "power-sgd": _power_sgd,
@@ -179,15 +185,18 @@ def _smoothed(losses: Sequence[float], width: int = 20) -> list[float]:
 def _train(task: Task, name: str, group: ProcessGroup) -> Training:
     torch.manual_seed(0)
     model = task.model()
-    module, optimizer, synchronize = CONTENDERS[name](model, torch.optim.AdamW(model.parameters(), lr=task.lr), group)
+    optim = torch.optim.AdamW(model.parameters(), lr=task.lr)
+    module, optimizer, synchronize = CONTENDERS[name](task, model, optim, group)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optim, task.steps)  # as in DiLoCo's papers
+    group.barrier()  # the first rank's parameters have come
     losses, sent = [], [device_sent_bytes(DEVICE)]
-    group.barrier()
     started = time.perf_counter()
     for inputs, targets in itertools.islice(_batches(task, group), task.steps):
         optimizer.zero_grad()
         loss = F.cross_entropy(module(inputs).flatten(0, -2), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         optimizer.step()
+        schedule.step()
         losses.append(loss.item())
         sent.append(device_sent_bytes(DEVICE))
     synchronize()

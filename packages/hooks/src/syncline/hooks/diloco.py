@@ -143,7 +143,8 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Finish what is under way, then take an outer step of every fragment now, without mixing. A collective.
 
-        Call it at the end of training: replicas are equal afterwards.
+        Call it at the end of training: replicas are equal afterwards. (With one fragment and no overlap they are equal after
+        every `sync_every` steps already; another outer step right after one would only follow its momentum.)
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)
