@@ -21,9 +21,14 @@ else:
 
 
 def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
-    """A future for these tensors; torch wants to know their CUDA devices beforehand."""
+    """A future for these tensors."""
+    return torch.futures.Future(devices=devices_of(tensors))
+
+
+def devices_of(tensors: Sequence[torch.Tensor]) -> list[int | str | torch.device] | None:
+    """The CUDA devices of tensors, as a future of torch wants to know them beforehand; None if there are none."""
     devices: list[int | str | torch.device] = list({tensor.device for tensor in tensors if tensor.is_cuda})
-    return torch.futures.Future(devices=devices or None)
+    return devices or None
 
 
 class Work(ABC):
@@ -177,11 +182,14 @@ class PendingWork(Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            future = self._future = new_future(self._tensors)
+            future = self._future = self._new_future()
             already_done = self._done.is_set()
         if already_done:
             self._settle(future)
         return future
+
+    def _new_future(self) -> TensorsFuture:
+        return new_future(self._tensors)
 
 
 class FutureWork(Work):
