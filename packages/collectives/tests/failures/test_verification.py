@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -27,11 +28,11 @@ class Trusting(InProcessTransport):
         return super()._meet(call._replace(name="anything", tensor=None, op=None, root=None, detail=""), value, deadline)
 
 
-def on_ranks(size: int, body: Body) -> None:
+def on_ranks(size: int, body: Body, *, timeout_s: float = 10) -> None:
     shared_state = SharedState(size)
 
     def rank_body(outer: ProcessGroup) -> None:
-        body(HostGroup(Trusting(shared_state, outer.rank), outer.rank, size, timeout_s=10))
+        body(HostGroup(Trusting(shared_state, outer.rank), outer.rank, size, timeout_s=timeout_s))
 
     run_ranks(size, rank_body)
 
@@ -81,6 +82,18 @@ def test_equal_calls_pass(size: int, end: Body) -> None:
         group.close()
 
     on_ranks(size, body)
+
+
+def test_a_rank_that_never_closes_is_no_failure_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "syncline.collectives")
+
+    def body(group: ProcessGroup) -> None:
+        group.all_reduce(torch.ones(3))
+        if group.rank == 0:
+            group.close()
+            assert "calls were not compared with those of the other ranks: rank 1 did not come" in caplog.text
+
+    on_ranks(2, body, timeout_s=0.3)
 
 
 def test_the_ranks_compare_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,20 +6,14 @@ import functools
 import sys
 from collections.abc import Callable
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from typing_extensions import override
 
+from ..contract.work import Devices, GroupFuture
 from ..errors import MisuseError
 
-if TYPE_CHECKING:
-    AnyFuture = torch.futures.Future[Any]
-else:
-    AnyFuture = torch.futures.Future
-
 Callback = Callable[[Any], Any]
-
 
 # After every call: nothing that is attached to the work is late.
 _IN_CALLBACK = sys.maxsize
@@ -34,9 +28,10 @@ class CallbackOrder:
     group had been issued, one rank may run it before them and another one after them: what it issues would have another place
     in the order on each rank. Whether it came too late is known from counts alone, and the same on all ranks, so the collective
     is refused. If the program has waited for the work before, the callback runs at once on every rank, and is not late. What a
-    callback issues is over when the call returns, so callbacks attached to that are never late.
+    callback issues is over when the call returns, so callbacks attached to that are never late. The same holds for the futures
+    that `then` returns.
 
-    Not seen: a callback that is attached late to what `then` returned, for that is a future of torch's own.
+    Not seen: callbacks of a future that torch makes of ours, such as that of `torch.futures.collect_all`.
     """
 
     def __init__(self) -> None:
@@ -86,7 +81,7 @@ class CallbackOrder:
                 self._running[me] = outer
 
 
-class GuardedFuture(AnyFuture):
+class GuardedFuture(GroupFuture):
     """A future whose callbacks are guarded when they are attached. It does not hold the work, which holds it.
 
     Args:
@@ -98,8 +93,8 @@ class GuardedFuture(AnyFuture):
         was_waited_for: whether this future or its work was waited for.
     """
 
-    def __init__(self, order: CallbackOrder, number: int, devices: list[int | str | torch.device] | None = None) -> None:
-        super().__init__(devices=devices)
+    def __init__(self, order: CallbackOrder, number: int, devices: Devices) -> None:
+        super().__init__(devices)
         self._order = order
         self._number = number
         self.was_waited_for = False
@@ -111,12 +106,9 @@ class GuardedFuture(AnyFuture):
         return result
 
     @override
-    def then(self, callback: Callback) -> Any:
-        return super().then(self._guarded(callback))
+    def add_done_callback(self, callback: Callback) -> None:
+        super().add_done_callback(self._order.guard(callback, self._number, was_waited_for=self.was_waited_for))
 
     @override
-    def add_done_callback(self, callback: Callback) -> None:
-        super().add_done_callback(self._guarded(callback))
-
-    def _guarded(self, callback: Callback) -> Callback:
-        return self._order.guard(callback, self._number, was_waited_for=self.was_waited_for)
+    def _following(self) -> GuardedFuture:
+        return GuardedFuture(self._order, self._number, self._devices)

@@ -154,18 +154,25 @@ class SerialGroup(ProcessGroup):
             self._close()
 
     def _verify_at_close(self) -> None:
-        """A rank that does not come is no error: it may have ended without closing its groups."""
+        """A rank that does not come is no failure: it may have ended without closing its groups, or still compute."""
         verification = self._verification
         if verification is None:
             return
 
         def body(deadline: Deadline) -> None:
-            verification.verify(Deadline(min(deadline.remaining_s(), _CLOSE_S)))
+            try:
+                verification.verify(Deadline(min(deadline.remaining_s(), _CLOSE_S), self._reason_not_to_wait))
+            except (TimeoutError, TransportError) as error:
+                logger.info("close on %s: calls were not compared with those of the other ranks: %s", self.place(), error)
 
-        try:
-            self._issue(Collective("close"), [], (), body, async_op=False, is_numbered=False)
-        except TransportError as error:
-            logger.warning("close on %s: the calls were not compared with those of the other ranks: %s", self.place(), error)
+        self._issue(Collective("close"), [], (), body, async_op=False, is_numbered=False)
+
+    def _reason_not_to_wait(self) -> str | None:
+        """Why a rank that shall send something will not: it has left the job."""
+        if self._calls is None:
+            return None
+        others = (peer for peer in range(self.size) if peer != self.rank)
+        return next(filter(None, (self._calls.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
     def _close(self) -> None:
         self._closed = True
@@ -323,8 +330,7 @@ class SerialGroup(ProcessGroup):
             else:
                 failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
         elif isinstance(error, SynclineError):
-            failure = type(error)(f"{self._in_words(call, sequence)}: {error}")
-            failure.__cause__ = error.__cause__
+            failure = error.reworded(f"{self._in_words(call, sequence)}: {error}")
         else:
             _given_up.append(error)
         if not deadline.was_cancelled or deadline.reason is not None:
@@ -341,11 +347,9 @@ class SerialGroup(ProcessGroup):
         folder = None if self._reporter is None else self._reporter.write(f"{type(failure).__name__}: {failure}")
         if folder is None or not isinstance(failure, SynclineError):
             return failure
-        told = type(failure)(
+        return failure.reworded(
             f"{failure}. Each rank that fails writes what it knows to {folder}; read it with `syncline report`"
         )
-        told.__cause__ = failure.__cause__
-        return told
 
     def _check_open(self, call: Collective) -> None:
         if self._closed:
