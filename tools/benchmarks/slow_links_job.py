@@ -112,7 +112,7 @@ class Training:
     Attributes:
         seconds: of all steps, on the slowest rank.
         sent_bytes: over the wire, of the host that sent most.
-        most_in_a_step_bytes: the same, of the step in which it sent most; what makes replicas equal after the last step is none.
+        most_in_a_step_bytes: the same, of the step in which it sent most; what follows the last step is none.
         loss: on samples that were not trained on, of the model of rank 0.
         train_losses: of each step, the mean over the ranks.
     """
