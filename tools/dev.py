@@ -1,4 +1,4 @@
-"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,docs,unit,launch,ranks,bench,wheels,release,gpu}.
+"""The developer's verbs: python3 tools/dev.py VERB; without one, it lists them.
 
 Needs Python 3.10 or newer with pip, and nothing else: `.venv` is made on the first run, and what a
 verb needs is installed into it. Nothing is installed again until a requirement changes.
@@ -18,8 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import changed
 import gpu as on_gpu
 import mpi_runtimes
+import mutations as breaks
 import rank_log
 import release as release_check
 import wheels
@@ -169,11 +171,43 @@ def test(options: argparse.Namespace) -> int:
     checks = (_verb("wheels", *full), _verb("types"), _verb("docs"), _verb("lint"))
     ended = run_side_by_side([collectives, slurm, *launches, *units, *checks], options.jobs)
     ended += run_side_by_side([_verb("ranks", *full)], 1)
+    _summarize(ended, time.monotonic() - start_s)
+    return _failures(ended)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Run lint, types, and the tests of what changed since the branch left main; `changed.py` says which."""
+    start_s = time.monotonic()
+    files = changed.changed_files(options.since)
+    selection = changed.select(files, changed.test_files())
+    jobs = [_verb("lint"), _verb("types")] + ([_verb("docs")] if selection.docs else [])
+    folders = {part: f"packages/{part}/tests" for part in LAYERS} | {"tools": "tools/tests"}
+    for part, folder in folders.items():
+        if paths := selection.below(folder):
+            jobs.append(Job(f"unit {part}", (*PYTEST, "-m", "not mpi", *map(str, paths)), ONE_THREAD))
+    under_mpi = selection.under_mpi
+    if launches := [path for path in selection.below("integration_tests") if path not in under_mpi]:
+        jobs += _launch_jobs([Path(path) for path in launches])
+    ended = run_side_by_side(jobs, options.jobs)
+    if under_mpi:
+        ended += run_side_by_side([_verb("ranks", *map(str, under_mpi), "--mpi", "mpich", "--sizes", "2")], 1)
+    _summarize(ended, time.monotonic() - start_s)
+    print(f"{len(files)} files changed since {options.since}; {len(selection.tests)} files of tests ran")
+    if selection.without:
+        print(f"no test is chosen for {', '.join(map(str, selection.without))}: `dev.py test` runs all")
+    return _failures(ended)
+
+
+def mutations(options: argparse.Namespace) -> int:
+    """Try the deliberate breaks of mutations.toml."""
+    return breaks.run_all(options.name, options.jobs, options.table)
+
+
+def _summarize(ended: Sequence[Ended], taken_s: float) -> None:
     print("\n=== summary ===")
     for one in ended:
         print(f"{one.name:32}{'passed' if one.status == 0 else 'FAILED'}{one.taken_s:8.1f} s")
-    print(f"{'all':32}{'FAILED' if _failures(ended) else 'passed'}{time.monotonic() - start_s:8.1f} s")
-    return _failures(ended)
+    print(f"{'all':32}{'FAILED' if _failures(ended) else 'passed'}{taken_s:8.1f} s")
 
 
 def _verb(name: str, *words: str) -> Job:
@@ -212,6 +246,8 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     build_wheels: (PACKAGES, TOOLS, BASE),
     release: (PACKAGES, TOOLS, BASE),
     gpu: (),
+    check: (PACKAGES, TOOLS, DOCS, NCCL),
+    mutations: (PACKAGES, TOOLS, NCCL),
     test: (PACKAGES, TOOLS, DOCS, NCCL, OPENMPI, IMPI, BASE),
 }
 
@@ -296,6 +332,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     everything = _add(verbs, "test", test, "everything: lint, types, docs, unit, launch, ranks, wheels")
     _add_full(everything)
     _add_jobs(everything)
+    checks = _add(verbs, "check", check, "lint, types, and the tests of what changed since main")
+    checks.add_argument("--since", default="main", metavar="BRANCH", help="or since this branch or commit (default: main)")
+    _add_jobs(checks)
     _add(verbs, "lint", lint, "ruff, format check, layering check")
     _add(verbs, "types", types, "mypy strict, each layer on its own, then the tools")
     _add_docs(_add(verbs, "docs", docs, "build the documentation's site, strictly"))
@@ -306,6 +345,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     launches.add_argument("paths", nargs="*", type=Path, help="default: integration_tests")
     _add_jobs(launches)
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
+    tried = _add(verbs, "mutations", mutations, "deliberate breaks in copies of the sources: which do the tests catch?")
+    tried.add_argument("name", nargs="?", default="", help="only those whose name has this (default: all)")
+    tried.add_argument("--table", type=Path, metavar="FILE", help="write the result there, as a table")
+    _add_jobs(tried)
     _add_bench(_add(verbs, "bench", bench, "measure side by side, interleaved: collectives, steps, two emulated hosts"))
     _add_full(_add(verbs, "wheels", build_wheels, "build the wheels and test each installed alone"))
     ready = _add(verbs, "release", release, "check versions, metadata and changelog; build; install each layer alone")
