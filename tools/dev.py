@@ -13,6 +13,7 @@ if sys.version_info < (3, 10):  # noqa: UP036, the one place that may meet an ol
 
 import argparse
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -254,6 +255,8 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    # What runs side by side has sessions of its own, which a signal to ours does not reach: it is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         _install(options)
         return 0 if (status := options.verb(options)) == 0 else max(1, min(status, 125))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -8,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from commands import ROOT
 from side_by_side import Job, run_side_by_side
 
 TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
@@ -58,5 +61,24 @@ def test_an_interrupt_ends_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("side_by_side.time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
     with pytest.raises(KeyboardInterrupt):
         run_side_by_side([python("long", program, started)], 1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+
+
+def test_a_signal_to_dev_ends_what_it_started(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    program = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+    script = f"""
+import dev, sys
+from commands import ROOT
+from side_by_side import Job, run_side_by_side
+dev.unit = lambda options: run_side_by_side([Job("long", (sys.executable, "-c", {program!r}, {str(started)!r}))], 1)
+sys.exit(dev.main(["unit", "--skip-install"]))
+"""
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT / "tools", stdout=subprocess.DEVNULL) as process:
+        while not (started.exists() and started.read_text()):
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
