@@ -255,8 +255,6 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    # What runs side by side has sessions of its own, which a signal to ours does not reach: it is ended on the way out.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         _install(options)
         return 0 if (status := options.verb(options)) == 0 else max(1, min(status, 125))
@@ -436,5 +434,11 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     add("paths", nargs="*", type=Path, help="default: integration_tests")
 
 
+def exit_on_sigterm() -> None:
+    """What runs side by side has sessions of its own, which a signal to ours does not reach: it is ended on the way out."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())

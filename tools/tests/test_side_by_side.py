@@ -73,6 +73,7 @@ import dev, sys
 from commands import ROOT
 from side_by_side import Job, run_side_by_side
 dev.unit = lambda options: run_side_by_side([Job("long", (sys.executable, "-c", {program!r}, {str(started)!r}))], 1)
+dev.exit_on_sigterm()
 sys.exit(dev.main(["unit", "--skip-install"]))
 """
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT / "tools", stdout=subprocess.DEVNULL) as process:
