@@ -37,6 +37,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "version",
         "torch_internals",
         "contract",
+        "failures",
         "host",
         "devices",
         "stores",

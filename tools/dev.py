@@ -52,6 +52,7 @@ UNDER_MPIEXEC = {
     "hooks": ("benchmarks.hooks",),
     "waiting": ("benchmarks.waiting",),
     "torch_backend": ("benchmarks.torch_backend",),
+    "call_records": ("benchmarks.call_records",),
 }
 BENCH_LAUNCH = (2, "mpich")
 ALONE = {
@@ -63,8 +64,9 @@ ALONE = {
 }
 RANKS_TIMEOUT_S = 300.0
 # Unbuffered, so that a rank that is killed leaves what it said; one thread, for cores are shared.
+# Tests provoke failures: no reports of them.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-RANKS_ENV = {**ONE_THREAD, "PYTHONUNBUFFERED": "1"}
+RANKS_ENV = {**ONE_THREAD, "PYTHONUNBUFFERED": "1", "SYNCLINE_REPORT_DIR": ""}
 
 
 def demo(options: argparse.Namespace) -> int:
