@@ -57,6 +57,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "datatypes",
         "timeout_report",
         "call_verifier",
+        "ring_all_reduce",
         "transport",
         "srun_check",
         "exit_status",
