@@ -83,11 +83,13 @@ def load(text: str) -> list[Mutation]:
 
 
 def run_all(expression: str, width: int, table: Path | None) -> int:
-    """Try all whose name contains `expression`, `width` at a time; how many were not caught."""
+    """Try all whose name or file contains `expression`, `width` at a time; how many were not caught."""
     mutations = load(LIST.read_text())
     for mutation in mutations:
         mutation.apply((ROOT / "packages" / mutation.file).read_text())
-    chosen = [(number, mutation) for number, mutation in enumerate(mutations) if expression in mutation.name]
+    chosen = [
+        (number, mutation) for number, mutation in enumerate(mutations) if expression in f"{mutation.file} {mutation.name}"
+    ]
     with tempfile.TemporaryDirectory(prefix="syncline-verdicts-") as folder:
         jobs = [
             Job(mutation.name, (PYTHON, __file__, str(number), str(Path(folder) / str(number))), {"OMP_NUM_THREADS": "1"})
