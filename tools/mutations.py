@@ -85,8 +85,6 @@ def load(text: str) -> list[Mutation]:
 def run_all(expression: str, width: int, table: Path | None) -> int:
     """Try all whose name or file contains `expression`, `width` at a time; how many were not caught."""
     mutations = load(LIST.read_text())
-    for mutation in mutations:
-        mutation.apply((ROOT / "packages" / mutation.file).read_text())
     chosen = [
         (number, mutation) for number, mutation in enumerate(mutations) if expression in f"{mutation.file} {mutation.name}"
     ]
@@ -136,7 +134,10 @@ def try_one(number: int) -> tuple[str, str]:
         copy = Path(folder)
         _copy_sources(copy)
         broken = copy / "packages" / mutation.file
-        broken.write_text(mutation.apply(broken.read_text()))
+        try:
+            broken.write_text(mutation.apply(broken.read_text()))
+        except ToolError as error:
+            return INVALID, str(error)
         outcome = _run_tests(mutation, copy)
     print(outcome.output)
     return verdict_of(outcome)
