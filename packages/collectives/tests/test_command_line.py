@@ -1,4 +1,4 @@
-"""The commands, run alone in a process of their own."""
+"""The commands, run alone: in a process of their own where the environment matters, else here."""
 
 from __future__ import annotations
 
@@ -125,12 +125,15 @@ def test_every_extra_brings_numpy() -> None:
     assert [name for name, needed in extras.items() if not any(entry.startswith("numpy") for entry in needed)] == []
 
 
-def test_version(tmp_path: Path) -> None:
-    done = syncline("--version", folder=tmp_path)
-    assert (done.returncode, done.stdout) == (0, f"syncline-collectives {version('syncline-collectives')}\n")
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"syncline-collectives {version('syncline-collectives')}\n"
 
 
-def test_no_command_is_an_error(tmp_path: Path) -> None:
-    done = syncline(folder=tmp_path)
-    assert done.returncode == 2
-    assert "command" in done.stderr
+def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "command" in capsys.readouterr().err
