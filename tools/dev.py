@@ -353,7 +353,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_jobs(launches)
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
     tried = _add(verbs, "mutations", mutations, "deliberate breaks in copies of the sources: which do the tests catch?")
-    tried.add_argument("name", nargs="?", default="", help="only those whose name or file has this (default: all)")
+    tried.add_argument(
+        "name", nargs="?", default="", help="only those whose name or file matches this regular expression (default: all)"
+    )
     tried.add_argument("--table", type=Path, metavar="FILE", help="write the result there, as a table")
     _add_jobs(tried)
     _add_bench(_add(verbs, "bench", bench, "measure side by side, interleaved: collectives, steps, two emulated hosts"))

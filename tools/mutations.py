@@ -83,10 +83,12 @@ def load(text: str) -> list[Mutation]:
 
 
 def run_all(expression: str, width: int, table: Path | None) -> int:
-    """Try all whose name or file contains `expression`, `width` at a time; how many were not caught."""
+    """Try all whose name or file matches `expression`, a regular one, `width` at a time; how many were not caught."""
     mutations = load(LIST.read_text())
     chosen = [
-        (number, mutation) for number, mutation in enumerate(mutations) if expression in f"{mutation.file} {mutation.name}"
+        (number, mutation)
+        for number, mutation in enumerate(mutations)
+        if re.search(expression, f"{mutation.file} {mutation.name}")
     ]
     with tempfile.TemporaryDirectory(prefix="syncline-verdicts-") as folder:
         jobs = [
