@@ -120,6 +120,8 @@ def unit(_: argparse.Namespace) -> int:
 def ranks(options: argparse.Namespace) -> int:
     """Run the tests that start jobs of their own, then those under mpiexec, on every runtime and size asked for."""
     words: list[str | Path] = ["-k", options.expression] if options.expression else []
+    if options.full:
+        os.environ["SYNCLINE_TEST_FULL"] = "1"  # for the tests that take minutes
     failures = 0 if options.paths or words else run((*PYTEST, "-m", "launch", JOBS), cwd=ROOT)
     words += options.paths or [JOBS]
     failed = [
@@ -311,7 +313,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_full(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--full", action="store_true", help="every size on every MPI, as for a release")
+    parser.add_argument("--full", action="store_true", help="every size on every MPI, and the tests that take minutes")
 
 
 def _add_docs(parser: argparse.ArgumentParser) -> None:

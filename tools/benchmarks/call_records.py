@@ -1,13 +1,13 @@
-"""What recording and verifying calls costs: `python -m benchmarks.call_records`, alone or under mpiexec.
+"""What recording and verifying calls costs: `dev.py bench call_records`.
 
-Alone: the time of one record and of one digest, in microseconds. Under mpiexec: small `all_reduce`s and DDP-like steps with and
-without, on MPI (each rank on a node of its own, so that calls are verified later) and on Gloo, interleaved, medians.
+First the time of one record and of one digest alone, in microseconds. Then small `all_reduce`s and steps of three buckets with
+and without, on MPI in shared memory, on MPI with each rank on a node of its own, so that calls are verified later, and on
+Gloo; interleaved, medians and quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import sys
@@ -114,8 +114,8 @@ def _middle(figures_us: Sequence[float]) -> str:
     return f"{middle:.1f} [{low:.1f} {high:.1f}] us"
 
 
-def under_mpiexec(rounds: int) -> None:
-    """Over MPI with and without shared memory, and Gloo."""
+def over_backends(rounds: int) -> None:
+    """Alone on rank 0, then over MPI with and without shared memory, and Gloo."""
     import torch.distributed as dist
     from mpi4py import MPI
 
@@ -124,6 +124,9 @@ def under_mpiexec(rounds: int) -> None:
 
     world = MPI.COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
+    if rank == 0:
+        alone()
+    world.Barrier()
     store = dist.FileStore(world.bcast(tempfile.mkdtemp() + "/store"), size)
 
     def over_gloo(name: str) -> HostGroup:
@@ -146,12 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
-    from syncline.collectives.startup.launch import detect_launch
-
-    if detect_launch(os.environ) is None:
-        alone()
-    else:
-        under_mpiexec(options.rounds)
+    over_backends(options.rounds)
     return 0
 
 

@@ -28,6 +28,8 @@ class Tag(enum.IntEnum):
     """Never sent: a probe for it lets MPI make progress."""
     DEPARTURE = 4
     """`ExitBarrier`: that a rank has left, and what it started before."""
+    STATUS = 5
+    """`MPIStatusPost`: what a rank has waited in for long."""
 
 
 def library_name() -> str:
