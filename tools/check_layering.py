@@ -58,6 +58,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "timeout_report",
         "status_post",
         "call_verifier",
+        "ring_all_reduce",
         "transport",
         "srun_check",
         "exit_status",

@@ -49,6 +49,7 @@ BENCH_LAUNCH = (2, "mpich")
 ALONE = {
     "overhead": ("benchmarks.overhead",),
     "hosts": ("benchmarks.hosts",),
+    "slow-links": ("benchmarks.slow_links",),
     "convergence": ("benchmarks.convergence",),
     "nccl": ("benchmarks.nccl",),
 }

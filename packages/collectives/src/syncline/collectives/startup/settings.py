@@ -39,6 +39,7 @@ class Settings:
     eager_bytes: int = _key(int, AlgorithmThresholds.eager_bytes, "see AlgorithmThresholds.eager_bytes")
     window_bytes: int = _key(int, AlgorithmThresholds.window_bytes, "see AlgorithmThresholds.window_bytes")
     staged_bytes: int = _key(int, AlgorithmThresholds.staged_bytes, "see AlgorithmThresholds.staged_bytes")
+    ring_bytes: int = _key(int, AlgorithmThresholds.ring_bytes, "see AlgorithmThresholds.ring_bytes")
     stall_warning_s: float = _key(
         float, DEFAULT_STALL_WARNING_S, "after so many seconds in one call rank 0 logs who waits for whom; 0: never"
     )

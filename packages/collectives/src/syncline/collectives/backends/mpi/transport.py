@@ -16,12 +16,14 @@ from ...contract.layout import bytes_of
 from ...contract.reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction
 from ...errors import DisagreementError
 from ...failures.stall_watch import StatusPost
-from ...host.reduction import divide, reduce_in_rank_order
+from ...host.reduction import core_op, divide, reduce_in_rank_order
 from ...host.transport import Request, Transport
 from ...host.wire_tag import wire_tag
 from .call_verifier import CallVerifier
 from .datatypes import memory, mpi_reduction
 from .library import Tag, library_name, mpi_errors, wait
+from .ring_all_reduce import DTYPES as RING_DTYPES
+from .ring_all_reduce import RingAllReduce
 from .status_post import MPIStatusPost
 from .timeout_report import TimeoutReport
 
@@ -50,6 +52,8 @@ class MPITransport(Transport):
             library chooses.
         report: asks the ranks after a time-out; by default those of this communicator.
         on_device: tensors lie in the memory of a device, and MPI takes them.
+        ring_bytes: large tensors are reduced in a ring of the ranks, if a rank's part has so many bytes; None: MPI chooses.
+            Only for ranks that are each alone on a node.
     """
 
     backend_name = "mpi"
@@ -61,6 +65,7 @@ class MPITransport(Transport):
         reproducible: bool = False,
         report: TimeoutReport | None = None,
         on_device: bool = False,
+        ring_bytes: int | None = None,
     ) -> None:
         self._communicator = communicator
         self._on_device = on_device
@@ -72,6 +77,10 @@ class MPITransport(Transport):
         self._report = report or TimeoutReport(self._private)
         self._verifier = CallVerifier(self._private, self._report)
         self._starters: dict[str, Callable[..., MPI.Request]] = {}
+        self._ring: RingAllReduce | None = None
+        self._ring_min_bytes = 0
+        if ring_bytes is not None:
+            self._make_ring(ring_bytes)
 
     def describe(self) -> str:
         """The MPI library's name and version."""
@@ -92,10 +101,13 @@ class MPITransport(Transport):
                 self._all_reduce_here(piece, op, call, deadline)
             return
         self._scale_before(tensor, op)
-        datatype, mpi = native
-        for piece in _pieces(tensor):
-            spec = (memory(piece), piece.numel(), datatype)
-            self._collective("Allreduce", (MPI.IN_PLACE, spec, mpi), piece.nbytes, call, deadline)
+        if self._ring is not None and self._takes_ring(tensor.nbytes, tensor.dtype):
+            self._ring.run(tensor, core_op(op), call, deadline)
+        else:
+            datatype, mpi = native
+            for piece in _pieces(tensor):
+                spec = (memory(piece), piece.numel(), datatype)
+                self._collective("Allreduce", (MPI.IN_PLACE, spec, mpi), piece.nbytes, call, deadline)
         self._scale_after(tensor, op)
 
     def all_reduce_widened(
@@ -277,6 +289,16 @@ class MPITransport(Transport):
         with mpi_errors():
             group = self._communicator.Get_group().Incl(list(members))
             return self._communicator.Create_group(group, tag=number % _TAGS)
+
+    def _make_ring(self, ring_bytes: int) -> None:
+        """For ranks that are each alone on a node."""
+        if self._size > 1 and not self._on_device:
+            self._ring = RingAllReduce(self._private, self._verifier)
+            self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
+
+    def _takes_ring(self, nbytes: int, dtype: torch.dtype) -> bool:
+        """Whether an all-reduce that MPI could do is done in the ring."""
+        return self._ring is not None and nbytes >= self._ring_min_bytes and dtype in RING_DTYPES
 
     # ---- reducing here ----
 

@@ -64,7 +64,13 @@ class NodeTransport(MPITransport):
             self._size, hierarchy.nodes, hierarchy.leaders, shares_memory, shares_memory and hierarchy.is_ordered, reproducible
         )
         inter_node = hierarchy.inter_node
-        self._between = None if inter_node is None else MPITransport(inter_node, report=self._report)
+        self._between = (
+            None
+            if inter_node is None
+            else MPITransport(inter_node, report=self._report, ring_bytes=self._thresholds.ring_bytes)
+        )
+        if hierarchy.nodes > 1 and not shares_memory:
+            self._make_ring(self._thresholds.ring_bytes)
         self._memory = NodeMemory(hierarchy, self._private, self._verifier)
         slot = slot_bytes(self._capabilities, self._thresholds)
         self._sync = GroupSync(hierarchy, self._private, self._verifier, self._memory, slot)
@@ -102,6 +108,8 @@ class NodeTransport(MPITransport):
         chosen = choose(operation, size, self._capabilities, self._thresholds, is_native=is_native)
         request = PlanRequest(kind, operation, size, call, self._sync)
         plan: NodePlan = MpiPlan(request, self._by_mpi(operation, kind), verifies_all=self.compares_every_call)
+        if is_native and self._takes_ring(size.whole, kind.dtype):
+            plan.chosen = Algorithm.RING
         if chosen is Algorithm.EAGER:
             plan = EagerExchange(request, plan)
         elif chosen is Algorithm.COPY_IN_COPY_OUT:
