@@ -368,7 +368,9 @@ class SerialGroup(ProcessGroup):
 
     def _reported(self, failure: BaseException) -> BaseException:
         """The failure, which says where this rank's report is, if it is ours and there is one."""
-        folder = None if self._reporter is None else self._reporter.write(f"{type(failure).__name__}: {failure}")
+        if self._reporter is None or not isinstance(failure, Exception):  # who presses Ctrl-C wants no folder
+            return failure
+        folder = self._reporter.write(f"{type(failure).__name__}: {failure}")
         if folder is None or not isinstance(failure, SynclineError):
             return failure
         return failure.reworded(
