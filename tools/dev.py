@@ -261,6 +261,8 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    if getattr(options, "full", False):
+        os.environ["SYNCLINE_TEST_FULL"] = "1"  # for the tests that take minutes
     try:
         _install(options)
         return 0 if (status := options.verb(options)) == 0 else max(1, min(status, 125))
@@ -404,7 +406,11 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_full(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--full", action="store_true", help="every test, with every size on every MPI, as for a release")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="every test, as for a release: also those that take minutes, and every size on every MPI",
+    )
 
 
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
