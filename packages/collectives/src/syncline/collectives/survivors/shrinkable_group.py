@@ -49,7 +49,9 @@ class ShrinkableGroup(HostGroup):
             raise GroupClosedError(f"shrink on {self.place()}: there is a newer group already; shrink that one")
         self._reunion.raise_alarm(self._generation)
         self.abort()
-        return type(self)(self._reunion.shrink(patience_s), self._reunion, **self._options)
+        shrunk = type(self)(self._reunion.shrink(patience_s), self._reunion, **self._options)
+        shrunk.report_to(self._reporter)
+        return shrunk
 
     def _alarm(self) -> str | None:
         return _ALARM if self._reunion.has_alarm(self._generation) else None
