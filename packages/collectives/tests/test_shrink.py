@@ -170,6 +170,21 @@ def test_a_thread_that_is_lost_during_the_shrink_is_left_out_of_the_next_generat
     assert in_threads(3, body) == [None, None, 1]
 
 
+def test_members_that_live_and_cannot_connect_give_up() -> None:
+    groups = create_groups(2, timeout_s=30)
+
+    def refuse(generation, timeout_s):  # type: ignore[no-untyped-def]
+        raise TransportError("a firewall")
+
+    def body(rank: int) -> str:
+        groups[rank]._reunion.connect = refuse  # type: ignore[method-assign]
+        with pytest.raises(TransportError, match=r"members \[0, 1\] live, and could not connect: a firewall") as raised:
+            groups[rank].shrink()
+        return str(raised.value)
+
+    assert len(set(in_threads(2, body))) == 1
+
+
 def _shrink_in_vain_of_1(group: InProcessGroup, may_go_on: threading.Event) -> ProcessGroup:
     connect = group._reunion.connect
 
@@ -189,5 +204,12 @@ def _shrink_in_vain_of_1(group: InProcessGroup, may_go_on: threading.Event) -> P
 @pytest.mark.launch
 @pytest.mark.parametrize("killed", [{1}, {0, 2}])
 def test_processes_that_are_left_go_on(tmp_path: Path, killed: set[int]) -> None:
-    (tmp_path / "killed").write_text(" ".join(map(str, killed)))
+    (tmp_path / "plan").write_text("kill " + " ".join(map(str, killed)))
     run_processes(JOB, 4, tmp_path, killed=frozenset(killed))
+
+
+@pytest.mark.launch
+def test_a_stopped_process_that_was_given_up_ends_with_a_clear_error_and_harms_nobody(tmp_path: Path) -> None:
+    (tmp_path / "plan").write_text("stop 2")
+    run_processes(JOB, 4, tmp_path)
+    assert "members [0, 1, 3] have gone on without it" in (tmp_path / "given-up").read_text()

@@ -79,8 +79,23 @@ def test_an_epoch_begins_anew_only_if_it_is_another() -> None:
 def test_batches_too_small_for_the_ranks_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="at least one sample for each of 4 ranks"):
         ElasticSampler(9, 3).divide(0, 4)
-    with pytest.raises(InvalidArgumentError, match="at least one sample"):
+    with pytest.raises(InvalidArgumentError, match="at least one batch"):
         ElasticSampler(0, 3)
+    with pytest.raises(InvalidArgumentError, match="at least one batch"):
+        ElasticSampler(2, 3, drop_last=True)
+
+
+def test_the_rest_may_be_left_out() -> None:
+    batches = list(ElasticSampler(11, 4, drop_last=True))
+    assert [len(batch) for batch in batches] == [4, 4]
+    assert len({index for batch in batches for index in batch}) == 8
+    assert {index for epoch in range(20) for batch in _epoch(11, epoch) for index in batch} == set(range(11))
+
+
+def _epoch(samples: int, epoch: int) -> list[list[int]]:
+    sampler = ElasticSampler(samples, 4, drop_last=True)
+    sampler.set_epoch(epoch)
+    return list(sampler)
 
 
 # ---- training ----
@@ -210,9 +225,15 @@ def test_a_step_that_one_rank_has_applied_is_applied_by_all_that_live() -> None:
 
 def test_what_a_step_changed_is_put_back_before_it_is_done_again() -> None:
     groups = create_groups(2, timeout_s=60)
-    seen: list[tuple[float, float]] = []
+    seen: list[float] = []
 
-    def rank_body(rank: int) -> None:
+    def rank_body(rank: int) -> object:
+        try:
+            return play(rank)
+        except Lost as lost:
+            return lost
+
+    def play(rank: int) -> None:
         model = DistributedDataParallel(torch.nn.BatchNorm1d(1), process_group=groups[rank])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sampler = ElasticSampler(8, 8)
@@ -220,24 +241,25 @@ def test_what_a_step_changed_is_put_back_before_it_is_done_again() -> None:
         for _ in elastic.batches([0]):
             with elastic.step():
                 if rank == 0:
-                    seen.append((float(model.module.num_batches_tracked), float(torch.rand(()))))
+                    seen.append(float(model.module.num_batches_tracked))
                 model(torch.arange(4.0).view(-1, 1)).square().sum().backward()
                 if rank == 1:
                     groups[1].lose()
-                    return
+                    raise Lost
                 optimizer.step()
         assert float(model.module.num_batches_tracked) == 1
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(rank_body, range(2)))
-    assert len(seen) == 2
-    assert seen[0][0] == seen[1][0] == 0
+    assert seen == [0, 0]
 
 
 # ---- limits and misuse ----
 
 
-@pytest.mark.parametrize(("limits", "problem"), [({"min_ranks": 3}, "min_ranks is 3"), ({"max_failures": 0}, "max_failures is 0")])
+@pytest.mark.parametrize(
+    ("limits", "problem"), [({"min_ranks": 3}, "min_ranks is 3"), ({"max_failures": 0}, "max_failures is 0")]
+)
 def test_beyond_a_limit_all_end_with_the_same_error(limits: dict[str, int], problem: str) -> None:
     ends, _ = train_and_lose({1: ("backward", 2)}, **limits)
     for rank in (0, 2):
@@ -261,7 +283,11 @@ def test_misuse_is_named() -> None:
         with pytest.raises(MisuseError, match="a batch was taken, and no step"):
             for _ in training.elastic.batches(training.loader):
                 pass
-        with pytest.raises(MisuseError, match="a step was begun within a step"), training.elastic.step(), training.elastic.step():
+        with (
+            pytest.raises(MisuseError, match="a step was begun within a step"),
+            training.elastic.step(),
+            training.elastic.step(),
+        ):
             pass
         with pytest.raises(InvalidArgumentError, match="min_ranks from 1 to the 1 ranks"):
             Training(group, min_ranks=2)

@@ -25,7 +25,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     Batches count the samples of all ranks together, so neither the number of steps nor what a step learns from depends on how
     many ranks there are. An epoch is one order of all samples, cut into batches whose sizes differ by one at most; none is left
-    out, none is used twice. A batch that was begun and not applied is divided anew, among the ranks that are there then.
+    out, none is used twice. (With `drop_last` all batches have the same size, and the rest is left out.) A batch that was begun and not applied is divided anew, among the ranks that are there then.
 
     `Elastic` tells it which ranks there are (`divide`) and what was applied (`advance`).
 
@@ -34,16 +34,20 @@ class ElasticSampler(Sampler[list[int]]):
         batch_size: how many all ranks take together in one step, at most.
         shuffle: a new order in each epoch, the same on all ranks; False keeps that of the data set.
         seed: of the orders.
+        drop_last: leave out what is not enough for a batch of `batch_size`.
 
     Raises:
         InvalidArgumentError: a number is below one.
     """
 
-    def __init__(self, samples: int, batch_size: int, *, shuffle: bool = True, seed: int = 0) -> None:
-        if samples < 1 or batch_size < 1:
-            raise InvalidArgumentError(f"expected at least one sample in a batch, found {samples=} and {batch_size=}")
-        self._samples = samples
-        self._batches = -(-samples // batch_size)
+    def __init__(self, samples: int, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> None:
+        if batch_size < 1 or samples < (batch_size if drop_last else 1):
+            raise InvalidArgumentError(
+                f"expected at least one batch of at least one sample, found {samples=} and {batch_size=}"
+            )
+        self._all_samples = samples
+        self._batches = samples // batch_size if drop_last else -(-samples // batch_size)
+        self._samples = self._batches * batch_size if drop_last else samples
         self._shuffle = shuffle
         self._seed = seed
         self._rank, self._ranks = 0, 1
@@ -114,6 +118,6 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _order(self) -> torch.Tensor:
         if not self._shuffle:
-            return torch.arange(self._samples)
+            return torch.arange(self._all_samples)
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
-        return torch.randperm(self._samples, generator=generator)
+        return torch.randperm(self._all_samples, generator=generator)

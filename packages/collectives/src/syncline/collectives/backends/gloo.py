@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import os
 import weakref
@@ -37,10 +38,9 @@ from .gloo_reunion import GlooReunion, store_lack
 _generations = itertools.count()
 # Below it two collectives take longer than one of twice the bytes.
 _SCATTER_HALVES_FROM_BYTES = 64 * 1024
-# So often a collective that takes long looks whether another rank has said that it will not end.
-_LOOK_S = 0.1
+# A collective that takes long looks whether another rank has said that it will not end; rarer the longer it takes.
+_FIRST_LOOK_S, _LOOK_S = 0.1, 1.0
 _LARGEST_TAG = 2**31 - 1
-_abandoned: list[TorchGroup] = []
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
 
@@ -144,9 +144,13 @@ class GlooTransport(Transport):
         del self._group
 
     def abort(self) -> None:
-        """Keep the torch group for the rest of the process: its destructor would wait for what is in flight."""
+        """Keep the torch group until the process is gone: its destructor would wait for what is in flight.
+
+        The reference is never given back, not even when the interpreter ends: two ranks that gave up one collective would then
+        wait for one another.
+        """
         _open.discard(self)
-        _abandoned.append(self._group)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
         return None if block is None else list(block.view(self._group.size, part.numel()))
@@ -176,12 +180,14 @@ def _device(host: str | None) -> Any:
 
 def _wait(work: Work, deadline: Deadline) -> None:
     """Wait, and look now and then whether that is in vain."""
+    slice_s = _FIRST_LOOK_S
     while True:
         try:
-            work.wait(min(max(deadline.remaining_s(), 1e-3), _LOOK_S))
+            work.wait(min(max(deadline.remaining_s(), 1e-3), slice_s))
         except CollectiveTimeout as error:
             if deadline.expired():
                 raise TimeoutError(str(error)) from error
+            slice_s = min(1.2 * slice_s, _LOOK_S)
         else:
             return
 

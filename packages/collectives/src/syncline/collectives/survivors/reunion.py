@@ -19,6 +19,9 @@ logger = logging.getLogger("syncline.collectives")
 CONNECT_S = 15.0
 """How long the members of a new generation may take to connect, in seconds; then they are called again."""
 
+MOST_ATTEMPTS = 4
+"""So often the same members try to connect before the shrink fails."""
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -87,17 +90,22 @@ class Reunion(ABC):
 
         Raises:
             RankGivenUpError: the others have gone on without this member.
+            TransportError: nobody died, and yet the members could not connect.
         """
+        attempts = 0
         while True:
             now = self.generation
             call = RollCall(self._keys(now), now.members, now.me, self.has_ended)
             self.generation = now.next(call.survivors(patience_s))
+            attempts = attempts + 1 if self.generation.members == now.members else 1
             logger.debug("member %d: generation %d is %s", now.me, self.generation.number, self.generation.members)
             try:
                 return self._connected(self.generation)
             except TransportError as error:
                 logger.debug("generation %d did not connect: %s", self.generation.number, error)
                 self.raise_alarm(self.generation)
+                if attempts == MOST_ATTEMPTS:
+                    raise TransportError(f"the members {list(now.members)} live, and could not connect: {error}") from error
 
     def _connected(self, generation: Generation) -> Transport:
         transport = self.connect(generation, CONNECT_S)

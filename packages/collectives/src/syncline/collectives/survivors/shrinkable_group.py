@@ -54,7 +54,9 @@ class ShrinkableGroup(HostGroup):
         return shrunk
 
     def _alarm(self) -> str | None:
-        return _ALARM if self._reunion.has_alarm(self._generation) else None
+        with suppress(StoreError):  # a group that needs no store goes on without it
+            return _ALARM if self._reunion.has_alarm(self._generation) else None
+        return None
 
     @override
     def _fail(self, error: BaseException, call: Collective, sequence: int | None, deadline: Deadline) -> NoReturn:
