@@ -57,6 +57,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "library",
         "datatypes",
         "timeout_report",
+        "status_post",
         "call_verifier",
         "ring_all_reduce",
         "transport",

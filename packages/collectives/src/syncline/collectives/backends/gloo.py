@@ -7,7 +7,7 @@ import ctypes
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..contract.deadline import Deadline
 from ..contract.reduce_op import HALVES, Reduction
 from ..contract.work import Work
 from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, TransportError
+from ..failures.stall_watch import StatusPost
 from ..host.host_group import HostGroup
 from ..host.progress import finish_all
 from ..host.transport import Request, Transport
@@ -128,6 +129,10 @@ class GlooTransport(Transport):
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
         return self._group.start_recv(tensor, src, _tag(tag, tensor))
 
+    @override
+    def status_post(self) -> StatusPost:
+        return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
+
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """Another Gloo group, which meets in the same store under its own name."""
         rank = list(members).index(self._group.rank)
@@ -154,6 +159,30 @@ class GlooTransport(Transport):
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
         return None if block is None else list(block.view(self._group.size, part.numel()))
+
+
+class _StorePost(StatusPost):
+    """Lines in the store, and how many were written."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._count = 0
+
+    @override
+    def post(self, line: str) -> None:
+        self._store.set(str(self._rank), line)
+        self._store.add("count", 1)
+
+    @override
+    def posted(self) -> Mapping[int, str]:
+        count = self._store.add("count", 0)
+        if count == self._count:
+            return {}
+        self._count = count
+        present = (rank for rank in range(self._size) if self._store.check([str(rank)]))
+        return {rank: self._store.get(str(rank)).decode() for rank in present}
 
 
 def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float, host: str | None = None) -> GlooTransport:
@@ -228,7 +257,7 @@ class GlooBackend(Backend):
             timeout_s=request.timeout_s,
             check_calls=request.check_calls,
         )
-        group.start({"check_calls": request.check_calls, "reproducible": request.reproducible})
+        group.start({"check_calls": request.check_calls, "reproducible": request.reproducible}, request.stall_warning_s)
         return group
 
 

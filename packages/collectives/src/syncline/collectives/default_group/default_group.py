@@ -115,6 +115,7 @@ def init_process_group(
                 store=store,
                 check_calls=check_calls,
                 thresholds=settings.thresholds.overridden(os.environ),
+                stall_warning_s=settings.stall_warning_s,
             )
             logger.debug("backend %s: %s", choice.name, choice.reason)
             _default = _load(choice).connect(request)

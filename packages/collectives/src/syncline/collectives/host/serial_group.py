@@ -19,7 +19,9 @@ from ..contract.reduce_op import Reduction
 from ..contract.work import FinishedWork, PendingWork, Work
 from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
 from ..failures.flight_recorder import Entry, FlightRecorder
-from ..failures.report import Reporter, report_on_signal
+from ..failures.report import Reporter
+from ..failures.report_signal import report_on_signal
+from ..failures.stall_watch import StallWatch, watch_for_stalls
 from .call_comparison import compare_calls
 from .call_verification import CallVerification
 from .callback_order import CallbackOrder
@@ -94,6 +96,8 @@ class SerialGroup(ProcessGroup):
         self._deadline: Deadline | None = None  # of the collective that runs now
         self.recorder = FlightRecorder(name, rank, self.ranks)
         self._reporter: Reporter | None = None
+        self._stall_warning_s = 0.0
+        self._stall_watch: StallWatch | None = None
         is_compared = size == 1 or check_calls or transport.compares_every_call
         self._verification = None if is_compared else CallVerification(transport, rank, size, self.recorder)
 
@@ -111,8 +115,12 @@ class SerialGroup(ProcessGroup):
     def describe(self) -> str:
         return self._transport.describe()
 
-    def start(self, options: Mapping[str, object]) -> None:
+    def start(self, options: Mapping[str, object], stall_warning_s: float = 0) -> None:
         """Compare options with the other ranks, and report failures from now on. All ranks call it, before anything else.
+
+        Args:
+            options: what changes how the ranks communicate.
+            stall_warning_s: after so many seconds in one call rank 0 logs who waits for whom; 0: never.
 
         Raises:
             DisagreementError: the ranks were given different options.
@@ -121,6 +129,7 @@ class SerialGroup(ProcessGroup):
             agree_on_start(self._transport, self.rank, self.size, options, Deadline(self.timeout_s)), self.rank, self.size
         )
         self.report_to(reporter)
+        self.warn_of_stalls(stall_warning_s)
         report_on_signal(reporter)
 
     def report_to(self, reporter: Reporter | None) -> None:
@@ -128,6 +137,14 @@ class SerialGroup(ProcessGroup):
         self._reporter = reporter
         if reporter is not None:
             reporter.watch(self.recorder)
+
+    def warn_of_stalls(self, stall_warning_s: float) -> None:
+        """Let rank 0 log who waits for whom, in this group and in groups made of it from now on; 0: not."""
+        self._stall_warning_s = stall_warning_s
+        status_post = self._transport.status_post() if self.size > 1 and stall_warning_s > 0 else None
+        if status_post is not None:
+            self._stall_watch = StallWatch(self.recorder, status_post, stall_warning_s)
+            watch_for_stalls(self._stall_watch)
 
     @override
     def verify_calls(self, *, async_op: bool = False) -> Work | None:
@@ -176,6 +193,7 @@ class SerialGroup(ProcessGroup):
 
     def _close(self) -> None:
         self._closed = True
+        self._stop_watching()
         drained = self._progress.drain(self.timeout_s)
         self._plans.clear()
         self._progress.stop()
@@ -186,11 +204,17 @@ class SerialGroup(ProcessGroup):
         else:
             self._transport.abort()
 
+    def _stop_watching(self) -> None:
+        if self._stall_watch is not None:
+            self._stall_watch.stop()
+            self._stall_watch = None
+
     def abort(self) -> None:
         """Fail what is in flight and everything queued behind it."""
         if self._closed:
             return
         self._closed = True
+        self._stop_watching()
         self._plans.clear()
         failure = self._first_failure = self._first_failure or self._aborted()
         if self._deadline is not None:
@@ -344,7 +368,9 @@ class SerialGroup(ProcessGroup):
 
     def _reported(self, failure: BaseException) -> BaseException:
         """The failure, which says where this rank's report is, if it is ours and there is one."""
-        folder = None if self._reporter is None else self._reporter.write(f"{type(failure).__name__}: {failure}")
+        if self._reporter is None or not isinstance(failure, Exception):  # who presses Ctrl-C wants no folder
+            return failure
+        folder = self._reporter.write(f"{type(failure).__name__}: {failure}")
         if folder is None or not isinstance(failure, SynclineError):
             return failure
         return failure.reworded(
