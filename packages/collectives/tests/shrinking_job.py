@@ -48,6 +48,7 @@ def stop_and_come_back(group: ProcessGroup, folder: Path) -> None:
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
+    os.environ["SYNCLINE_REPORT_DIR"] = str(folder)
     plan = (folder / "plan").read_text().split()
     what, lost = plan[0], set(map(int, plan[1:]))
     group = init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world_size, timeout=60)

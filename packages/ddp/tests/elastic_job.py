@@ -185,6 +185,7 @@ def reference_training(rank: int, world_size: int, folder: Path, plan: dict[str,
 
 def main(rank: int, world_size: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    os.environ["SYNCLINE_REPORT_DIR"] = str(folder)
     plan = json.loads((folder / "plan.json").read_text())
     training = reference_training if plan["is_reference"] else elastic_training
     (folder / f"result-{rank}.json").write_text(json.dumps(training(rank, world_size, folder, plan)))

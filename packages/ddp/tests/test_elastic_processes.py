@@ -12,7 +12,7 @@ import pytest
 
 from syncline.collectives.testing.processes import run_processes
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(400)]
 
 JOB = Path(__file__).with_name("elastic_job.py")
 RANKS, EPOCHS, STEPS_IN_EPOCH = 4, 3, 5
@@ -34,7 +34,7 @@ Kill = tuple[int, int, str]
 def run(folder: Path, *, is_reference: bool, killed: Sequence[int] = (), **plan: object) -> dict[int, dict[str, object]]:
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps({"is_reference": is_reference, "epochs": EPOCHS, **plan}))
-    run_processes(JOB, RANKS, folder, killed=frozenset(killed), timeout_s=280)
+    run_processes(JOB, RANKS, folder, killed=frozenset(killed), timeout_s=180)
     return {rank: json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(RANKS) if rank not in killed}
 
 

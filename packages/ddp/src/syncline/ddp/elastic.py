@@ -69,9 +69,9 @@ class Elastic:
 
     1. Who enters the barrier has the averaged gradients of the step, which are the same on all ranks.
     2. If a rank leaves the barrier without an error, all had entered it, so all that live can apply the step.
-    3. If a rank dies, the barrier may end well on some ranks and fail on others. So after `shrink` the survivors tell each other
-       how many steps they have agreed on. Who is one behind the others was in that barrier, has the gradients, and applies the
-       step. If nobody is ahead, nobody has applied it, and all do it again.
+    3. If a rank dies, the barrier may end well on some ranks and fail on others. So after `shrink` the survivors tell each
+       other how many steps they have agreed on. Who is one behind the others was in that barrier, has the gradients, and
+       applies the step. If nobody is ahead, nobody has applied it, and all do it again.
 
     What a step changes before it is applied, buffers and random state, is put back before it is done again (`StepSnapshot`).
     All backwards of a step come before its first `optimizer.step()`; there may be several, and several optimizers.

@@ -25,7 +25,8 @@ class ElasticSampler(Sampler[list[int]]):
 
     Batches count the samples of all ranks together, so neither the number of steps nor what a step learns from depends on how
     many ranks there are. An epoch is one order of all samples, cut into batches whose sizes differ by one at most; none is left
-    out, none is used twice. (With `drop_last` all batches have the same size, and the rest is left out.) A batch that was begun and not applied is divided anew, among the ranks that are there then.
+    out, none is used twice. (With `drop_last` all batches have the same size, and the rest is left out.) A batch that was begun
+    and not applied is divided anew, among the ranks that are there then.
 
     `Elastic` tells it which ranks there are (`divide`) and what was applied (`advance`).
 

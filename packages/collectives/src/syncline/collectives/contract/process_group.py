@@ -126,7 +126,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         """What keeps the survivors of this group from making a new one, with the remedy, in one sentence; None if nothing."""
         return (
             f"backend '{self.backend_name}' cannot connect the ranks that are left when one is lost; use backend 'gloo' with "
-            "init_method='file:///shared/folder' or under torchrun, or save checkpoints and let the launcher start the job again"
+            "init_method='file:///shared/folder', or save checkpoints and let the launcher start the job again"
         )
 
     def shrink(self, *, patience_s: float = DEFAULT_PATIENCE_S) -> ProcessGroup:

@@ -57,8 +57,8 @@ class RollCall:
         agreed = tuple(json.loads(self._store.compare_set("members", "", proposed)))
         if self._me not in agreed:
             raise RankGivenUpError(
-                f"member {self._me} was silent for too long, and the members {list(agreed)} have gone on without it. This process "
-                "can do nothing more for the job and ends; start it again to take part as a newcomer"
+                f"member {self._me} was silent for too long, and the members {list(agreed)} have gone on without it. This "
+                "process can do nothing more for the job: let it end"
             )
         return agreed
 
