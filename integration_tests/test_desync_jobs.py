@@ -1,6 +1,6 @@
 """The part of the desync catalogue that may end the job: see Note [What a library does with garbled messages].
 
-Each program is a job of its own, so it takes minutes: `dev.py ranks --full`, or SYNCLINE_TEST_FULL=1.
+Each program is a job of its own, so it takes minutes: `dev.py test --full`, or SYNCLINE_TEST_FULL=1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from test_support.desync_programs import ENDED, FULL, catalogue, problem
 
 pytestmark = [
     pytest.mark.launch,
-    pytest.mark.skipif(not FULL, reason="minutes of jobs: run it by dev.py ranks --full, or SYNCLINE_TEST_FULL=1"),
+    pytest.mark.skipif(not FULL, reason="minutes of jobs: run it by dev.py test --full, or SYNCLINE_TEST_FULL=1"),
 ]
 
 TOOLS = Path(__file__).parents[1] / "tools"

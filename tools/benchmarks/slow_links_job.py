@@ -112,7 +112,7 @@ class Training:
     Attributes:
         seconds: of all steps, on the slowest rank.
         sent_bytes: over the wire, of the host that sent most.
-        most_in_a_step_bytes: the same, of the step in which it sent most.
+        most_in_a_step_bytes: the same, of the step in which it sent most; what follows the last step is none.
         loss: on samples that were not trained on, of the model of rank 0.
         train_losses: of each step, the mean over the ranks.
     """
@@ -203,7 +203,7 @@ def _train(task: Task, name: str, group: ProcessGroup) -> Training:
     seconds = time.perf_counter() - started
     group.barrier()
     sent.append(device_sent_bytes(DEVICE))
-    steps = [after - before for before, after in itertools.pairwise(sent)]
+    steps = [after - before for before, after in itertools.pairwise(sent[:-1])]
     everyone = exchange_objects((seconds, sent[-1] - sent[0], max(steps), task.validation_loss(model), losses), group=group)
     return Training(
         seconds=max(rank[0] for rank in everyone),

@@ -64,13 +64,10 @@ class NodeTransport(MPITransport):
             self._size, hierarchy.nodes, hierarchy.leaders, shares_memory, shares_memory and hierarchy.is_ordered, reproducible
         )
         inter_node = hierarchy.inter_node
-        self._between = (
-            None
-            if inter_node is None
-            else MPITransport(inter_node, report=self._report, ring_bytes=self._thresholds.ring_bytes)
-        )
+        ring_bytes = self._thresholds.ring_bytes
+        self._between = None if inter_node is None else MPITransport(inter_node, report=self._report, ring_bytes=ring_bytes)
         if hierarchy.nodes > 1 and not shares_memory:
-            self._make_ring(self._thresholds.ring_bytes)
+            self._make_ring(ring_bytes)
         self._memory = NodeMemory(hierarchy, self._private, self._verifier)
         slot = slot_bytes(self._capabilities, self._thresholds)
         self._sync = GroupSync(hierarchy, self._private, self._verifier, self._memory, slot)
