@@ -24,7 +24,7 @@ TOOLS = Path(__file__).parents[1] / "tools"
 PROGRAMS = {name: program for name, program in catalogue().items() if program.garbles}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3], ids=["two ranks", "three ranks"])
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_small_disagreement_between_nodes_is_told(run_job: Callable[..., Any], tmp_path: Path, name: str, ranks: int) -> None:
     path = os.pathsep.join([str(TOOLS), *sys.path])

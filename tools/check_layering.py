@@ -41,6 +41,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "host",
         "devices",
         "stores",
+        "survivors",
         "composed",
         "startup",
         "backends",

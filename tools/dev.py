@@ -313,7 +313,7 @@ def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, words: Sequence[str
         )
         outcome = capture(
             (*runtime.command(size), PYTHON, ROOT / "tools" / "rank_log.py", folder, *pytest),
-            timeout_s=RANKS_TIMEOUT_S,
+            timeout_s=RANKS_TIMEOUT_S * (4 if os.environ.get("SYNCLINE_TEST_FULL") == "1" else 1),
             cwd=ROOT,
             env={**RANKS_ENV, **runtime.env},
         )

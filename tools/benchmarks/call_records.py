@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp
-from syncline.collectives.contract.collective import Collective
+from syncline.collectives.contract.collective import digest
 from syncline.collectives.failures.call_digest import CallDigest
-from syncline.collectives.failures.flight_recorder import FlightRecorder
+from syncline.collectives.failures.call_record import DONE
+from syncline.collectives.failures.flight_recorder import STATE, FlightRecorder
 from syncline.collectives.host.host_group import HostGroup
 
 _BUCKETS = (256 * 1024, 6_250_000, 6_250_000)
@@ -31,7 +32,9 @@ class NoRecorder(FlightRecorder):
     """Remembers nothing: for comparison."""
 
     def issue(self, *_: Any, **__: Any) -> list[Any]:
-        return []
+        return [None] * 12
+
+    issue_and_begin = issue
 
     def begin(self, entry: list[Any]) -> None:
         pass
@@ -45,15 +48,13 @@ def alone(*, rounds: int = 25, repetitions: int = 4_000) -> None:
 
     Processor time of this thread, so that what else runs on the machine matters less.
     """
-    recorder, digest, tensor = FlightRecorder("default", 0, [0, 1]), CallDigest(), torch.ones(16)
+    recorder, calls, tensor = FlightRecorder("default", 0, [0, 1]), CallDigest(), torch.ones(16)
 
     def recorded() -> None:
-        entry = recorder.issue(1, "all_reduce", tensor, ReduceOp.SUM)
-        recorder.begin(entry)
-        recorder.end(entry)
+        recorder.issue_and_begin(1, "all_reduce", tensor, ReduceOp.SUM)[STATE] = DONE
 
     def digested() -> None:
-        digest.add(Collective("all_reduce", tensor, ReduceOp.SUM).digest())
+        calls.add(digest("all_reduce", tensor.dtype, ReduceOp.SUM, None, "", tensor.numel()))
 
     actions: dict[str, Callable[[], object]] = {"nothing": lambda: None, "record": recorded, "digest": digested}
     figures: dict[str, list[float]] = {name: [] for name in actions}

@@ -154,6 +154,16 @@ def destroy_process_group() -> None:
         group.abort()
 
 
+def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
+    """Let `new` be the default group if `old` is; whether it was."""
+    global _default
+    with _lock:
+        if _default is not old:
+            return False
+        _default = new
+    return True
+
+
 def is_initialized() -> bool:
     """Whether there is a default group."""
     return _default is not None

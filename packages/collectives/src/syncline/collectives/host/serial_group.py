@@ -11,14 +11,15 @@ from typing import NoReturn
 import torch
 from typing_extensions import override
 
-from ..contract.collective import Collective
+from ..contract.collective import Collective, digest
 from ..contract.deadline import Deadline
 from ..contract.layout import is_tracked, untracked
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import Reduction
 from ..contract.work import FinishedWork, PendingWork, Work
 from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
-from ..failures.flight_recorder import Entry, FlightRecorder
+from ..failures.call_record import DONE
+from ..failures.flight_recorder import STATE, Entry, FlightRecorder
 from ..failures.report import Reporter
 from ..failures.report_signal import report_on_signal
 from ..failures.stall_watch import StallWatch, watch_for_stalls
@@ -272,19 +273,18 @@ class SerialGroup(ProcessGroup):
         sequence = next(self._sequence)
         if self._first_failure is not None:
             raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
-        recorder, verification = self.recorder, self._verification
-        entry = recorder.issue(sequence, "all_reduce", tensor, op, depth=4)
-        recorder.begin(entry)
+        verification = self._verification
+        entry = self.recorder.issue_and_begin(sequence, "all_reduce", tensor, op, depth=4)
         deadline = self._deadline = self._start()
         try:
             if verification is not None:
-                verification.add(Collective("all_reduce", tensor, op).digest())
+                verification.add(digest("all_reduce", tensor.dtype, op, None, "", tensor.numel()))
             plan.run(tensor, tensor, deadline)
             if verification is not None and verification.is_due:
                 verification.verify(deadline)
-            recorder.end(entry)
+            entry[STATE] = DONE
         except BaseException as error:  # noqa: BLE001 - raised again
-            recorder.fail(entry)
+            self.recorder.fail(entry)
             self._fail(error, Collective("all_reduce", tensor, op), sequence, deadline)
         finally:
             self._deadline = None
