@@ -40,7 +40,7 @@ DEFAULT_SIZES = {"mpich": (1, 2, 4), "openmpi": (3,), "impi": (2,), "system": (2
 # shown to be found and to work. Four ranks are needed for two nodes of two.
 DEFAULT_FILES = {
     ("mpich", 1): ("test_collectives_mpi.py", "test_ddp_mpi.py"),
-    ("mpich", 4): ("test_collectives_mpi.py", "test_shared_memory_mpi.py", "test_sharing_mpi.py"),
+    ("mpich", 4): ("test_collectives_mpi.py", "test_shared_memory_mpi.py", "test_sharing_mpi.py", "test_transport_mpi.py"),
     ("system", 2): ("test_collectives_mpi.py", "test_ddp_mpi.py"),
 }
 # Parts of the unit tests, and files of tests that start jobs: the longest first, so that none is left over at the end.
