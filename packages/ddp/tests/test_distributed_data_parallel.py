@@ -577,7 +577,7 @@ def test_a_hook_owns_the_reduction_and_the_division(world_size: int, as_view: bo
 def test_bad_hooks_are_refused() -> None:
     def body(group: ProcessGroup) -> None:
         model = DistributedDataParallel(closed_form_model(), process_group=group)
-        with pytest.raises(InvalidArgumentError, match=r"expected a function hook\(state, bucket\), found str"):
+        with pytest.raises(TypeError, match=r"must be callable. Expected a function hook\(state, bucket\), found str"):
             model.register_comm_hook(None, "allreduce")  # type: ignore[arg-type]
         model.register_comm_hook(None, lambda state, bucket: bucket.buffer())  # type: ignore[arg-type, return-value]
         with pytest.raises(MisuseError, match="found Tensor"):

@@ -10,6 +10,7 @@ import torch
 from ..errors import InvalidArgumentError
 from .group_collectives import GroupCollectives
 from .group_exchanges import GroupExchanges
+from .profiling import recorded
 from .work import Work
 
 
@@ -46,6 +47,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
 
     # ---- no tensor ----
 
+    @recorded("barrier")
     def barrier(self, *, async_op: bool = False) -> Work:
         """Return on any rank only after all ranks have called it."""
         return self._barrier(async_op)
