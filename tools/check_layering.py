@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     COLLECTIVES: (
         "errors",
         "version",
-        "torch_private",
+        "torch_internals",
         "contract",
         "host",
         "devices",

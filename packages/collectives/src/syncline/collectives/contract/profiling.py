@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..torch_private import ProfilerRange, profiler_runs
+from ..torch_internals import ProfilerRange, profiler_runs
 from .work import Work
 
 Method = TypeVar("Method", bound=Callable[..., Work])

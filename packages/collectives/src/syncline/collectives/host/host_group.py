@@ -14,7 +14,7 @@ from ..contract.layout import flat, in_plain_order, mark_written
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import ReduceOp, Reduction
 from ..contract.work import FinishedWork, Work
-from ..torch_private import profiler_runs
+from ..torch_internals import profiler_runs
 from .host_exchanges import HostExchanges
 from .packing import copy_back, empty_block, flat_copy, unpack
 from .transport import CallKind, Plan

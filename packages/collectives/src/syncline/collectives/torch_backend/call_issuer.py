@@ -13,7 +13,7 @@ from ..contract.process_group import ProcessGroup
 from ..contract.profiling import record
 from ..contract.work import FinishedWork, Work
 from ..errors import MisuseError
-from ..torch_private import profiler_runs
+from ..torch_internals import profiler_runs
 from .options import time_limit_s
 from .works import CoalescedWork, TorchSideWork
 
