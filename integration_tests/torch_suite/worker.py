@@ -77,10 +77,12 @@ def _suite(variant: Variant) -> Any:
 
         distributed_test.PROFILING_SUPPORTED_BACKENDS.append(variant.backend)
         distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append(variant.backend)
-    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    wrapper: Any = torch.nn.parallel.DistributedDataParallel
     if variant.has_our_ddp:
-        from syncline.ddp import DistributedDataParallel as ddp
-    torch.nn.parallel.DistributedDataParallel = without_device_ids(ddp)  # type: ignore[misc]
+        from syncline.ddp import DistributedDataParallel
+
+        wrapper = DistributedDataParallel
+    torch.nn.parallel.DistributedDataParallel = without_device_ids(wrapper)  # type: ignore[misc]
     distributed_test.DistributedDataParallel = torch.nn.parallel.DistributedDataParallel
     if variant.has_our_parts:
         from syncline import hooks

@@ -225,6 +225,7 @@ def batch_of(rank: int, step: int) -> torch.Tensor:
     return torch.arange(8, dtype=torch.float64).view(4, 2) * (rank + 1) + step
 
 
+@pytest.mark.filterwarnings("ignore:broadcast_buffers is deprecated:FutureWarning")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_running_statistics_are_rank_0s_at_each_forward_or_each_ranks_own(world_size: int, broadcast: bool) -> None:

@@ -291,6 +291,7 @@ def test_the_built_in_hook_sends_halves() -> None:
 # ---- options that differ between ranks ----
 
 
+@pytest.mark.filterwarnings("ignore:broadcast_buffers is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("mine", "other", "words"),
     [

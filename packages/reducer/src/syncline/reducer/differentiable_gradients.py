@@ -17,7 +17,7 @@ class _Average(torch.autograd.Function):
         return reduced.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return gradient / ctx.world_size, None, None
 
 

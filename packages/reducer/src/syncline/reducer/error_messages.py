@@ -28,8 +28,9 @@ def marked_twice(name: str, place: str, hint: str) -> MisuseError:
 def not_expected(name: str, place: str) -> MisuseError:
     """A gradient arrived that no backward would reduce."""
     return MisuseError(
-        f"found a gradient of parameter '{name}' on {place}, which had none in the first backward that was reduced. Your training "
-        "graph has changed in this iteration, so it is not static: pass static_graph=False and find_unused_parameters=True"
+        f"found a gradient of parameter '{name}' on {place}, which had none in the first backward that was reduced. "
+        "Your training graph has changed in this iteration, so it is not static: pass static_graph=False and "
+        "find_unused_parameters=True"
     )
 
 

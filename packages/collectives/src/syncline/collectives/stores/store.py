@@ -28,8 +28,8 @@ class Store(ABC):
     other processes.
 
     **Atomicity:** each of `set`, `append`, `add`, `compare_set` and `delete_key` happens at one instant between call and
-    return, in one order that all handles agree on. When it has returned, every handle sees its effect. `check` and `wait` look at
-    several keys, possibly one after the other.
+    return, in one order that all handles agree on. When it has returned, every handle sees its effect. `check` and `wait` look
+    at several keys, possibly one after the other.
 
     **Values** are bytes. A str is stored as UTF-8. Numbers are stored as decimal text, so `get` after `add` returns
     ``b"3"``, as in torch.
