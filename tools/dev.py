@@ -13,6 +13,7 @@ if sys.version_info < (3, 10):  # noqa: UP036, the one place that may meet an ol
 
 import argparse
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ import rank_log
 import release as release_check
 import wheels
 from commands import ROOT, ToolError, capture, run
-from environment import BASE, DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
+from environment import BASE, DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, TORCH, InstallSet, ensure, require
 
 DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
 JOBS = ROOT / "integration_tests"
@@ -147,10 +148,13 @@ def gpu(options: argparse.Namespace) -> int:
 
 
 def test(options: argparse.Namespace) -> int:
-    """Run everything, even after a failure, and end with a table."""
+    """Run everything, even after a failure, and end with a table.
+
+    With `--torch`, all tests in an environment of that version; style, types and documentation do not depend on it.
+    """
     options.mpi, options.sizes, options.expression, options.paths, options.serve = None, None, "", [], False
     steps: tuple[Callable[[argparse.Namespace], int], ...]
-    steps = (lint, types, docs, unit, ranks, build_wheels)
+    steps = (unit, ranks, build_wheels) if TORCH else (lint, types, docs, unit, ranks, build_wheels)
     rows = [_timed(step, options) for step in steps]
     print("\n=== summary ===")
     for name, verdict, taken_s in rows:
@@ -176,6 +180,10 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    wanted = getattr(options, "torch", None) or TORCH
+    if wanted != TORCH:  # where everything is depends on it, from the imports on
+        words = sys.argv[1:] if arguments is None else arguments
+        os.execve(sys.executable, [sys.executable, __file__, *words], {**os.environ, "SYNCLINE_DEV_TORCH": wanted})
     try:
         _install(options)
         return 0 if (status := options.verb(options)) == 0 else max(1, min(status, 125))
@@ -299,6 +307,12 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
+def _version(text: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)+", text):
+        raise argparse.ArgumentTypeError(f"expected a version such as 2.15.0, found {text!r}")
+    return text
+
+
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.epilog = "Further arguments go to digits.py, for example --report PATH, --timeline PATH."
@@ -310,6 +324,9 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 def _add_full(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="every size on every MPI, as for a release")
+    if parser.get_default("verb") is test:
+        help_text = "unit tests, ranks and wheels with this version of torch from PyPI (5 GB), in an environment of its own"
+        parser.add_argument("--torch", type=_version, metavar="VERSION", help=help_text)
 
 
 def _add_docs(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 What is replaced, and nothing else:
 
-* the guards that skip a test where there are fewer GPUs than ranks;
+* the guards that skip a test where there are fewer GPUs than ranks, or by the name of the backend;
 * `Tensor.cuda`, `Tensor.to`, `Module.cuda`, `Module.to` and `device=` of everything that makes tensors: a GPU means the CPU;
 * of `torch.cuda` what chooses a device, waits for it, or seeds it: it does nothing;
 * `device_ids` and `output_device` of DistributedDataParallel: None.
@@ -14,13 +14,14 @@ we count.
 from __future__ import annotations
 
 import functools
+import unittest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal import common_distributed
+from torch.testing._internal import common_distributed, common_utils
 
 _CPU = torch.device("cpu")
 
@@ -30,9 +31,20 @@ def run_always(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+# What torch says of a test that a backend cannot pass on its devices, or that only one backend was tried with.
+_ABOUT_BACKENDS = ("Only Nccl", "Only NCCL", "Only MPI", "backend does not support", "Coalescing manager", "in NVIDIA")
+
+
+def _skip_if(condition: bool, reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A guard that lets the backend show what it can do, and skips what torch skips for other reasons."""
+    return unittest.skipIf(condition and not any(words in reason for words in _ABOUT_BACKENDS), reason)
+
+
 def neutralise_guards() -> None:
     """To be called before the module of tests is imported, whose decorators ask at once."""
     common_distributed.skip_if_no_gpu = run_always
+    common_utils.skip_but_pass_in_sandcastle_if = _skip_if
+    common_utils.skip_but_pass_in_sandcastle = lambda reason: _skip_if(True, reason)
     common_distributed.skip_if_lt_x_gpu = lambda *_, **__: run_always
     common_distributed.init_multigpu_helper = lambda world_size, _: {rank: [rank] for rank in range(world_size)}
 
@@ -62,7 +74,8 @@ def without_device_ids(wrapper: type[torch.nn.Module]) -> type[torch.nn.Module]:
             del device_ids, output_device
             super().__init__(*args, **kwargs)
 
-    OnCpu.__name__, OnCpu.__qualname__, OnCpu.__module__ = wrapper.__name__, wrapper.__qualname__, __name__
+    OnCpu.__name__ = OnCpu.__qualname__ = wrapper.__name__
+    OnCpu.__module__ = torch.nn.parallel.__name__  # where it stands in place of torch's, and pickle looks for it
     return OnCpu
 
 
