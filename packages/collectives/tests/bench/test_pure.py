@@ -13,7 +13,7 @@ from syncline.collectives.bench import KINDS, Buffers, Case, Measurement, comman
 from syncline.collectives.bench.measure import LEAST_ROUNDS, MOST_ROUNDS, refusal_of_all, repeats_of, rounds_of
 from syncline.collectives.bench.results import in_json, in_text
 from syncline.collectives.bench.sizes import in_words, ladder, parse_size
-from syncline.collectives.contract.reduce_op import DTYPES_OF
+from syncline.collectives.contract.reduce_op import BOOL, DTYPES_OF
 
 
 @pytest.mark.parametrize(
