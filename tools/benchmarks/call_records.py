@@ -1,13 +1,13 @@
-"""What recording and verifying calls costs: `python -m benchmarks.call_records`, alone or under mpiexec.
+"""What recording and verifying calls costs: `dev.py bench call_records`.
 
-Alone: the time of one record and of one digest, in microseconds. Under mpiexec: small `all_reduce`s and DDP-like steps with and
-without, on MPI (each rank on a node of its own, so that calls are verified later) and on Gloo, interleaved, medians.
+First the time of one record and of one digest alone, in microseconds. Then small `all_reduce`s and steps of three buckets with
+and without, on MPI in shared memory, on MPI with each rank on a node of its own, so that calls are verified later, and on
+Gloo; interleaved, medians and quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import sys
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp
-from syncline.collectives.contract.collective import Collective
+from syncline.collectives.contract.collective import digest
 from syncline.collectives.failures.call_digest import CallDigest
-from syncline.collectives.failures.flight_recorder import FlightRecorder
+from syncline.collectives.failures.call_record import DONE
+from syncline.collectives.failures.flight_recorder import STATE, FlightRecorder
 from syncline.collectives.host.host_group import HostGroup
 
 _BUCKETS = (256 * 1024, 6_250_000, 6_250_000)
@@ -31,7 +32,9 @@ class NoRecorder(FlightRecorder):
     """Remembers nothing: for comparison."""
 
     def issue(self, *_: Any, **__: Any) -> list[Any]:
-        return []
+        return [None] * 12
+
+    issue_and_begin = issue
 
     def begin(self, entry: list[Any]) -> None:
         pass
@@ -40,35 +43,31 @@ class NoRecorder(FlightRecorder):
         pass
 
 
-def one_call_us(action: Callable[[], object], *, repetitions: int = 20_000, rounds: int = 7) -> float:
-    """The median over rounds, in microseconds."""
-    figures = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        for _ in range(repetitions):
-            action()
-        figures.append((time.perf_counter() - began) / repetitions * 1e6)
-    return statistics.median(figures)
+def alone(*, rounds: int = 25, repetitions: int = 4_000) -> None:
+    """The processor time of the record and of the digest of one call: interleaved with an empty call, medians and quartiles.
 
+    Processor time of this thread, so that what else runs on the machine matters less.
+    """
+    recorder, calls, tensor = FlightRecorder("default", 0, [0, 1]), CallDigest(), torch.ones(16)
 
-def alone() -> None:
-    """The record and the digest of one call."""
-    recorder, digest, tensor = FlightRecorder("default", 0, [0, 1]), CallDigest(), torch.ones(16)
-
-    def user(depth: int) -> None:
-        if depth:
-            user(depth - 1)
-            return
-        entry = recorder.issue(1, "all_reduce", tensor, ReduceOp.SUM)
-        recorder.begin(entry)
-        recorder.end(entry)
+    def recorded() -> None:
+        recorder.issue_and_begin(1, "all_reduce", tensor, ReduceOp.SUM)[STATE] = DONE
 
     def digested() -> None:
-        digest.add(Collective("all_reduce", tensor, ReduceOp.SUM).digest())
+        calls.add(digest("all_reduce", tensor.dtype, ReduceOp.SUM, None, "", tensor.numel()))
 
-    empty = one_call_us(lambda: None)
-    print(f"record of a call: {one_call_us(lambda: user(0)) - empty:.2f} us")
-    print(f"digest of a call: {one_call_us(digested) - empty:.2f} us")
+    actions: dict[str, Callable[[], object]] = {"nothing": lambda: None, "record": recorded, "digest": digested}
+    figures: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(rounds):
+        for name, action in actions.items():
+            began = time.thread_time()
+            for _ in range(repetitions):
+                action()
+            figures[name].append((time.thread_time() - began) / repetitions * 1e6)
+    for name in ("record", "digest"):
+        print(
+            f"{name} of a call: {_middle([one - none for one, none in zip(figures[name], figures['nothing'], strict=True)], 2)}"
+        )
 
 
 def step(group: ProcessGroup, buckets: Sequence[torch.Tensor], *, verifies: bool) -> None:
@@ -108,14 +107,14 @@ def side_by_side(name: str, make: Callable[[str], HostGroup], rounds: int) -> No
         group.close()
 
 
-def _middle(figures_us: Sequence[float]) -> str:
+def _middle(figures_us: Sequence[float], digits: int = 1) -> str:
     """Median and quartiles."""
-    low, middle, high = statistics.quantiles(figures_us, n=4)
-    return f"{middle:.1f} [{low:.1f} {high:.1f}] us"
+    low, middle, high = (f"{figure:.{digits}f}" for figure in statistics.quantiles(figures_us, n=4))
+    return f"{middle} [{low} {high}] us"
 
 
-def under_mpiexec(rounds: int) -> None:
-    """Over MPI with and without shared memory, and Gloo."""
+def over_backends(rounds: int) -> None:
+    """Alone on rank 0, then over MPI with and without shared memory, and Gloo."""
     import torch.distributed as dist
     from mpi4py import MPI
 
@@ -124,6 +123,9 @@ def under_mpiexec(rounds: int) -> None:
 
     world = MPI.COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
+    if rank == 0:
+        alone()
+    world.Barrier()
     store = dist.FileStore(world.bcast(tempfile.mkdtemp() + "/store"), size)
 
     def over_gloo(name: str) -> HostGroup:
@@ -146,12 +148,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
-    from syncline.collectives.startup.launch import detect_launch
-
-    if detect_launch(os.environ) is None:
-        alone()
-    else:
-        under_mpiexec(options.rounds)
+    over_backends(options.rounds)
     return 0
 
 

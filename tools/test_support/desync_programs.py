@@ -1,21 +1,36 @@
-"""Programs whose ranks disagree: the catalogue that `test_desync_mpi.py` runs.
+"""Programs whose ranks disagree: the catalogue that `test_desync_mpi.py`, `_jobs.py` and `_gloo.py` run.
 
 In each program the rank that `odd` is true for does something else than the others. `numel` is the number of elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
-from syncline.collectives import ProcessGroup, ReduceOp, SynclineError, premul_sum
+from syncline.collectives import (
+    ProcessGroup,
+    ReduceOp,
+    SynclineError,
+    new_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    premul_sum,
+)
 from syncline.collectives.contract.reduce_op import Reduction
+from syncline.collectives.default_group import default_group
+from syncline.ddp import DistributedDataParallel
+from syncline.hooks import bf16_compress_hook, fp16_compress_hook
 
 Body: TypeAlias = Callable[[ProcessGroup, bool, int], object]
 
+#: Whether all of it is asked for, which takes minutes: by `dev.py ranks --full`.
+FULL = os.environ.get("SYNCLINE_TEST_FULL") == "1"
 NOT_OURS = "not ours: "
 #: Said for a rank whose process the library ended.
 ENDED = "ended by the library"
@@ -185,8 +200,7 @@ def in_flight(usual: Reduction, other: Reduction) -> Body:
 def from_callback(group: ProcessGroup, odd: bool, numel: int) -> None:
     """The callback on one rank issues another collective."""
     work = group.all_reduce(ones(numel), async_op=True)
-    work.get_future().then(lambda _: (all_reduce if odd else broadcast)(group, numel))
-    work.wait()
+    work.get_future().then(lambda _: (all_reduce if odd else broadcast)(group, numel)).wait()
 
 
 def all_to_all_single_splits(group: ProcessGroup, odd: bool, numel: int) -> None:
@@ -216,6 +230,92 @@ def transfer(sent: Callable[[int], torch.Tensor], expected: Callable[[int], torc
             group.recv(expected(numel), 0, tag)
 
     return body
+
+
+# ---- groups, options, training ----
+
+
+@contextmanager
+def as_default(group: ProcessGroup) -> Iterator[None]:
+    """Make it the default group, from which others are made."""
+    before, default_group._default = default_group._default, group
+    try:
+        yield
+    finally:
+        default_group._default = before
+
+
+def other_groups(make: Callable[..., object], usual: Callable[[int], Any], other: Callable[[int], Any]) -> Body:
+    """The argument, from the number of ranks."""
+
+    def body(group: ProcessGroup, odd: bool, numel: int) -> None:
+        with as_default(group):
+            make((other if odd else usual)(group.size))
+        all_reduce(group, numel)
+
+    return body
+
+
+def groups_in_other_order(group: ProcessGroup, odd: bool, numel: int) -> None:
+    """Each makes the group that it is in first."""
+    with as_default(group):
+        for members in ([1], [0]) if odd else ([0], [1]):
+            new_group(members)
+    all_reduce(group, numel)
+
+
+def split_on_some(group: ProcessGroup, odd: bool, numel: int) -> None:
+    if odd:
+        all_reduce(group, numel)
+    else:
+        group.split(0)
+
+
+def other_options(group: Any, odd: bool, numel: int) -> None:  # noqa: ARG001 - as the others
+    group.start({"check_calls": odd, "reproducible": False})
+
+
+def train(group: ProcessGroup, numel: int, *, steps: int = 2, hook: Any = None, local: int = 0, **options: Any) -> None:
+    """Some backwards of a small model; the first ones `local`, that is, not reduced."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(numel, 1), process_group=group, **options)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    for step in range(steps):
+        if step < local:
+            with model.no_sync():
+                model(ones(numel)).sum().backward()
+        else:
+            model(ones(numel)).sum().backward()
+
+
+def other_training(usual: Mapping[str, Any], other: Mapping[str, Any]) -> Body:
+    return lambda group, odd, numel: train(group, numel, **(other if odd else usual))
+
+
+def other_model(group: ProcessGroup, odd: bool, numel: int) -> None:
+    train(group, numel + odd)
+
+
+#: One of each kind: what the test command runs, when nobody asks for all.
+QUICK = (
+    "all_reduce: float32 and int32",
+    "broadcast: one element more",
+    "gather: another root",
+    "all_reduce: SUM and AVG",
+    "all_reduce: another factor",
+    "all_reduce, but broadcast on one rank",
+    "all_reduce: once more at the end",
+    "broadcast: skipped in the middle",
+    "all_reduce and reduce swapped",
+    "in flight: SUM and AVG",
+    "all_to_all_single: other splits",
+    "recv: one element less",
+    "new_group: other members",
+    "options: check_calls on one rank",
+    "training: fp16 and bf16 hooks",
+    "training: no_sync on one rank",
+)
 
 
 def catalogue() -> Mapping[str, Program]:
@@ -267,6 +367,22 @@ def catalogue() -> Mapping[str, Program]:
     found["recv: one element more"] = Program(transfer(ones, lambda numel: ones(numel + 1)), some_rank=True)
     found["recv: one element less"] = Program(transfer(ones, lambda numel: ones(numel - 1)), some_rank=True)
     found["recv: another tag"] = Program(transfer(ones, ones, tag=1), some_rank=True)
+    found["new_group: other members"] = Program(other_groups(new_group, lambda size: [*range(size)], lambda size: [size - 1]))
+    found["new_group: in another order"] = Program(groups_in_other_order)
+    found["new_subgroups: another size"] = Program(other_groups(new_subgroups, lambda size: size, lambda _: 1))
+    found["new_subgroups_by_enumeration: other lists"] = Program(
+        other_groups(new_subgroups_by_enumeration, lambda _: [[0], [1]], lambda _: [[0, 1]])
+    )
+    found["split, but all_reduce on one rank"] = Program(split_on_some, garbles=True)
+    found["options: check_calls on one rank"] = Program(other_options)
+    found["training: fp16 and bf16 hooks"] = Program(other_training({"hook": fp16_compress_hook}, {"hook": bf16_compress_hook}))
+    found["training: a hook on one rank"] = Program(other_training({}, {"hook": fp16_compress_hook}), garbles=True)
+    found["training: one backward more"] = Program(other_training({}, {"steps": 3}), garbles=True)
+    found["training: no_sync on one rank"] = Program(other_training({}, {"local": 1}), garbles=True)
+    found["training: find_unused_parameters on one rank"] = Program(
+        other_training({}, {"find_unused_parameters": True}), garbles=True
+    )
+    found["training: another model"] = Program(other_model)
     return found
 
 
@@ -285,11 +401,19 @@ def outcome(group: ProcessGroup, program: Program, numel: int) -> str:
     return ""
 
 
-def problem(program: Program, said: Sequence[str]) -> str | None:
-    """What is wrong with what the ranks were told, by rank; None if nothing is."""
+def problem(program: Program, said: Sequence[str], *, compares: bool) -> str | None:
+    """What is wrong with what the ranks were told, by rank; None if nothing is.
+
+    Args:
+        program: what they did.
+        said: the outcome on each rank.
+        compares: whether calls are compared before they run.
+    """
     told = [text for text in said if text]
     if not told or (len(told) < len(said) and not program.some_rank):
         return "silent"
+    if compares and not program.some_rank and not all(text.startswith("DisagreementError") for text in told):
+        return "not told as a disagreement, though calls are compared before they run"
     if ENDED in told:
         return None if program.garbles else "the process was ended"
     if any(text.startswith(NOT_OURS) for text in told):

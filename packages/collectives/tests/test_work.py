@@ -43,6 +43,23 @@ def test_pending_then_well() -> None:
     assert work.result()[0] is tensor
 
 
+def test_the_first_end_counts() -> None:
+    """An abort may be faster than the thread that it gives up on, and the other way round."""
+    aborted, done = pending(), pending(torch.ones(2))
+    futures = aborted.get_future(), done.get_future()
+    aborted.fail(TransportError("aborted"))
+    aborted.succeed()
+    done.succeed()
+    done.fail(TransportError("too late"))
+    with pytest.raises(TransportError, match="aborted"):
+        aborted.wait()
+    with pytest.raises(Exception, match="aborted"):
+        futures[0].value()
+    assert done.wait()
+    assert done.exception() is None
+    assert futures[1].value()[0].tolist() == [1.0, 1.0]
+
+
 def test_pending_then_badly() -> None:
     work = pending()
     future = work.get_future()

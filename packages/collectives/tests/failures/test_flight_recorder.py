@@ -31,15 +31,14 @@ def test_calls_are_remembered_in_order() -> None:
 
 def test_a_kept_plan_is_remembered_from_the_callers_line() -> None:
     recorder = FlightRecorder("default", 0, [0, 1])
-    entry = _as_a_group_does(recorder)
-    recorder.begin(entry)
+    _as_a_group_does(recorder)
     (record,) = recorder.records()
     assert record.where.startswith("test_flight_recorder.py:")
     assert (record.state, record.position) == ("running", 0)
 
 
 def _as_a_group_does(recorder: FlightRecorder) -> list[object]:
-    return recorder.issue(0, "all_reduce", torch.ones(2), ReduceOp.SUM)
+    return recorder.issue_and_begin(0, "all_reduce", torch.ones(2), ReduceOp.SUM)
 
 
 def test_a_failed_call_and_those_after_it() -> None:

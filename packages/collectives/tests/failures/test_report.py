@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from syncline.collectives import InvalidArgumentError
 from syncline.collectives.__main__ import main
 from syncline.collectives.failures.flight_recorder import FlightRecorder
 from syncline.collectives.failures.job_report import merged, read_reports
-from syncline.collectives.failures.report import Reporter, report_on_signal
+from syncline.collectives.failures.report import Reporter
 
 CALLS = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
 
@@ -105,17 +104,10 @@ def test_where_it_cannot_be_written_nothing_is_raised(tmp_path: Path, capfd: pyt
     assert "rank 3 cannot write its report" in capfd.readouterr().err
 
 
-def test_a_signal_writes_it_and_calls_the_earlier_handler(tmp_path: Path) -> None:
-    heard: list[int] = []
-    earlier = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
-    try:
-        assert report_on_signal(Reporter("first", 0, 1, str(tmp_path)))
-        assert report_on_signal(Reporter("second", 0, 1, str(tmp_path)))
-        os.kill(os.getpid(), signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, earlier)
-    assert heard == [signal.SIGUSR1]
-    assert [path.name for path in tmp_path.iterdir()] == ["syncline-report-second"]
+def test_a_fork_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = Reporter("today", 0, 1, str(tmp_path))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert reporter.write("a test") is None
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@
     ├── DisagreementError            each call may be right alone, but the ranks do not match
     └── TransportError               the machinery between the ranks failed
         ├── RankLostError            processes of the group ended; says which ranks
+        ├── RankGivenUpError         the others have gone on without this rank, which was silent for too long
         ├── CollectiveTimeout        a bounded wait ran out (also a TimeoutError)
         └── StoreError               a store is gone, full or not understood
             ├── StoreTimeout               a key never came, or nobody answered (also a TimeoutError)
@@ -101,6 +102,10 @@ class RankLostError(TransportError):
 
     def __reduce__(self) -> tuple[type[RankLostError], tuple[str, tuple[int, ...]]]:
         return type(self), (str(self), self.ranks)
+
+
+class RankGivenUpError(TransportError):
+    """The other ranks took this one for lost and have gone on without it; it ends, and harms nobody."""
 
 
 class CollectiveTimeout(TransportError, TimeoutError):

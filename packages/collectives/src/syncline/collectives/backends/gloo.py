@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..contract.deadline import Deadline
 from ..contract.reduce_op import HALVES, Reduction
 from ..contract.work import Work
 from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, TransportError
+from ..failures.stall_watch import StatusPost
 from ..host.host_group import HostGroup
 from ..host.progress import finish_all
 from ..host.transport import Request, Transport
@@ -28,14 +30,18 @@ from ..startup.backend import Backend, ConnectRequest
 from ..startup.registry import load_backend
 from ..startup.rendezvous import loopback_host, store_at, tcp_store_of_rank_0
 from ..stores import AsTorchStore, Store
+from ..survivors.reunion import Generation
+from ..survivors.shrinkable_group import ShrinkableGroup
+from .gloo_reunion import GlooReunion, store_lack
 
 # The store may outlive a group (torchrun's does), so every connection writes under a number of its own; all ranks connect
 # equally often.
 _generations = itertools.count()
 # Below it two collectives take longer than one of twice the bytes.
 _SCATTER_HALVES_FROM_BYTES = 64 * 1024
+# A collective that takes long looks whether another rank has said that it will not end; rarer the longer it takes.
+_FIRST_LOOK_S, _LOOK_S = 0.1, 1.0
 _LARGEST_TAG = 2**31 - 1
-_abandoned: list[TorchGroup] = []
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
 
@@ -123,10 +129,19 @@ class GlooTransport(Transport):
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
         return self._group.start_recv(tensor, src, _tag(tag, tensor))
 
+    @override
+    def status_post(self) -> StatusPost:
+        return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
+
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """Another Gloo group, which meets in the same store under its own name."""
         rank = list(members).index(self._group.rank)
         return connect(self._store, rank, len(members), name, max(deadline.remaining_s(), 1.0), self._host)
+
+    def outlive(self, store: dist.Store, timeout_s: float) -> None:
+        """After connecting under a shorter limit: let subsets meet in this store, and collectives take so many seconds."""
+        self._store = store
+        self._group.torch_group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
         """Gloo closes its sockets when the last reference to the group goes."""
@@ -134,12 +149,40 @@ class GlooTransport(Transport):
         del self._group
 
     def abort(self) -> None:
-        """Keep the torch group for the rest of the process: its destructor would wait for what is in flight."""
+        """Keep the torch group until the process is gone: its destructor would wait for what is in flight.
+
+        The reference is never given back, not even when the interpreter ends: two ranks that gave up one collective would then
+        wait for one another.
+        """
         _open.discard(self)
-        _abandoned.append(self._group)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
         return None if block is None else list(block.view(self._group.size, part.numel()))
+
+
+class _StorePost(StatusPost):
+    """Lines in the store, and how many were written."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._count = 0
+
+    @override
+    def post(self, line: str) -> None:
+        self._store.set(str(self._rank), line)
+        self._store.add("count", 1)
+
+    @override
+    def posted(self) -> Mapping[int, str]:
+        count = self._store.add("count", 0)
+        if count == self._count:
+            return {}
+        self._count = count
+        present = (rank for rank in range(self._size) if self._store.check([str(rank)]))
+        return {rank: self._store.get(str(rank)).decode() for rank in present}
 
 
 def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float, host: str | None = None) -> GlooTransport:
@@ -165,10 +208,17 @@ def _device(host: str | None) -> Any:
 
 
 def _wait(work: Work, deadline: Deadline) -> None:
-    try:
-        work.wait(max(deadline.remaining_s(), 1e-3))
-    except CollectiveTimeout as error:
-        raise TimeoutError(str(error)) from error
+    """Wait, and look now and then whether that is in vain."""
+    slice_s = _FIRST_LOOK_S
+    while True:
+        try:
+            work.wait(min(max(deadline.remaining_s(), 1e-3), slice_s))
+        except CollectiveTimeout as error:
+            if deadline.expired():
+                raise TimeoutError(str(error)) from error
+            slice_s = min(1.2 * slice_s, _LOOK_S)
+        else:
+            return
 
 
 class GlooBackend(Backend):
@@ -192,16 +242,22 @@ class GlooBackend(Backend):
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
         store, rank, size = rendezvous(request)
         store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
-        transport = connect(store, rank, size, request.group_name, request.timeout_s, _only_host(request, size))
-        group = HostGroup(
+        host = _only_host(request, size)
+        transport = connect(store, rank, size, request.group_name, request.timeout_s, host)
+
+        def connect_again(generation: Generation, met_in: dist.Store, timeout_s: float) -> GlooTransport:
+            again = connect(met_in, generation.rank, len(generation.members), request.group_name, timeout_s, host)
+            again.outlive(dist.PrefixStore(f"generation{generation.number}/subsets", store), request.timeout_s)
+            return again
+
+        group = ShrinkableGroup(
             transport,
-            rank,
-            size,
+            GlooReunion(store, Generation(0, tuple(range(size)), rank), connect_again, store_lack(request, size)),
             name=request.group_name,
             timeout_s=request.timeout_s,
             check_calls=request.check_calls,
         )
-        group.start({"check_calls": request.check_calls, "reproducible": request.reproducible})
+        group.start({"check_calls": request.check_calls, "reproducible": request.reproducible}, request.stall_warning_s)
         return group
 
 

@@ -115,6 +115,7 @@ def init_process_group(
                 store=store,
                 check_calls=check_calls,
                 thresholds=settings.thresholds.overridden(os.environ),
+                stall_warning_s=settings.stall_warning_s,
             )
             logger.debug("backend %s: %s", choice.name, choice.reason)
             _default = _load(choice).connect(request)
@@ -151,6 +152,16 @@ def destroy_process_group() -> None:
         group.close()
     else:
         group.abort()
+
+
+def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
+    """Let `new` be the default group if `old` is; whether it was."""
+    global _default
+    with _lock:
+        if _default is not old:
+            return False
+        _default = new
+    return True
 
 
 def is_initialized() -> bool:

@@ -1,10 +1,10 @@
-"""Reporter: what this rank knows, written to a file when something fails or a signal asks for it."""
+"""Reporter: what this rank knows, written to a file when something fails or somebody asks for it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -12,7 +12,6 @@ import time
 import traceback
 import weakref
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from .flight_recorder import FlightRecorder
@@ -43,8 +42,8 @@ class Reporter:
         self.size = size
         self._folder = folder
         self._recorders: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self._written = 0
+        self._numbers = itertools.count(1)  # no lock: a signal's handler may interrupt whoever holds it
+        self._pid = os.getpid()
 
     def watch(self, recorder: FlightRecorder) -> None:
         """Report this group, too."""
@@ -57,16 +56,15 @@ class Reporter:
             reason: why it is written.
 
         Returns:
-            The folder of the run; None if reports are switched off, were written often, or cannot be written.
+            The folder of the run; None if reports are switched off, were written often, or cannot be written, and in a fork of
+            the process.
         """
         base = self._folder if self._folder is not None else os.environ.get(REPORT_VARIABLE, ".")
-        if not base:
+        if not base or os.getpid() != self._pid:  # in a fork, such as a worker of a data loader
             return None
-        with self._lock:
-            if self._written >= _MOST_REPORTS:
-                return None
-            self._written += 1
-            number = self._written
+        number = next(self._numbers)
+        if number > _MOST_REPORTS:
+            return None
         folder = Path(base).absolute() / f"syncline-report-{self.job}"
         try:
             text = json.dumps(self._content(reason))
@@ -121,39 +119,3 @@ def _stacks() -> str:
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in sys._current_frames().items()
     )
-
-
-def report_on_signal(reporter: Reporter) -> bool:
-    """Let SIGUSR1 write a report; a handler that is there already is called afterwards.
-
-    Only the main thread can set a handler. A handler of Python's runs between two instructions of the main thread, so a process
-    that is inside a library for long reports when it comes back.
-
-    Returns:
-        Whether it was set.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
-        return False
-    earlier = signal.getsignal(signal.SIGUSR1)
-    if isinstance(earlier, _OnSignal):
-        earlier.reporter = reporter
-        return True
-    if earlier is None:  # set by C code, which Python cannot call
-        return False
-    signal.signal(signal.SIGUSR1, _OnSignal(reporter, earlier))
-    return True
-
-
-class _OnSignal:
-    """The handler of SIGUSR1, and the one that was there before."""
-
-    def __init__(self, reporter: Reporter, earlier: Any) -> None:
-        self.reporter = reporter
-        self._earlier = earlier
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        folder = self.reporter.write("SIGUSR1")
-        if folder is not None:
-            print(f"syncline: rank {self.reporter.rank} has written its report to {folder}", file=sys.stderr)
-        if callable(self._earlier):
-            self._earlier(number, frame)

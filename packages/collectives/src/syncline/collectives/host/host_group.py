@@ -258,6 +258,7 @@ class HostGroup(HostExchanges):
             calls=None if self._calls is None else self._calls.part(name, ranks),
         )
         made.report_to(self._reporter)
+        made.warn_of_stalls(self._stall_warning_s)
         return made
 
 

@@ -11,15 +11,18 @@ from typing import NoReturn
 import torch
 from typing_extensions import override
 
-from ..contract.collective import Collective
+from ..contract.collective import Collective, digest
 from ..contract.deadline import Deadline
 from ..contract.layout import is_tracked, untracked
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import Reduction
 from ..contract.work import FinishedWork, PendingWork, Work
 from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
-from ..failures.flight_recorder import Entry, FlightRecorder
-from ..failures.report import Reporter, report_on_signal
+from ..failures.call_record import DONE
+from ..failures.flight_recorder import STATE, Entry, FlightRecorder
+from ..failures.report import Reporter
+from ..failures.report_signal import report_on_signal
+from ..failures.stall_watch import StallWatch, watch_for_stalls
 from .call_comparison import compare_calls
 from .call_verification import CallVerification
 from .callback_order import CallbackOrder
@@ -94,6 +97,8 @@ class SerialGroup(ProcessGroup):
         self._deadline: Deadline | None = None  # of the collective that runs now
         self.recorder = FlightRecorder(name, rank, self.ranks)
         self._reporter: Reporter | None = None
+        self._stall_warning_s = 0.0
+        self._stall_watch: StallWatch | None = None
         is_compared = size == 1 or check_calls or transport.compares_every_call
         self._verification = None if is_compared else CallVerification(transport, rank, size, self.recorder)
 
@@ -111,8 +116,12 @@ class SerialGroup(ProcessGroup):
     def describe(self) -> str:
         return self._transport.describe()
 
-    def start(self, options: Mapping[str, object]) -> None:
+    def start(self, options: Mapping[str, object], stall_warning_s: float = 0) -> None:
         """Compare options with the other ranks, and report failures from now on. All ranks call it, before anything else.
+
+        Args:
+            options: what changes how the ranks communicate.
+            stall_warning_s: after so many seconds in one call rank 0 logs who waits for whom; 0: never.
 
         Raises:
             DisagreementError: the ranks were given different options.
@@ -121,6 +130,7 @@ class SerialGroup(ProcessGroup):
             agree_on_start(self._transport, self.rank, self.size, options, Deadline(self.timeout_s)), self.rank, self.size
         )
         self.report_to(reporter)
+        self.warn_of_stalls(stall_warning_s)
         report_on_signal(reporter)
 
     def report_to(self, reporter: Reporter | None) -> None:
@@ -128,6 +138,14 @@ class SerialGroup(ProcessGroup):
         self._reporter = reporter
         if reporter is not None:
             reporter.watch(self.recorder)
+
+    def warn_of_stalls(self, stall_warning_s: float) -> None:
+        """Let rank 0 log who waits for whom, in this group and in groups made of it from now on; 0: not."""
+        self._stall_warning_s = stall_warning_s
+        status_post = self._transport.status_post() if self.size > 1 and stall_warning_s > 0 else None
+        if status_post is not None:
+            self._stall_watch = StallWatch(self.recorder, status_post, stall_warning_s)
+            watch_for_stalls(self._stall_watch)
 
     @override
     def verify_calls(self, *, async_op: bool = False) -> Work | None:
@@ -176,6 +194,7 @@ class SerialGroup(ProcessGroup):
 
     def _close(self) -> None:
         self._closed = True
+        self._stop_watching()
         drained = self._progress.drain(self.timeout_s)
         self._plans.clear()
         self._progress.stop()
@@ -186,11 +205,17 @@ class SerialGroup(ProcessGroup):
         else:
             self._transport.abort()
 
+    def _stop_watching(self) -> None:
+        if self._stall_watch is not None:
+            self._stall_watch.stop()
+            self._stall_watch = None
+
     def abort(self) -> None:
         """Fail what is in flight and everything queued behind it."""
         if self._closed:
             return
         self._closed = True
+        self._stop_watching()
         self._plans.clear()
         failure = self._first_failure = self._first_failure or self._aborted()
         if self._deadline is not None:
@@ -248,19 +273,18 @@ class SerialGroup(ProcessGroup):
         sequence = next(self._sequence)
         if self._first_failure is not None:
             raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
-        recorder, verification = self.recorder, self._verification
-        entry = recorder.issue(sequence, "all_reduce", tensor, op, depth=4)
-        recorder.begin(entry)
+        verification = self._verification
+        entry = self.recorder.issue_and_begin(sequence, "all_reduce", tensor, op, depth=4)
         deadline = self._deadline = self._start()
         try:
             if verification is not None:
-                verification.add(Collective("all_reduce", tensor, op).digest())
+                verification.add(digest("all_reduce", tensor.dtype, op, None, "", tensor.numel()))
             plan.run(tensor, tensor, deadline)
             if verification is not None and verification.is_due:
                 verification.verify(deadline)
-            recorder.end(entry)
+            entry[STATE] = DONE
         except BaseException as error:  # noqa: BLE001 - raised again
-            recorder.fail(entry)
+            self.recorder.fail(entry)
             self._fail(error, Collective("all_reduce", tensor, op), sequence, deadline)
         finally:
             self._deadline = None
@@ -344,7 +368,9 @@ class SerialGroup(ProcessGroup):
 
     def _reported(self, failure: BaseException) -> BaseException:
         """The failure, which says where this rank's report is, if it is ours and there is one."""
-        folder = None if self._reporter is None else self._reporter.write(f"{type(failure).__name__}: {failure}")
+        if self._reporter is None or not isinstance(failure, Exception):  # who presses Ctrl-C wants no folder
+            return failure
+        folder = self._reporter.write(f"{type(failure).__name__}: {failure}")
         if folder is None or not isinstance(failure, SynclineError):
             return failure
         return failure.reworded(

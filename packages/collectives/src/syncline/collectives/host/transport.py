@@ -11,6 +11,7 @@ import torch
 from ..contract.collective import Collective, digest
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
+from ..failures.stall_watch import StatusPost
 
 
 class Request(ABC):
@@ -176,6 +177,10 @@ class Transport(ABC):
 
         `name` and `number` (0 or above) are the same for all members. At any time there is only one subset of that name.
         """
+
+    def status_post(self) -> StatusPost | None:
+        """Where the ranks leave lines for rank 0, without disturbing what they do; None if there is no such place."""
+        return None
 
     def give_up(self) -> None:  # noqa: B027 - most have no way to say it
         """A collective has failed here, and there will be no other: tell the ranks that wait, if possible. Must not block."""

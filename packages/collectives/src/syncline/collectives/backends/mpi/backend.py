@@ -83,7 +83,7 @@ class MPIBackend(Backend):
             check_calls=request.check_calls,
             calls=departures.group(request.group_name, range(world.Get_size())),
         )
-        group.start({"check_calls": request.check_calls, "reproducible": request.reproducible})
+        group.start({"check_calls": request.check_calls, "reproducible": request.reproducible}, request.stall_warning_s)
         return group
 
 

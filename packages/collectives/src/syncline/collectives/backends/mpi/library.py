@@ -30,6 +30,8 @@ class Tag(enum.IntEnum):
     """`ExitBarrier`: that a rank has left, and what it started before."""
     RING = 5
     """`RingAllReduce`: pieces of a part."""
+    STATUS = 6
+    """`MPIStatusPost`: what a rank has waited in for long."""
 
 
 def library_name() -> str:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
+from typing_extensions import override
 
 from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...contract.layout import bytes_of
 from ...contract.reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction
 from ...errors import DisagreementError
+from ...failures.stall_watch import StatusPost
 from ...host.reduction import core_op, divide, reduce_in_rank_order
 from ...host.transport import Request, Transport
 from ...host.wire_tag import wire_tag
@@ -22,6 +24,7 @@ from .datatypes import memory, mpi_reduction
 from .library import Tag, library_name, mpi_errors, wait
 from .ring_all_reduce import DTYPES as RING_DTYPES
 from .ring_all_reduce import RingAllReduce
+from .status_post import MPIStatusPost
 from .timeout_report import TimeoutReport
 
 # MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes.
@@ -265,6 +268,10 @@ class MPITransport(Transport):
             return MPIRequest(self._communicator.Irecv((memory(tensor), MPI.BYTE), source, wire), tensor, receives=True)
 
     # ---- life ----
+
+    @override
+    def status_post(self) -> StatusPost:
+        return MPIStatusPost(self._private)
 
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """A communicator of the members, in their order. MPI makes it without a deadline."""
