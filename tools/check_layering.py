@@ -37,6 +37,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "version",
         "torch_internals",
         "contract",
+        "failures",
         "host",
         "devices",
         "stores",
@@ -54,6 +55,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     f"{COLLECTIVES}.backends.mpi": (
         "library",
         "datatypes",
+        "fault_tolerance",
         "timeout_report",
         "call_verifier",
         "transport",

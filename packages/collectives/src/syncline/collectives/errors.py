@@ -27,9 +27,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from typing_extensions import Self, override
+
 
 class SynclineError(RuntimeError):
     """Base class of every error raised by a Syncline package. A RuntimeError: scripts written for torch catch that."""
+
+    def reworded(self, message: str) -> Self:
+        """The same error with other words."""
+        again = self._with(message)
+        again.__cause__ = self.__cause__
+        return again
+
+    def _with(self, message: str) -> Self:
+        return type(self)(message)
 
 
 class MisuseError(SynclineError):
@@ -82,6 +93,10 @@ class RankLostError(TransportError):
     def __init__(self, message: str, ranks: Iterable[int]) -> None:
         super().__init__(message)
         self.ranks: tuple[int, ...] = tuple(sorted(set(ranks)))
+
+    @override
+    def _with(self, message: str) -> Self:
+        return type(self)(message, self.ranks)
 
     def __reduce__(self) -> tuple[type[RankLostError], tuple[str, tuple[int, ...]]]:
         return type(self), (str(self), self.ranks)

@@ -6,8 +6,10 @@ import atexit
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,24 +17,30 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ..composed.torch_group import TorchGroup
+from ..composed.torch_work import TorchWork
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import HALVES, Reduction
 from ..contract.work import Work
-from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, TransportError
+from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, SynclineError, TransportError
+from ..failures.detached_call import DetachedCall
+from ..failures.liveness import Liveness
 from ..host.host_group import HostGroup
 from ..host.progress import finish_all
 from ..host.transport import Request, Transport
 from ..startup.backend import Backend, ConnectRequest
+from ..startup.meeting import meet
 from ..startup.registry import load_backend
 from ..startup.rendezvous import loopback_host, store_at, tcp_store_of_rank_0
-from ..stores import AsTorchStore, Store
+from ..stores import AsTorchStore, FromTorchStore, Store
 
 # The store may outlive a group (torchrun's does), so every connection writes under a number of its own; all ranks connect
 # equally often.
 _generations = itertools.count()
 # Below it two collectives take longer than one of twice the bytes.
 _SCATTER_HALVES_FROM_BYTES = 64 * 1024
+# So long a thread waits inside Gloo before it looks whether waiting is in vain.
+_SLICE_S = 0.1
 _abandoned: list[TorchGroup] = []
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
@@ -44,12 +52,16 @@ class GlooTransport(Transport):
         group: the torch group.
         store: where subsets of its ranks find one another.
         host: whose address alone Gloo shall use; None for its choice.
+        liveness: says which of the ranks are lost; None where nobody can know.
     """
 
     backend_name = "gloo"
 
-    def __init__(self, group: TorchGroup, store: dist.Store, host: str | None = None) -> None:
+    def __init__(
+        self, group: TorchGroup, store: dist.Store, host: str | None = None, *, liveness: Liveness | None = None
+    ) -> None:
         self._group = group
+        self.liveness = liveness
         self._store = store
         self._host = host
         _open.add(self)
@@ -124,7 +136,7 @@ class GlooTransport(Transport):
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """Another Gloo group, which meets in the same store under its own name."""
         rank = list(members).index(self._group.rank)
-        return connect(self._store, rank, len(members), name, max(deadline.remaining_s(), 1.0), self._host)
+        return connect(self._store, rank, len(members), name, deadline, self._host)
 
     def close(self) -> None:
         """Gloo closes its sockets when the last reference to the group goes."""
@@ -140,16 +152,48 @@ class GlooTransport(Transport):
         return None if block is None else list(block.view(self._group.size, part.numel()))
 
 
-def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float, host: str | None = None) -> GlooTransport:
-    """Connect with the other ranks, who call it with the same store, size and name; over one address of a host, or Gloo's."""
+def connect(store: dist.Store, rank: int, size: int, name: str, deadline: Deadline, host: str | None = None) -> GlooTransport:
+    """Connect with the other ranks, who call it with the same store, size and name; over one address of a host, or Gloo's.
+
+    Gloo's own limit holds for each of its steps, and not for connecting as a whole. So the ranks meet in the store first, which
+    is where one that does not come is found, and Gloo connects on a thread that is left behind when the time is up.
+
+    Raises:
+        TimeoutError: not all ranks came, or Gloo did not connect them in time.
+        RankLostError: a rank ended while they connected.
+        TransportError: Gloo failed.
+    """
+    place = f"Gloo could not connect rank {rank} of {size} in group '{name}'"
+    ours = dist.PrefixStore(name, store)
+    try:
+        liveness = Liveness(meet(FromTorchStore(ours), rank, size, deadline), rank)
+        gloo = _connect_patiently(partial(_connected, ours, rank, size, deadline.timeout_s, host), liveness, deadline)
+    except TimeoutError as error:
+        raise TimeoutError(f"{place} within {deadline.timeout_s:g} s (timeout): {error}") from error
+    except SynclineError as error:
+        raise error.reworded(f"{place}: {error}") from error.__cause__
+    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=deadline.timeout_s), store, host, liveness=liveness)
+
+
+def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, deadline: Deadline) -> Any:
+    connecting = DetachedCall(connect, nullcontext, "syncline-gloo-connect")
+    while not connecting.done.wait(_SLICE_S):
+        lost = liveness.reason_to_give_up()
+        if lost is not None:
+            raise lost
+        if deadline.expired():
+            raise TimeoutError("it takes too long, though all ranks have come; can they reach one another's addresses?")
+    try:
+        return connecting.result()
+    except RuntimeError as error:
+        raise (liveness.loss_behind(error) or TransportError(str(error))) from error
+
+
+def _connected(store: dist.Store, rank: int, size: int, timeout_s: float, host: str | None) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
     options._timeout = timedelta(seconds=timeout_s)
-    try:
-        options._devices = [_device(host)]
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
-    except RuntimeError as error:
-        raise TransportError(f"Gloo could not connect rank {rank} of {size} in group '{name}': {error}") from error
-    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=timeout_s), store, host)
+    options._devices = [_device(host)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _device(host: str | None) -> Any:
@@ -158,8 +202,11 @@ def _device(host: str | None) -> Any:
 
 
 def _wait(work: Work, deadline: Deadline) -> None:
+    assert isinstance(work, TorchWork)
     try:
-        work.wait(max(deadline.remaining_s(), 1e-3))
+        while not work.wait_for(min(max(deadline.remaining_s(), 1e-3), _SLICE_S)):
+            if deadline.expired():
+                raise TimeoutError("Gloo does not say which ranks do not take part")
     except CollectiveTimeout as error:
         raise TimeoutError(str(error)) from error
 
@@ -185,7 +232,11 @@ class GlooBackend(Backend):
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
         store, rank, size = rendezvous(request)
         store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
-        transport = connect(store, rank, size, request.group_name, request.timeout_s, _only_host(request, size))
+        deadline = Deadline(request.timeout_s)
+        try:
+            transport = connect(store, rank, size, request.group_name, deadline, _only_host(request, size))
+        except TimeoutError as error:
+            raise CollectiveTimeout(str(error)) from error
         return HostGroup(
             transport,
             rank,
@@ -193,6 +244,7 @@ class GlooBackend(Backend):
             name=request.group_name,
             timeout_s=request.timeout_s,
             check_calls=request.check_calls,
+            liveness=transport.liveness,
         )
 
 

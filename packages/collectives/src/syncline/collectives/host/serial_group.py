@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn
@@ -17,7 +18,9 @@ from ..contract.layout import is_tracked, untracked
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import Reduction
 from ..contract.work import FinishedWork, PendingWork, Work
-from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
+from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, RankLostError, SynclineError, TransportError
+from ..failures.liveness import Liveness
+from ..failures.watchdog import watch
 from .call_comparison import compare_calls
 from .departures import GroupCalls
 from .device_runtime import Body, DeviceRuntime, StreamOrder
@@ -53,6 +56,7 @@ class SerialGroup(ProcessGroup):
             device] in `host.device_runtime` says how a collective fits among what the device does.
         check_calls: the ranks compare what they are about to do before each collective.
         calls: says who has left the job; None where nobody tells. See Note [Who will not come] in `departures`.
+        liveness: says which ranks are lost; None where nobody can know. With it, the process's watchdog looks at the calls.
     """
 
     def __init__(
@@ -67,10 +71,12 @@ class SerialGroup(ProcessGroup):
         device: DeviceRuntime | None = None,
         check_calls: bool = False,
         calls: GroupCalls | None = None,
+        liveness: Liveness | None = None,
     ) -> None:
         super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
         self._calls = calls
-        self._reason_to_give_up = None if calls is None else calls.reason_to_give_up
+        self._liveness = liveness
+        self._interrupt_calls = None if calls is None and liveness is None else self._reason_to_give_up
         self._transport = transport
         self._check_calls = check_calls
         self._device = device
@@ -83,6 +89,8 @@ class SerialGroup(ProcessGroup):
         self._in_flight: set[PendingWork] = set()
         self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, int], Plan] = {}
         self._deadline: Deadline | None = None  # of the collective that runs now
+        if liveness is not None:
+            watch(self)
 
     @property
     def backend_name(self) -> str:
@@ -192,7 +200,7 @@ class SerialGroup(ProcessGroup):
         """Count a collective of all ranks, which runs now."""
         if self._calls is not None:
             self._calls.started += 1
-        return Deadline(self.timeout_s, self._reason_to_give_up)
+        return Deadline(self.timeout_s, self._interrupt_calls)
 
     def _run_into(
         self, work: PendingWork, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor]
@@ -210,7 +218,7 @@ class SerialGroup(ProcessGroup):
         """Run one collective to its end. What goes wrong is the group's first failure."""
         if self._first_failure is not None:
             raise self._failed_before(call, sequence)
-        deadline = self._deadline = Deadline(self.timeout_s) if sequence is None else self._start()
+        deadline = self._deadline = Deadline(self.timeout_s, self.reason_to_give_up) if sequence is None else self._start()
         try:
             if self._check_calls and sequence is not None:
                 compare_calls(self._transport, self.size, call, deadline)
@@ -232,20 +240,55 @@ class SerialGroup(ProcessGroup):
         if isinstance(error, TimeoutError):
             _given_up.append(error)
             if deadline.reason is not None:
-                failure = TransportError(f"{self._in_words(call, sequence)}: {deadline.reason}")
+                failure = deadline.reason.reworded(f"{self._in_words(call, sequence)}: {deadline.reason}")
             else:
                 failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
         elif isinstance(error, SynclineError):
-            failure = type(error)(f"{self._in_words(call, sequence)}: {error}")
-            failure.__cause__ = error.__cause__
+            lost = self._loss_behind(error)
+            failure = (lost or error).reworded(f"{self._in_words(call, sequence)}: {lost or error}")
+            failure.__cause__ = error if lost else error.__cause__
         else:
             _given_up.append(error)
         self._first_failure = failure
         logger.debug("%s on %s failed; the group runs no other collective", call.name, self.place())
         self._transport.give_up()
+        if isinstance(failure, TransportError):  # those who wait elsewhere hear of it where a library can say so
+            threading.Thread(target=self._transport.interrupt, name="syncline-interrupt", daemon=True).start()
         if failure is error:
             raise error
         raise failure from failure.__cause__
+
+    # ---- lost ranks; see Note [Who ends a call] in `failures.watchdog` ----
+
+    @property
+    def running_deadline(self) -> Deadline | None:
+        """That of the collective that runs now."""
+        return self._deadline
+
+    def reason_to_give_up(self) -> TransportError | None:
+        """That a rank is lost, if one is."""
+        return None if self._liveness is None else self._liveness.reason_to_give_up()
+
+    def interrupt(self) -> None:
+        """Have the transport end the collective that runs."""
+        self._transport.interrupt()
+
+    def missing_in_words(self) -> str:
+        """Which ranks are lost or stopped, as far as is known."""
+        missing = () if self._liveness is None else (*self._liveness.lost(), *self._liveness.stopped())
+        who = "it is not known which rank it waits for" if not missing else f"it waits for {self._named(missing)}"
+        return f"a collective on {self.place()} did not end: {who}"
+
+    def _reason_to_give_up(self) -> TransportError | None:
+        reason = None if self._calls is None else self._calls.reason_to_give_up()
+        return reason or self.reason_to_give_up()
+
+    def _loss_behind(self, error: SynclineError) -> RankLostError | None:
+        """That a rank is lost, if that is why the transport failed."""
+        return self._liveness.loss_behind(error) if self._liveness is not None and isinstance(error, TransportError) else None
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return f"rank(s) {list(ranks)}" if self._liveness is None else self._liveness.in_words(ranks)
 
     def _check_open(self, call: Collective) -> None:
         if self._closed:
@@ -266,8 +309,10 @@ class SerialGroup(ProcessGroup):
         return TransportError(f"the group was aborted on {self.place()}")
 
     def _timed_out(self, call: Collective, sequence: int | None, error: TimeoutError) -> CollectiveTimeout:
+        stopped = () if self._liveness is None else self._liveness.stopped()
+        who = f"{self._named(stopped)} stands still, stopped by a signal; {error}" if stopped else f"{error}"
         timeout = CollectiveTimeout(
-            f"{self._in_words(call, sequence)}, did not finish within {self.timeout_s:g} s: {error}. Look for a rank that "
+            f"{self._in_words(call, sequence)}, did not finish within {self.timeout_s:g} s: {who}. Look for a rank that "
             "died, left early, or issued other collectives; or pass a longer timeout to init_process_group"
         )
         timeout.__cause__ = error

@@ -175,6 +175,13 @@ class Transport(ABC):
     def give_up(self) -> None:  # noqa: B027 - most have no way to say it
         """A collective has failed here, and there will be no other: tell the ranks that wait, if possible. Must not block."""
 
+    def lost_ranks(self) -> Sequence[int]:
+        """The ranks of which the library says that they have failed. Must not block."""
+        return ()
+
+    def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
+        """Have the library end the collective that runs on another thread, with an error; nothing comes after it. May block."""
+
     @abstractmethod
     def close(self) -> None:
         """Release everything. Nothing is in flight."""
