@@ -1,4 +1,4 @@
-"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,docs,unit,ranks,bench,wheels,release,gpu}.
+"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,docs,unit,ranks,chaos,bench,wheels,release,gpu}.
 
 Needs Python 3.10 or newer with pip, and nothing else: `.venv` is made on the first run, and what a
 verb needs is installed into it. Nothing is installed again until a requirement changes.
@@ -23,6 +23,8 @@ import mpi_runtimes
 import rank_log
 import release as release_check
 import wheels
+from chaos import WAYS
+from chaos import chaos as play_all
 from commands import ROOT, ToolError, capture, run
 from environment import BASE, DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
 
@@ -131,6 +133,11 @@ def ranks(options: argparse.Namespace) -> int:
     return len(failed) + (failures != 0)
 
 
+def chaos(options: argparse.Namespace) -> int:
+    """Kill, stop and delay random ranks, and print what became of the others."""
+    return 0 if play_all(options.kills, options.stops, options.delays, options.over, options.seed) else 1
+
+
 def build_wheels(_: argparse.Namespace) -> int:
     """Build the wheels and test each alone."""
     return wheels.build_and_test()
@@ -166,6 +173,7 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     docs: (PACKAGES, TOOLS, DOCS),
     unit: (PACKAGES, TOOLS, NCCL),
     ranks: (PACKAGES, TOOLS),
+    chaos: (PACKAGES, TOOLS, OPENMPI),
     bench: (PACKAGES,),
     build_wheels: (PACKAGES, TOOLS, BASE),
     release: (PACKAGES, TOOLS, BASE),
@@ -269,6 +277,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_docs(_add(verbs, "docs", docs, "build the documentation's site, strictly"))
     _add(verbs, "unit", unit, "tests without mpirun: pure ones, and ranks as threads")
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
+    _add_chaos(_add(verbs, "chaos", chaos, "kill, stop and delay random ranks; nothing may hang or be without a name"))
     _add_bench(_add(verbs, "bench", bench, "measure side by side, interleaved: collectives, steps, two emulated hosts"))
     _add(verbs, "wheels", build_wheels, "build the wheels and test each installed alone")
     ready = _add(verbs, "release", release, "check versions, metadata and changelog; build; install each layer alone")
@@ -331,6 +340,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--mpi", choices=mpi_runtimes.NAMES, default=BENCH_LAUNCH[1], help="which MPI (default: mpich)")
     add("benchmark", choices=sorted({**UNDER_MPIEXEC, **ALONE}), help="which; it begins after this verb's own options")
     add("words", nargs=argparse.REMAINDER, metavar="...", help="its options")
+
+
+def _add_chaos(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kills", type=int, default=4, metavar="N", help="how many jobs in which a rank is killed (default: 4)")
+    add("--stops", type=int, default=4, metavar="N", help="in which a rank is stopped (default: 4)")
+    add("--delays", type=int, default=0, metavar="N", help="in which a rank is late (default: 0)")
+    add("--over", choices=WAYS, nargs="+", default=WAYS, help="default: all")
+    add("--seed", type=int, default=0, help="of the first job (default: 0)")
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
