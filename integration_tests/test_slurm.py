@@ -163,9 +163,14 @@ def test_libraries_that_srun_cannot_start_are_told_before_they_die(cluster: Slur
 
 
 def test_time_limit_and_killed_ranks(cluster: SlurmCluster, submit, open_mpi) -> None:
-    """Slurm looks at time limits every half minute; meanwhile another job loses its ranks, and begins again."""
-    limited = submit("time-limit.sbatch", "--time=1", STEPS=FOR_EVER, **open_mpi)
+    """Slurm looks at time limits every half minute; meanwhile another job loses its ranks, and begins again.
+
+    The limit is shortened once the ranks train: a signal that comes before they handle it kills them, as it does any program.
+    """
+    limited = submit("time-limit.sbatch", STEPS=FOR_EVER, **open_mpi)
     again = submit("again.sbatch", STEPS=FOR_EVER, **open_mpi)
+    limited.wait_for_checkpoint()
+    cluster.call("scontrol", "update", f"jobid={limited.id}", "timelimit=5")
     again.wait_for_checkpoint()
     cluster.call("scancel", "--signal=KILL", f"{again.id}.0")
     again.wait_for("attempt 1 ended with status 137")

@@ -1,6 +1,6 @@
 """The chaos test: random ranks are killed, stopped or late, and nothing may hang or be without a name.
 
-Each run is one job (see `test_support/chaos_job.py`), on Gloo, MPICH, Open MPI, or Open MPI with ULFM, with three or four ranks.
+Each run is one job (see `test_support/chaos_job.py`), on Gloo, MPICH, Open MPI, or Open MPI with ULFM; three or four ranks.
 It passes if the job ends within the time-out and a few seconds, and every survivor's error, or what the launcher or the
 watchdog printed, names the victim. A rank that is late is no failure: then no rank may raise.
 """

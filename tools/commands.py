@@ -36,8 +36,8 @@ def run(
     env: Mapping[str, str] | None = None,
 ) -> int:
     """Run `command` in the foreground and return its exit status; `env` adds to ours."""
-    _show(command)
-    return subprocess.run([str(word) for word in command], cwd=cwd, env=_merged(env)).returncode
+    show(command)
+    return subprocess.run([str(word) for word in command], cwd=cwd, env=merged(env)).returncode
 
 
 def check(command: Sequence[str | Path], *, remedy: str = "see the output above") -> None:
@@ -49,11 +49,11 @@ def check(command: Sequence[str | Path], *, remedy: str = "see the output above"
 
 def capture(command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: Mapping[str, str]) -> Outcome:
     """Run `command`, keep what it prints, and end it with all its children after `timeout_s`."""
-    _show(command)
+    show(command)
     process = subprocess.Popen(
         [str(word) for word in command],
         cwd=cwd,
-        env=_merged(env),
+        env=merged(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -65,29 +65,29 @@ def capture(command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: 
         output, _ = process.communicate(timeout=timeout_s)
         return Outcome(process.returncode, output)
     except subprocess.TimeoutExpired:
-        return Outcome(124, _end(process), timed_out=True)
+        return Outcome(124, end(process), timed_out=True)
     except BaseException:
-        _end(process)
+        end(process)
         raise
 
 
 def follow(command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: Mapping[str, str]) -> Outcome:
     """The same, but what it prints is seen as it comes, and not kept: if this process is killed, it has been said."""
-    _show(command)
+    show(command)
     process = subprocess.Popen(
-        [str(word) for word in command], cwd=cwd, env=_merged(env), stdin=subprocess.DEVNULL, text=True, start_new_session=True
+        [str(word) for word in command], cwd=cwd, env=merged(env), stdin=subprocess.DEVNULL, text=True, start_new_session=True
     )
     try:
         return Outcome(process.wait(timeout_s), "")
     except subprocess.TimeoutExpired:
-        _end(process)
+        end(process)
         return Outcome(124, "", timed_out=True)
     except BaseException:
-        _end(process)
+        end(process)
         raise
 
 
-def _end(process: subprocess.Popen[str]) -> str:
+def end(process: subprocess.Popen[str]) -> str:
     """Ask first, so that mpiexec can end ranks in process groups of their own; then insist."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -101,11 +101,11 @@ def _end(process: subprocess.Popen[str]) -> str:
     return kept.decode(errors="replace") if isinstance(kept, bytes) else kept or ""
 
 
-def _merged(env: Mapping[str, str] | None) -> dict[str, str]:
+def merged(env: Mapping[str, str] | None) -> dict[str, str]:
     return {**os.environ, **(env or {})}
 
 
-def _show(command: Sequence[str | Path]) -> None:
+def show(command: Sequence[str | Path]) -> None:
     line = f"$ {_shortened(command)}"
     print(f"\033[2m{line}\033[0m" if sys.stdout.isatty() else line, flush=True)
 

@@ -1,4 +1,4 @@
-"""The developer's verbs: python3 tools/dev.py {demo,test,lint,types,docs,unit,ranks,chaos,bench,wheels,release,gpu}.
+"""The developer's verbs: python3 tools/dev.py VERB; without one, it lists them.
 
 Needs Python 3.10 or newer with pip, and nothing else: `.venv` is made on the first run, and what a
 verb needs is installed into it. Nothing is installed again until a requirement changes.
@@ -13,13 +13,16 @@ if sys.version_info < (3, 10):  # noqa: UP036, the one place that may meet an ol
 
 import argparse
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import changed
 import gpu as on_gpu
 import mpi_runtimes
+import mutations as breaks
 import rank_log
 import release as release_check
 import wheels
@@ -27,14 +30,24 @@ from chaos import WAYS
 from chaos import chaos as play_all
 from commands import ROOT, ToolError, capture, run
 from environment import BASE, DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
+from side_by_side import Ended, Job, cores, run_side_by_side
 
 DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
 JOBS = ROOT / "integration_tests"
 PYTEST = (PYTHON, "-m", "pytest", "--quiet")
 SIZES = (1, 2, 3, 4)
-# Every size on MPICH, and some on each of the others; `--full` takes all on all. The system's is one of those families again:
-# it is shown to be found and to work.
-DEFAULT_SIZES = {"mpich": SIZES, "openmpi": (2, 4), "impi": (3,), "system": (2,)}
+# Every size somewhere, every MPI somewhere; `--full` takes all sizes on all, with all tests.
+DEFAULT_SIZES = {"mpich": (1, 2, 4), "openmpi": (3,), "impi": (2,), "system": (2,)}
+# Not all files of tests everywhere. One rank has nobody to talk to, and the system's MPI is one of those families again: it is
+# shown to be found and to work. Four ranks are needed for two nodes of two.
+DEFAULT_FILES = {
+    ("mpich", 1): ("test_collectives_mpi.py", "test_ddp_mpi.py"),
+    ("mpich", 4): ("test_collectives_mpi.py", "test_shared_memory_mpi.py", "test_sharing_mpi.py"),
+    ("system", 2): ("test_collectives_mpi.py", "test_ddp_mpi.py"),
+}
+# Parts of the unit tests, and files of tests that start jobs: the longest first, so that none is left over at the end.
+UNIT_PARTS = ("collectives", "reducer", "ddp", "tools", "hooks")
+LONG_LAUNCHES = ("test_slurm.py", "test_launching.py", "test_torch_suite.py")
 BENCHMARKS = ROOT / "tools" / "benchmarks"
 TEST_SUPPORT = ROOT / "tools" / "test_support"
 # Each is a module; those under mpiexec, and those that start what they need themselves.
@@ -45,17 +58,21 @@ UNDER_MPIEXEC = {
     "hooks": ("benchmarks.hooks",),
     "waiting": ("benchmarks.waiting",),
     "torch_backend": ("benchmarks.torch_backend",),
+    "call_records": ("benchmarks.call_records",),
 }
 BENCH_LAUNCH = (2, "mpich")
 ALONE = {
     "overhead": ("benchmarks.overhead",),
     "hosts": ("benchmarks.hosts",),
+    "slow-links": ("benchmarks.slow_links",),
     "convergence": ("benchmarks.convergence",),
     "nccl": ("benchmarks.nccl",),
 }
 RANKS_TIMEOUT_S = 300.0
 # Unbuffered, so that a rank that is killed leaves what it said; one thread, for cores are shared.
-RANKS_ENV = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+# Tests provoke failures: no reports of them.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+RANKS_ENV = {**ONE_THREAD, "PYTHONUNBUFFERED": "1", "SYNCLINE_REPORT_DIR": ""}
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -111,26 +128,29 @@ def docs(options: argparse.Namespace) -> int:
     return status
 
 
-def unit(_: argparse.Namespace) -> int:
+def unit(options: argparse.Namespace) -> int:
     """Run the tests without mpirun: one process per package, so that none leans on another."""
-    folders = [ROOT / "packages" / layer / "tests" for layer in LAYERS] + [ROOT / "tools" / "tests"]
-    return _all_of(*((*PYTEST, "-m", "not mpi", folder) for folder in folders))
+    return _failures(run_side_by_side(_unit_jobs(options.parts or UNIT_PARTS), options.jobs))
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Run the tests that start jobs of their own."""
+    return _failures(run_side_by_side(_launch_jobs(options.paths), options.jobs))
 
 
 def ranks(options: argparse.Namespace) -> int:
-    """Run the tests that start jobs of their own, then those under mpiexec, on every runtime and size asked for."""
-    words: list[str | Path] = ["-k", options.expression] if options.expression else []
-    failures = 0 if options.paths or words else run((*PYTEST, "-m", "launch", JOBS), cwd=ROOT)
-    words += options.paths or [JOBS]
-    failed = [
-        f"{runtime.name}, {size} ranks"
-        for runtime in _runtimes(options.mpi)
-        for size in options.sizes or (SIZES if options.full else DEFAULT_SIZES[runtime.name])
-        if not _ranks_pass(runtime, size, words)
-    ]
+    """Run the tests under mpiexec, on every runtime and size asked for."""
+    words = ["-k", options.expression] if options.expression else []
+    failed = []
+    for runtime in _runtimes(options.mpi):
+        for size in options.sizes or (SIZES if options.full else DEFAULT_SIZES[runtime.name]):
+            some = () if options.full or options.sizes or words else DEFAULT_FILES.get((runtime.name, size), ())
+            paths = options.paths or [JOBS / name for name in some] or [JOBS]
+            if not _ranks_pass(runtime, size, (*words, *paths)):
+                failed.append(f"{runtime.name}, {size} ranks")
     for case in failed:
         print(f"failed: {case}")
-    return len(failed) + (failures != 0)
+    return len(failed)
 
 
 def chaos(options: argparse.Namespace) -> int:
@@ -138,9 +158,9 @@ def chaos(options: argparse.Namespace) -> int:
     return 0 if play_all(options.kills, options.stops, options.delays, options.over, options.seed) else 1
 
 
-def build_wheels(_: argparse.Namespace) -> int:
+def build_wheels(options: argparse.Namespace) -> int:
     """Build the wheels and test each alone."""
-    return wheels.build_and_test()
+    return wheels.build_and_test(all_tests=options.full)
 
 
 def release(_: argparse.Namespace) -> int:
@@ -154,15 +174,77 @@ def gpu(options: argparse.Namespace) -> int:
 
 
 def test(options: argparse.Namespace) -> int:
-    """Run everything, even after a failure, and end with a table."""
-    options.mpi, options.sizes, options.expression, options.paths, options.serve = None, None, "", [], False
-    steps: tuple[Callable[[argparse.Namespace], int], ...]
-    steps = (lint, types, docs, unit, ranks, build_wheels)
-    rows = [_timed(step, options) for step in steps]
+    """Run everything, even after a failure, and end with a table.
+
+    What starts few processes runs side by side; the ranks under mpiexec, which take all cores, run after it.
+    """
+    full = ("--full",) if options.full else ()
+    start_s = time.monotonic()
+    collectives, *units = _unit_jobs(UNIT_PARTS)
+    slurm, *launches = _launch_jobs([])
+    checks = (_verb("wheels", *full), _verb("types"), _verb("docs"), _verb("lint"))
+    ended = run_side_by_side([collectives, slurm, *launches, *units, *checks], options.jobs)
+    ended += run_side_by_side([_verb("ranks", *full)], 1)
+    _summarize(ended, time.monotonic() - start_s)
+    return _failures(ended)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Run lint, types, and the tests of what changed since the branch left main; `changed.py` says which."""
+    start_s = time.monotonic()
+    files = changed.changed_files(options.since)
+    selection = changed.select(files, changed.test_files())
+    jobs = [_verb("lint"), _verb("types")] + ([_verb("docs")] if selection.docs else [])
+    folders = {part: f"packages/{part}/tests" for part in LAYERS} | {"tools": "tools/tests"}
+    for part, folder in folders.items():
+        if paths := selection.below(folder):
+            jobs.append(Job(f"unit {part}", (*PYTEST, "-m", "not mpi", *map(str, paths)), ONE_THREAD))
+    under_mpi = selection.under_mpi
+    if launches := [path for path in selection.below("integration_tests") if path not in under_mpi]:
+        jobs += _launch_jobs([Path(path) for path in launches])
+    ended = run_side_by_side(jobs, options.jobs)
+    if under_mpi:
+        ended += run_side_by_side([_verb("ranks", *map(str, under_mpi), "--mpi", "mpich", "--sizes", "2")], 1)
+    _summarize(ended, time.monotonic() - start_s)
+    print(f"{len(files)} files changed since {options.since}; {len(selection.tests)} files of tests ran")
+    if selection.without:
+        print(f"no test is chosen for {', '.join(map(str, selection.without))}: `dev.py test` runs all")
+    return _failures(ended)
+
+
+def mutations(options: argparse.Namespace) -> int:
+    """Try the deliberate breaks of mutations.toml."""
+    return breaks.run_all(options.name, options.jobs, options.table)
+
+
+def _summarize(ended: Sequence[Ended], taken_s: float) -> None:
     print("\n=== summary ===")
-    for name, verdict, taken_s in rows:
-        print(f"{name:10}{verdict}{taken_s:8.1f} s")
-    return sum(verdict != "passed" for _, verdict, _ in rows)
+    for one in ended:
+        print(f"{one.name:32}{'passed' if one.status == 0 else 'FAILED'}{one.taken_s:8.1f} s")
+    print(f"{'all':32}{'FAILED' if _failures(ended) else 'passed'}{taken_s:8.1f} s")
+
+
+def _verb(name: str, *words: str) -> Job:
+    return Job(name, (sys.executable, ROOT / "tools" / "dev.py", name, "--skip-install", *words), timeout_s=3600.0)
+
+
+def _unit_jobs(parts: Sequence[str]) -> list[Job]:
+    folders = {**{layer: ROOT / "packages" / layer / "tests" for layer in LAYERS}, "tools": ROOT / "tools" / "tests"}
+    return [Job(f"unit {part}", (*PYTEST, "-m", "not mpi", folders[part]), ONE_THREAD) for part in parts]
+
+
+def _launch_jobs(paths: Sequence[Path]) -> list[Job]:
+    """Those that take long on their own, then all others together; or those of `paths`."""
+    pytest = (*PYTEST, "-m", "launch")
+    if paths:
+        return [Job("launch", (*pytest, *paths), ONE_THREAD)]
+    long = [JOBS / name for name in LONG_LAUNCHES]
+    others = Job("launch others", (*pytest, JOBS, *(f"--ignore={path}" for path in long)), ONE_THREAD)
+    return [*(Job(f"launch {path.stem}", (*pytest, path), ONE_THREAD) for path in long), others]
+
+
+def _failures(ended: Sequence[Ended]) -> int:
+    return sum(one.status != 0 for one in ended)
 
 
 NEEDED_MPI = ("mpich", "openmpi", "impi")
@@ -172,18 +254,23 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     types: (PACKAGES, TOOLS),
     docs: (PACKAGES, TOOLS, DOCS),
     unit: (PACKAGES, TOOLS, NCCL),
+    launch: (PACKAGES, TOOLS),
     ranks: (PACKAGES, TOOLS),
     chaos: (PACKAGES, TOOLS, OPENMPI),
     bench: (PACKAGES,),
     build_wheels: (PACKAGES, TOOLS, BASE),
     release: (PACKAGES, TOOLS, BASE),
     gpu: (),
+    check: (PACKAGES, TOOLS, DOCS, NCCL),
+    mutations: (PACKAGES, TOOLS, NCCL),
     test: (PACKAGES, TOOLS, DOCS, NCCL, OPENMPI, IMPI, BASE),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    if getattr(options, "full", False):
+        os.environ["SYNCLINE_TEST_FULL"] = "1"  # for the tests that take minutes
     try:
         _install(options)
         return 0 if (status := options.verb(options)) == 0 else max(1, min(status, 125))
@@ -234,7 +321,7 @@ def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, words: Sequence[str
         )
         outcome = capture(
             (*runtime.command(size), PYTHON, ROOT / "tools" / "rank_log.py", folder, *pytest),
-            timeout_s=RANKS_TIMEOUT_S,
+            timeout_s=RANKS_TIMEOUT_S * (4 if os.environ.get("SYNCLINE_TEST_FULL") == "1" else 1),
             cwd=ROOT,
             env={**RANKS_ENV, **runtime.env},
         )
@@ -254,32 +341,36 @@ def _all_of(*commands: Sequence[str | Path]) -> int:
     return sum(run(command, cwd=ROOT) != 0 for command in commands)
 
 
-def _timed(step: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> tuple[str, str, float]:
-    name = "wheels" if step is build_wheels else step.__name__
-    print(f"\n=== {name} ===", flush=True)
-    start_s = time.monotonic()
-    try:
-        failures = step(options)
-    except ToolError as error:
-        print(f"dev.py: {error}")
-        failures = 1
-    return name, "FAILED" if failures else "passed", time.monotonic() - start_s
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _add_demo(_add(verbs, "demo", demo, "train handwritten digits on several ranks"))
-    _add_full(_add(verbs, "test", test, "everything: lint, types, docs, unit, ranks, wheels"))
+    everything = _add(verbs, "test", test, "everything: lint, types, docs, unit, launch, ranks, wheels")
+    _add_full(everything)
+    _add_jobs(everything)
+    checks = _add(verbs, "check", check, "lint, types, and the tests of what changed since main")
+    checks.add_argument("--since", default="main", metavar="BRANCH", help="or since this branch or commit (default: main)")
+    _add_jobs(checks)
     _add(verbs, "lint", lint, "ruff, format check, layering check")
     _add(verbs, "types", types, "mypy strict, each layer on its own, then the tools")
     _add_docs(_add(verbs, "docs", docs, "build the documentation's site, strictly"))
-    _add(verbs, "unit", unit, "tests without mpirun: pure ones, and ranks as threads")
+    units = _add(verbs, "unit", unit, "tests without mpirun: pure ones, and ranks as threads")
+    units.add_argument("parts", nargs="*", type=_part, metavar="PART", help=f"{', '.join(UNIT_PARTS)} (default: all)")
+    _add_jobs(units)
+    launches = _add(verbs, "launch", launch, "tests that start jobs of their own")
+    launches.add_argument("paths", nargs="*", type=Path, help="default: integration_tests")
+    _add_jobs(launches)
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
     _add_chaos(_add(verbs, "chaos", chaos, "kill, stop and delay random ranks; nothing may hang or be without a name"))
+    tried = _add(verbs, "mutations", mutations, "deliberate breaks in copies of the sources: which do the tests catch?")
+    tried.add_argument(
+        "name", nargs="?", default="", help="only those whose name or file matches this regular expression (default: all)"
+    )
+    tried.add_argument("--table", type=Path, metavar="FILE", help="write the result there, as a table")
+    _add_jobs(tried)
     _add_bench(_add(verbs, "bench", bench, "measure side by side, interleaved: collectives, steps, two emulated hosts"))
-    _add(verbs, "wheels", build_wheels, "build the wheels and test each installed alone")
+    _add_full(_add(verbs, "wheels", build_wheels, "build the wheels and test each installed alone"))
     ready = _add(verbs, "release", release, "check versions, metadata and changelog; build; install each layer alone")
     ready.add_argument("--dry-run", action="store_true", required=True, help="publish nothing, which is all that it can")
     _add_gpu(_add(verbs, "gpu", gpu, "what needs a GPU, with the torch and CuPy of this machine; installs nothing"))
@@ -302,6 +393,12 @@ def _add(
     return parser
 
 
+def _part(text: str) -> str:
+    if text not in UNIT_PARTS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(UNIT_PARTS)}, found {text}")
+    return text
+
+
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
@@ -318,7 +415,16 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_full(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--full", action="store_true", help="every size on every MPI, as for a release")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="every test, as for a release: also those that take minutes, and every size on every MPI",
+    )
+
+
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    width = min(cores(), 4)
+    parser.add_argument("--jobs", type=_at_least_one, default=width, metavar="N", help=f"side by side (default here: {width})")
 
 
 def _add_docs(parser: argparse.ArgumentParser) -> None:
@@ -354,11 +460,17 @@ def _add_chaos(parser: argparse.ArgumentParser) -> None:
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--mpi", nargs="+", choices=mpi_runtimes.NAMES, help="default: all that can be had")
-    add("--sizes", nargs="+", type=_at_least_one, metavar="N", help="default: 1 2 3 4 on MPICH, some of these on the others")
+    add("--sizes", nargs="+", type=_at_least_one, metavar="N", help="default: some on each MPI")
     _add_full(parser)
     add("-k", dest="expression", metavar="EXPR", help="only tests that match, as in pytest")
     add("paths", nargs="*", type=Path, help="default: integration_tests")
 
 
+def exit_on_sigterm() -> None:
+    """What runs side by side has sessions of its own, which a signal to ours does not reach: it is ended on the way out."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())

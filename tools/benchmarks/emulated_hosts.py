@@ -4,7 +4,7 @@
    two each has a wire to a switch, which is a bridge in a namespace of its own. A token bucket at each end of a wire holds what
    is sent to the rate.
 2. What runs on a host also has its own host name, process ids, semaphores and /dev/shm, so that no shared memory leaks across.
-3. MPICH's mpiexec runs on the first host, and starts the others' ranks by calling an agent as it would call ssh.
+3. mpiexec, MPICH's or Open MPI's, runs on the first host, and starts the others' ranks by calling an agent as it would ssh.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from commands import ToolError
-from mpi_runtimes import MpiRuntime
+from mpi_runtimes import Family, MpiRuntime
 
 DEVICE = "wire0"
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "setpriv": "util-linux"}
@@ -75,10 +75,25 @@ class EmulatedHosts:
 
     def run(self, runtime: MpiRuntime, per_host: int, words: Sequence[str | Path]) -> int:
         """Run a program on `per_host` ranks of each host; its exit status."""
-        mpiexec = (runtime.mpiexec, "-launcher", "ssh", "-launcher-exec", self._agent)
-        ranks = ("-hosts", ",".join(self.names), "-ppn", per_host, "-n", per_host * len(self.names))
-        command: list[str | Path] = [self._agent, self.names[0], shlex.join(map(str, (*mpiexec, *ranks, *words)))]
+        start = self._mpich(per_host) if runtime.family is Family.MPICH else self._open_mpi(per_host)
+        count = ("-n", str(per_host * len(self.names)))
+        command: list[str | Path] = [
+            self._agent,
+            self.names[0],
+            shlex.join(map(str, (runtime.mpiexec, *start, *count, *words))),
+        ]
         return subprocess.run(command, env={**os.environ, **runtime.env, **_ENV}).returncode
+
+    def _mpich(self, per_host: int) -> tuple[str, ...]:
+        agent = ("-launcher", "ssh", "-launcher-exec", str(self._agent))
+        return (*agent, "-hosts", ",".join(self.names), "-ppn", str(per_host))
+
+    def _open_mpi(self, per_host: int) -> tuple[str, ...]:
+        agent = ("--allow-run-as-root", "--prtemca", "plm_ssh_agent", str(self._agent))
+        hosts = ",".join(f"{name}:{per_host}" for name in self.names)
+        network = ("--mca", "btl", "tcp,sm,self", "--mca", "btl_tcp_if_include", DEVICE)
+        exported = [word for name in ("MPI4PY_LIBMPI", *_ENV, "PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", name)]
+        return (*agent, "--host", hosts, "--bind-to", "none", *network, *exported)
 
     def start(self, line: str, environ: Mapping[str, str]) -> subprocess.Popen[str]:
         """Start a line of shell on the first host. Its MPICH starts ranks on the others by the agent, as it would by ssh."""

@@ -1,12 +1,13 @@
 """Emulated hosts, one and two ranks on each, joined by 1 Gbit/s: what compression, buckets and overlap are worth there.
 
-    sudo python3 tools/dev.py bench hosts [--hosts 2] [--per-host 1 2] [--parts hooks] [--json PATH] [--plot FOLDER]
+    sudo python3 tools/dev.py bench hosts [--hosts 2] [--per-host 1 2] [--mpi mpich] [--parts hooks]
 
-Needs Linux, root and iproute2, and starts MPICH's mpiexec itself. The ranks share one machine: what they compute competes for
+Needs Linux, root and iproute2, and starts mpiexec itself. The ranks share one machine: what they compute competes for
 its cores, what they send goes over an emulated wire whose bytes the kernel counts. The parts, for each number of ranks:
 
 collective  one all-reduce of 25 MiB: ours on memory of its own and on plain memory, MPI's own (raw-mpi), torch's Gloo; and the
             bytes on the wire against the minimum, 2 (H - 1) / H of the size for each of H hosts
+sizes       all-reduces of 1, 4, 25 and 64 MiB of plain memory: ours, MPI's own, torch's Gloo
 hooks       steps of an MLP: MPI's own all-reduce, ours, each hook of ours, torch's DDP; and their bytes on the wire
 buckets     steps by bucket size, from one reduction a parameter to one in all
 overlap     steps with buckets reduced during backward, after it, and not at all
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--per-host", nargs="+", type=session.at_least_one, default=[1, 2], metavar="N", help="default: 1 2")
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="2 to 8 (default: 2)")
     parser.add_argument("--rate", default="1gbit", help="of the wire, as tc has it (default: 1gbit)")
+    parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich", help="default: mpich")
     options = session.parse(parser, arguments)
     try:
         return _run(options)
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    runtime = mpi_runtimes.find("mpich")
+    runtime = mpi_runtimes.find(options.mpi)
     figures, statuses = {}, []
     with EmulatedHosts(options.rate, options.hosts) as hosts, tempfile.TemporaryDirectory() as folder:
         for per_host in options.per_host:

@@ -105,6 +105,27 @@ def _collective(options: argparse.Namespace, group: ProcessGroup, report: Report
         subject.close()
 
 
+def _sizes(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    subjects = [connect_subject(name, group) for name in (group.backend_name, RAW_MPI, TORCH_GLOO)]
+    found: dict[str, dict[str, Summary]] = {subject.name: {} for subject in subjects}
+    for size_bytes in (2**16, 2**17) if options.quick else (2**20, 4 * 2**20, 25 * 2**20, 64 * 2**20):
+        case = CollectiveCase("all_reduce", torch.float32, size_bytes)
+        measured = measure(case, subjects, group, budget_s=0.2 * options.steps)
+        for subject, row in zip(subjects, measured, strict=True):
+            found[subject.name][in_words(size_bytes)] = Summary.of(row.samples_s)
+    peers = found[TORCH_GLOO]
+    rows = [
+        [name, size, summary.in_ms(), f"{summary.median_s / peers[size].median_s:.2f}"]
+        for name, summaries in found.items()
+        for size, summary in summaries.items()
+    ]
+    report.table("sizes", "all-reduce, ms: median [quartiles]", ["subject", "bytes", "time", "over torch's Gloo"], rows)
+    report.keep("sizes", {name: {size: asdict(s) for size, s in summaries.items()} for name, summaries in found.items()})
+    picture.lines(report.picture("sizes"), f"all-reduce, {group.size} ranks", "bytes", found)
+    for subject in subjects:
+        subject.close()
+
+
 def _sent_by(subject: Subject, case: CollectiveCase, group: ProcessGroup) -> float:
     buffers = Buffers(group.rank, group.size, case.numel(group.size), case.dtype, subject.allocate() or plain_memory)
     call = subject.prepare(case.collective, buffers)
@@ -185,6 +206,7 @@ def _overlap(options: argparse.Namespace, group: ProcessGroup, report: Report) -
 
 PARTS: dict[str, session.Part] = {
     "collective": _collective,
+    "sizes": _sizes,
     "hooks": _hooks,
     "buckets": _buckets,
     "overlap": _overlap,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import operator
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -19,7 +19,7 @@ ROUNDS = 100
 
 
 def measure(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:  # noqa: ARG001 - as every part
-    """A table of nanoseconds for each parameter: the least of many rounds, which is what noise adds to. The pieces take turns."""
+    """A table of nanoseconds for each parameter: the least of many rounds in turns, which noise only adds to."""
     count = session.scale(options).many
     pieces = _pieces(count)
     rounds = [{name: timeit.timeit(piece, number=1) for name, piece in pieces.items()} for _ in range(ROUNDS)]
@@ -35,9 +35,9 @@ _BARE = "backward without hooks"
 
 def _pieces(count: int) -> dict[str, Callable[[], object]]:
     parameters = [torch.nn.Parameter(torch.randn(NUMEL)) for _ in range(count)]
-    gradients: Sequence[torch.Tensor] = [torch.randn(NUMEL) for _ in range(count)]
+    gradients = [torch.randn(NUMEL) for _ in range(count)]
     buffer = torch.empty(count * NUMEL)
-    views = list(buffer.split(NUMEL))
+    views = list(torch.split(buffer, NUMEL))
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
@@ -47,7 +47,7 @@ def _pieces(count: int) -> dict[str, Callable[[], object]]:
 
     def concatenate() -> None:
         with torch.inference_mode():
-            torch.cat(list(gradients), out=buffer)
+            torch.cat(gradients, out=buffer)
 
     def copy_back() -> None:
         with torch.inference_mode():
@@ -83,7 +83,7 @@ def _note(noted: list[int]) -> Callable[[torch.Tensor], None]:
 
 
 def _backward(count: int, hook: Callable[[torch.Tensor], None] | None) -> Callable[[], object]:
-    parameters = [torch.nn.Parameter(torch.randn(NUMEL)) for _ in range(count)]
+    parameters: list[torch.Tensor] = [torch.nn.Parameter(torch.randn(NUMEL)) for _ in range(count)]
     if hook is not None:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

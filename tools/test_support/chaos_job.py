@@ -1,7 +1,7 @@
 """One rank of a job in which a rank is killed, stopped or late at a random moment: `chaos_job.py BACKEND FOLDER SEED WHAT`.
 
-All ranks issue the same random collectives, drawn from the seed. The victim, drawn as well, is hit by a thread of its own, so the
-moment lies anywhere: in a collective, between two, inside the library. What each survivor sees is in FOLDER/seen-RANK.
+All ranks issue the same random collectives, drawn from the seed. The victim, drawn as well, is hit by a thread of its own, so
+the moment lies anywhere: in a collective, between two, inside the library. What each survivor sees is in FOLDER/seen-RANK.
 """
 
 from __future__ import annotations

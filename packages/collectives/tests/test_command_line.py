@@ -1,4 +1,4 @@
-"""The commands, run alone in a process of their own."""
+"""The commands, run alone: in a process of their own where the environment matters, else here."""
 
 from __future__ import annotations
 
@@ -100,11 +100,13 @@ def test_bench_draws(tmp_path: Path) -> None:
         (["--collective", "gossip"], "invalid choice: 'gossip'"),
     ],
 )
-def test_bench_refuses(tmp_path: Path, arguments: list[str], words: str) -> None:
-    done = syncline("bench", *arguments, folder=tmp_path)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_bench_refuses(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(["bench", *arguments])
+    except SystemExit as ended:  # argparse's way
+        status = ended.code
+    assert status == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["doctor", "bench"])
@@ -123,12 +125,15 @@ def test_every_extra_brings_numpy() -> None:
     assert [name for name, needed in extras.items() if not any(entry.startswith("numpy") for entry in needed)] == []
 
 
-def test_version(tmp_path: Path) -> None:
-    done = syncline("--version", folder=tmp_path)
-    assert (done.returncode, done.stdout) == (0, f"syncline-collectives {version('syncline-collectives')}\n")
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"syncline-collectives {version('syncline-collectives')}\n"
 
 
-def test_no_command_is_an_error(tmp_path: Path) -> None:
-    done = syncline(folder=tmp_path)
-    assert done.returncode == 2
-    assert "command" in done.stderr
+def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "command" in capsys.readouterr().err

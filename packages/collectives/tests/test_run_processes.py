@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -37,8 +38,10 @@ def test_all_is_well(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
-        run(tmp_path, "hang", timeout_s=1.0)
-    assert "rank 1 of 2 was here" in capsys.readouterr().out
+        run(tmp_path, "hang", timeout_s=3.0)
+    said = capsys.readouterr().out.split("--- rank 1 ---")[1]
+    assert "rank 1 of 2 was here" in said
+    assert re.search(r'job\.py", line \d+ in <module>', said), "where it hangs"
 
 
 def test_a_rank_that_fails(tmp_path: Path) -> None:

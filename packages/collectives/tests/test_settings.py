@@ -20,6 +20,7 @@ from syncline.collectives.startup.settings import SITE_VARIABLE, Settings, load_
         ("timeout_s = 600", Settings(timeout_s=600.0, path="f")),
         ("timeout_s = 0.5", Settings(timeout_s=0.5, path="f")),
         ("reproducible = true", Settings(reproducible=True, path="f")),
+        ("stall_warning_s = 0", Settings(stall_warning_s=0, path="f")),
         ("window_bytes = 65536\nstaged_bytes = 1", Settings(window_bytes=65536, staged_bytes=1, path="f")),
         (
             'backend = "cpu:mpi,cuda:nccl"\ntimeout_s = 7\nreproducible = false',
@@ -50,6 +51,7 @@ def test_site_files(text: str, settings: Settings) -> None:
         ("timeout_s = 0", ["/e/s.toml: 'timeout_s'", "positive number"]),
         ("timeout_s = nan", ["positive number"]),
         ("window_bytes = 1.5", ["expected 'window_bytes' to be an integer, found 1.5"]),
+        ("stall_warning_s = -1", ["expected 'stall_warning_s' to be a number of seconds, or 0 for no warnings, found -1"]),
         ("staged_bytes = 0", ["expected 'staged_bytes' to be a positive number, found 0"]),
         ("reproducible = 1", ["expected 'reproducible' to be true or false, found 1"]),
         ("backend = mpi", ["/e/s.toml is not valid TOML", "line 1"]),
@@ -64,7 +66,13 @@ def test_site_files_with_mistakes(text: str, words: list[str]) -> None:
 
 def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
     keys = [entry for entry in fields(Settings) if entry.metadata]
-    settings = ["backend", "timeout_s", "reproducible", *(entry.name for entry in fields(AlgorithmThresholds))]
+    settings = [
+        "backend",
+        "timeout_s",
+        "reproducible",
+        *(entry.name for entry in fields(AlgorithmThresholds)),
+        "stall_warning_s",
+    ]
     assert [entry.name for entry in keys] == settings
     assert all(entry.metadata["doc"] for entry in keys)
     assert Settings() == Settings(None, DEFAULT_TIMEOUT_S, False)

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from syncline.collectives import CollectiveTimeout, InvalidArgumentError, TransportError, Work
+from syncline.collectives import CollectiveTimeout, InvalidArgumentError, RankLostError, TransportError, Work
 from syncline.collectives.contract.work import FinishedWork, PendingWork
 
 
@@ -41,6 +41,23 @@ def test_pending_then_well() -> None:
     assert work.wait(timedelta(seconds=1)) is True
     assert work.get_future().value()[0] is tensor
     assert work.result()[0] is tensor
+
+
+def test_the_first_end_counts() -> None:
+    """An abort may be faster than the thread that it gives up on, and the other way round."""
+    aborted, done = pending(), pending(torch.ones(2))
+    futures = aborted.get_future(), done.get_future()
+    aborted.fail(TransportError("aborted"))
+    aborted.succeed()
+    done.succeed()
+    done.fail(TransportError("too late"))
+    with pytest.raises(TransportError, match="aborted"):
+        aborted.wait()
+    with pytest.raises(Exception, match="aborted"):
+        futures[0].value()
+    assert done.wait()
+    assert done.exception() is None
+    assert futures[1].value()[0].tolist() == [1.0, 1.0]
 
 
 def test_pending_then_badly() -> None:
@@ -114,3 +131,27 @@ def test_waiters_wake_before_callbacks_end() -> None:
     go_on.set()
     finisher.join(5)
     assert not finisher.is_alive()
+
+
+def test_errors_of_callbacks_keep_their_type() -> None:
+    """torch's futures make a RuntimeError of their text."""
+    work = pending()
+    last = work.get_future().then(lambda done: done.value()).then(lambda done: done.value()[0] + 1)
+    error = RankLostError("rank 1 is gone", [1])
+    work.fail(error)
+    with pytest.raises(RankLostError) as caught:
+        last.wait()
+    assert caught.value is error
+
+    def callback(done: object) -> None:
+        raise KeyError("theirs")
+
+    with pytest.raises(KeyError, match="theirs"):
+        FinishedWork([]).get_future().then(callback).then(lambda done: done.value()).wait()
+
+
+def test_what_a_callback_returns_reaches_the_next() -> None:
+    work = pending(torch.ones(1))
+    last = work.get_future().then(lambda done: done.value()[0] + 1).then(lambda done: done.value() * 2)
+    work.succeed()
+    assert last.wait().item() == 2 * (work.result()[0].item() + 1)

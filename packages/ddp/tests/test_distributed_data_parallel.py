@@ -333,6 +333,20 @@ def test_no_sync_ends_with_an_exception() -> None:
     run_ranks(2, body)
 
 
+def test_a_forward_that_failed_does_not_reduce_the_next_backward() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(closed_form_model(), process_group=group)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(1, 7, dtype=torch.float64))
+        with model.no_sync():
+            model(inputs_of(group.rank)).sum().backward()
+        assert torch.equal(weight_gradient(model), inputs_of(group.rank))
+        model(inputs_of(group.rank, 1)).sum().backward()
+        assert torch.equal(weight_gradient(model), mean_input(2, 0, 1))
+
+    run_ranks(2, body)
+
+
 def test_no_sync_communicates_nothing_at_all() -> None:
     """One rank alone can go through it: nobody has to answer, not even for buffers, which that rank has just seen."""
 

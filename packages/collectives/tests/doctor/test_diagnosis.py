@@ -12,6 +12,7 @@ from syncline.collectives.doctor import diagnosis as d
 from syncline.collectives.doctor import memory as m
 from syncline.collectives.doctor.finding import exit_status, in_text, ok, summary
 from syncline.collectives.doctor.observation import _abi, nccl_version_in_words
+from syncline.collectives.doctor.survival import survival
 from syncline.collectives.startup.backend_choice import BackendChoice
 from syncline.collectives.startup.nodes import HostIdentity
 
@@ -55,6 +56,7 @@ def test_a_healthy_job() -> None:
             "GPUs",
             "backend",
             "connection",
+            "loss of a rank",
         )
     ]
     assert {finding.status for finding in findings} == {Status.OK}
@@ -307,3 +309,17 @@ def test_a_command_can_be_copied() -> None:
         command,
         "brings one",
     ]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size", "lack", "found"),
+    [
+        (None, 1, None, "nobody would be left"),
+        ("Open MPI", 2, "MPI cannot", "does not survive it: MPI cannot"),
+        ("torchrun", 2, None, "does not survive it: torchrun ends all ranks"),
+        ("Slurm", 2, None, "can survive it, if srun was given --no-kill --kill-on-bad-exit=0"),
+        (None, 2, None, "can survive it: the ranks that are left"),
+    ],
+)
+def test_whether_a_job_survives_the_loss_of_a_rank(launcher: str | None, size: int, lack: str | None, found: str) -> None:
+    assert found in survival(launcher, size, lack).found

@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -102,6 +103,24 @@ def test_a_rank_that_gives_up_is_named_at_once(has_arrived: bool) -> None:
         return f"rank {caught.value.rank}"
 
     assert on_barriers(2, body) == ["rank 1", ""]
+
+
+def test_a_rank_that_gives_up_after_an_arrival_was_complete_spoils_the_next_only() -> None:
+    """The others may not have looked yet, and shall end as it did."""
+    file = create_file("test", 2 * padded(PART_BYTES))
+    first, second = (ShmBarrier(Segment(file, 2, PART_BYTES, rank), SLOT_BYTES, lambda: None) for rank in range(2))
+    os.close(file)
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            complete = pool.submit(first.arrive_and_wait, Deadline(30))
+            second.arrive_and_wait(Deadline(30))
+            complete.result()
+    numbers = second._numbers
+    own, _ = second._lines[second.arrivals & 1]
+    second.give_up()
+    assert numbers[own] == second.arrivals
+    with pytest.raises(GaveUpError):
+        first.arrive_and_wait(Deadline(30))
 
 
 def test_views_serve_inside_and_outside_of_inference_mode() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -365,3 +367,31 @@ def test_a_meeting_of_one_is_over_at_once(tmp_path: Path) -> None:
 def test_a_meeting_refuses_impossible_ranks(tmp_path: Path, rank: int, size: int) -> None:
     with pytest.raises(InvalidArgumentError, match=f"rank={rank}"):
         file_rendezvous(tmp_path, rank, size)
+
+
+# ---- a process that was killed while it held the lock ----
+
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from pathlib import Path
+from syncline.collectives.stores.file.folder import Folder
+from syncline.collectives.stores.file.lock import LinkLock
+with LinkLock(Folder(Path(sys.argv[1]) / "run")).held(5):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_lock_of_a_process_that_ended_here_is_taken_over_by_one_at_a_time(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, "run", timeout=20)
+    subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path)], check=False)
+    assert (tmp_path / "run" / "lock").exists()
+    with ThreadPoolExecutor(8) as threads:
+        counts = sorted(threads.map(lambda _: store.add("n", 1), range(8)))
+    assert counts == list(range(1, 9))
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_the_lock_of_a_process_that_lives_is_not_taken_over(tmp_path: Path) -> None:
+    lock = LinkLock(Folder(tmp_path))
+    with lock.held(1), pytest.raises(StoreTimeout, match="not free within"), lock.held(0.05):
+        pass

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from .bench import command as bench
 from .doctor import command as doctor
 from .errors import SynclineError
+from .failures import command as report
 from .version import __version__
 
 
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, module, help_text in (
         ("doctor", doctor, "print and check what a job needs: MPI, nodes, cores, memory, GPUs, backends"),
         ("bench", bench, "measure latency and bandwidth of collectives, backends side by side"),
+        ("report", report, "merge what the ranks wrote when a job failed: what each was in, who is behind, where they part"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text, formatter_class=_HelpFormatter)
         module.add_arguments(command)

@@ -14,6 +14,7 @@
     ├── DisagreementError            each call may be right alone, but the ranks do not match
     └── TransportError               the machinery between the ranks failed
         ├── RankLostError            processes of the group ended; says which ranks
+        ├── RankGivenUpError         the others have gone on without this rank, which was silent for too long
         ├── CollectiveTimeout        a bounded wait ran out (also a TimeoutError)
         └── StoreError               a store is gone, full or not understood
             ├── StoreTimeout               a key never came, or nobody answered (also a TimeoutError)
@@ -27,20 +28,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from typing_extensions import Self, override
+from typing_extensions import Self
 
 
 class SynclineError(RuntimeError):
     """Base class of every error raised by a Syncline package. A RuntimeError: scripts written for torch catch that."""
 
     def reworded(self, message: str) -> Self:
-        """The same error with other words."""
-        again = self._with(message)
-        again.__cause__ = self.__cause__
-        return again
-
-    def _with(self, message: str) -> Self:
-        return type(self)(message)
+        """The same error with another message: of the same type, with the same attributes and cause."""
+        made_by = OSError if issubclass(type(self), OSError) else RuntimeError  # Python knows two kinds of their memory
+        other: Self = made_by.__new__(type(self), message)  # not __init__: who knows what a third party's takes
+        other.args = (message,)
+        other.__dict__.update(self.__dict__)
+        other.__cause__ = self.__cause__
+        return other
 
 
 class MisuseError(SynclineError):
@@ -94,12 +95,12 @@ class RankLostError(TransportError):
         super().__init__(message)
         self.ranks: tuple[int, ...] = tuple(sorted(set(ranks)))
 
-    @override
-    def _with(self, message: str) -> Self:
-        return type(self)(message, self.ranks)
-
     def __reduce__(self) -> tuple[type[RankLostError], tuple[str, tuple[int, ...]]]:
         return type(self), (str(self), self.ranks)
+
+
+class RankGivenUpError(TransportError):
+    """The other ranks took this one for lost and have gone on without it; it ends, and harms nobody."""
 
 
 class CollectiveTimeout(TransportError, TimeoutError):

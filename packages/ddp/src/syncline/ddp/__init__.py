@@ -1,6 +1,8 @@
 """DistributedDataParallel over the communication stack a cluster already has."""
 
 from .distributed_data_parallel import DistributedDataParallel
+from .elastic import Elastic
+from .elastic_sampler import ElasticSampler
 from .join import Join, Joinable, JoinHook
 from .mixed_precision import MixedPrecision
 from .sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
@@ -8,6 +10,8 @@ from .version import __version__
 
 __all__ = [
     "DistributedDataParallel",
+    "Elastic",
+    "ElasticSampler",
     "Join",
     "JoinHook",
     "Joinable",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -25,23 +26,28 @@ from ..contract.work import Work
 from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, SynclineError, TransportError
 from ..failures.detached_call import DetachedCall
 from ..failures.liveness import Liveness
+from ..failures.stall_watch import StatusPost
 from ..host.host_group import HostGroup
 from ..host.progress import finish_all
 from ..host.transport import Request, Transport
+from ..host.wire_tag import sized_wire_tag
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.meeting import meet
 from ..startup.registry import load_backend
 from ..startup.rendezvous import loopback_host, store_at, tcp_store_of_rank_0
 from ..stores import AsTorchStore, FromTorchStore, Store
+from ..survivors.reunion import Generation
+from ..survivors.shrinkable_group import ShrinkableGroup
+from .gloo_reunion import GlooReunion, store_lack
 
 # The store may outlive a group (torchrun's does), so every connection writes under a number of its own; all ranks connect
 # equally often.
 _generations = itertools.count()
 # Below it two collectives take longer than one of twice the bytes.
 _SCATTER_HALVES_FROM_BYTES = 64 * 1024
-# So long a thread waits inside Gloo before it looks whether waiting is in vain.
-_SLICE_S = 0.1
-_abandoned: list[TorchGroup] = []
+# A collective that takes long looks whether waiting is in vain; rarer the longer it takes.
+_FIRST_LOOK_S, _LOOK_S = 0.1, 0.5
+_LARGEST_TAG = 2**31 - 1
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
 
@@ -127,16 +133,25 @@ class GlooTransport(Transport):
 
     @override
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        return self._group.start_send(tensor, dst, tag)
+        return self._group.start_send(tensor, dst, _tag(tag, tensor))
 
     @override
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
-        return self._group.start_recv(tensor, src, tag)
+        return self._group.start_recv(tensor, src, _tag(tag, tensor))
+
+    @override
+    def status_post(self) -> StatusPost:
+        return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
 
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """Another Gloo group, which meets in the same store under its own name."""
         rank = list(members).index(self._group.rank)
         return connect(self._store, rank, len(members), name, deadline, self._host)
+
+    def outlive(self, store: dist.Store, timeout_s: float) -> None:
+        """After connecting under a shorter limit: let subsets meet in this store, and collectives take so many seconds."""
+        self._store = store
+        self._group.torch_group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
         """Gloo closes its sockets when the last reference to the group goes."""
@@ -144,40 +159,77 @@ class GlooTransport(Transport):
         del self._group
 
     def abort(self) -> None:
-        """Keep the torch group for the rest of the process: its destructor would wait for what is in flight."""
+        """Keep the torch group until the process is gone: its destructor would wait for what is in flight.
+
+        The reference is never given back, not even when the interpreter ends: two ranks that gave up one collective would then
+        wait for one another.
+        """
         _open.discard(self)
-        _abandoned.append(self._group)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
         return None if block is None else list(block.view(self._group.size, part.numel()))
 
 
-def connect(store: dist.Store, rank: int, size: int, name: str, deadline: Deadline, host: str | None = None) -> GlooTransport:
+class _StorePost(StatusPost):
+    """Lines in the store, and how many were written."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._count = 0
+
+    @override
+    def post(self, line: str) -> None:
+        self._store.set(str(self._rank), line)
+        self._store.add("count", 1)
+
+    @override
+    def posted(self) -> Mapping[int, str]:
+        count = self._store.add("count", 0)
+        if count == self._count:
+            return {}
+        self._count = count
+        present = (rank for rank in range(self._size) if self._store.check([str(rank)]))
+        return {rank: self._store.get(str(rank)).decode() for rank in present}
+
+
+def connect(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    name: str,
+    deadline: Deadline,
+    host: str | None = None,
+    liveness: Liveness | None = None,
+) -> GlooTransport:
     """Connect with the other ranks, who call it with the same store, size and name; over one address of a host, or Gloo's.
 
     Gloo's own limit holds for each of its steps, and not for connecting as a whole. So the ranks meet in the store first, which
-    is where one that does not come is found, and Gloo connects on a thread that is left behind when the time is up.
+    is where one that does not come is found, and Gloo connects on a thread that is left behind when the time is up. Ranks that
+    know one another (`liveness`) do not meet before.
 
     Raises:
-        TimeoutError: not all ranks came, or Gloo did not connect them in time.
+        CollectiveTimeout: not all ranks came, or Gloo did not connect them in time.
         RankLostError: a rank ended while they connected.
         TransportError: Gloo failed.
     """
     place = f"Gloo could not connect rank {rank} of {size} in group '{name}'"
     ours = dist.PrefixStore(name, store)
     try:
-        liveness = Liveness(meet(FromTorchStore(ours), rank, size, deadline), rank)
-        gloo = _connect_patiently(partial(_connected, ours, rank, size, deadline.timeout_s, host), liveness, deadline)
-    except TimeoutError as error:
-        raise TimeoutError(f"{place} within {deadline.timeout_s:g} s (timeout): {error}") from error
+        known = liveness or Liveness(meet(FromTorchStore(ours), rank, size, deadline), rank)
+        gloo = _connect_patiently(partial(_connected, ours, rank, size, deadline.timeout_s, host), known, deadline)
     except SynclineError as error:
         raise error.reworded(f"{place}: {error}") from error.__cause__
-    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=deadline.timeout_s), store, host, liveness=liveness)
+    except TimeoutError as error:
+        raise CollectiveTimeout(f"{place} within {deadline.timeout_s:g} s (timeout): {error}") from error
+    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=deadline.timeout_s), store, host, liveness=known)
 
 
 def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, deadline: Deadline) -> Any:
     connecting = DetachedCall(connect, nullcontext, "syncline-gloo-connect")
-    while not connecting.done.wait(_SLICE_S):
+    while not connecting.done.wait(_FIRST_LOOK_S):
         lost = liveness.reason_to_give_up()
         if lost is not None:
             raise lost
@@ -185,6 +237,8 @@ def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, deadline:
             raise TimeoutError("it takes too long, though all ranks have come; can they reach one another's addresses?")
     try:
         return connecting.result()
+    except SynclineError:
+        raise
     except RuntimeError as error:
         raise (liveness.loss_behind(error) or TransportError(str(error))) from error
 
@@ -196,17 +250,25 @@ def _connected(store: dist.Store, rank: int, size: int, timeout_s: float, host: 
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
+def _tag(tag: int, tensor: torch.Tensor) -> int:
+    """Gloo compares neither dtypes nor sizes, so only tensors of one dtype and size meet."""
+    return sized_wire_tag(tag, tensor.dtype, tensor.numel(), _LARGEST_TAG)
+
+
 def _device(host: str | None) -> Any:
     gloo = dist.ProcessGroupGloo
     return gloo.create_default_device() if host is None else gloo.create_device(hostname=host)
 
 
 def _wait(work: Work, deadline: Deadline) -> None:
+    """Wait, and look now and then whether that is in vain."""
     assert isinstance(work, TorchWork)
+    slice_s = _FIRST_LOOK_S
     try:
-        while not work.wait_for(min(max(deadline.remaining_s(), 1e-3), _SLICE_S)):
+        while not work.wait_for(min(max(deadline.remaining_s(), 1e-3), slice_s)):
             if deadline.expired():
                 raise TimeoutError("Gloo does not say which ranks do not take part")
+            slice_s = min(1.2 * slice_s, _LOOK_S)
     except CollectiveTimeout as error:
         raise TimeoutError(str(error)) from error
 
@@ -232,20 +294,26 @@ class GlooBackend(Backend):
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
         store, rank, size = rendezvous(request)
         store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
-        deadline = Deadline(request.timeout_s)
-        try:
-            transport = connect(store, rank, size, request.group_name, deadline, _only_host(request, size))
-        except TimeoutError as error:
-            raise CollectiveTimeout(str(error)) from error
-        return HostGroup(
+        host = _only_host(request, size)
+        transport = connect(store, rank, size, request.group_name, Deadline(request.timeout_s), host)
+        liveness = transport.liveness
+
+        def connect_again(generation: Generation, met_in: dist.Store, timeout_s: float) -> GlooTransport:
+            members, deadline = generation.members, Deadline(timeout_s)
+            known = None if liveness is None else liveness.part(members, generation.rank)
+            again = connect(met_in, generation.rank, len(members), request.group_name, deadline, host, known)
+            again.outlive(dist.PrefixStore(f"generation{generation.number}/subsets", store), request.timeout_s)
+            return again
+
+        group = ShrinkableGroup(
             transport,
-            rank,
-            size,
+            GlooReunion(store, Generation(0, tuple(range(size)), rank), connect_again, store_lack(request, size)),
             name=request.group_name,
             timeout_s=request.timeout_s,
             check_calls=request.check_calls,
-            liveness=transport.liveness,
         )
+        group.start({"check_calls": request.check_calls, "reproducible": request.reproducible}, request.stall_warning_s)
+        return group
 
 
 def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:

@@ -18,6 +18,9 @@ from ..host.host_group import HostGroup
 from ..host.reduction import reduce_in_rank_order, reduce_into
 from ..host.transport import Request, Transport
 from ..startup.backend import Backend, ConnectRequest
+from ..stores import InMemoryStore, Store
+from ..survivors.reunion import Generation, Reunion
+from ..survivors.shrinkable_group import ShrinkableGroup
 
 
 class SharedState:
@@ -119,6 +122,12 @@ class InProcessTransport(Transport):
         self._shared_state = shared_state
         self._rank = rank
         self._round = 0
+
+    @property
+    @override
+    def compares_every_call(self) -> bool:
+        """When the ranks meet."""
+        return True
 
     def describe(self) -> str:
         """Its name and the number of threads."""
@@ -285,7 +294,39 @@ class _Receiving(Request):
         return self._source
 
 
-def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) -> list[HostGroup]:
+class InProcessReunion(Reunion):
+    """Members are threads, who meet in the memory that they share.
+
+    Args:
+        store: in memory, of all ranks.
+        generation: of the group as it is.
+        states: for each generation its shared state; of all ranks.
+    """
+
+    def __init__(self, store: Store, generation: Generation, states: dict[int, SharedState]) -> None:
+        super().__init__(store, generation)
+        self._states = states
+
+    @override
+    def has_ended(self, member: int) -> bool:
+        return self.store.check([f"ended/{member}"])
+
+    @override
+    def connect(self, generation: Generation, timeout_s: float) -> Transport:
+        state = self._states.setdefault(generation.number, SharedState(len(generation.members)))
+        return InProcessTransport(state, generation.rank)
+
+
+class InProcessGroup(ShrinkableGroup):
+    """A group of threads, one of which may be lost on purpose."""
+
+    def lose(self) -> None:
+        """From now on this rank counts as a process that was killed: for tests of what the others do. It must call no more."""
+        self._reunion.store.set(f"ended/{self._generation.me}", b"")
+        self.abort()
+
+
+def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) -> list[InProcessGroup]:
     """One group of `size` ranks in this process; hand each to the thread that plays its rank.
 
     Raises:
@@ -293,9 +334,15 @@ def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) 
     """
     if size < 1:
         raise InvalidArgumentError(f"expected at least one rank, found {size}")
-    shared_state = SharedState(size)
+    store, states, members = InMemoryStore(), {0: SharedState(size)}, tuple(range(size))
     return [
-        HostGroup(InProcessTransport(shared_state, rank), rank, size, name=name, timeout_s=timeout_s) for rank in range(size)
+        InProcessGroup(
+            InProcessTransport(states[0], rank),
+            InProcessReunion(store, Generation(0, members, rank), states),
+            name=name,
+            timeout_s=timeout_s,
+        )
+        for rank in range(size)
     ]
 
 

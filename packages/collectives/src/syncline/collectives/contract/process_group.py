@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import InvalidArgumentError
+from ..errors import BackendUnavailableError, InvalidArgumentError
 from .group_collectives import GroupCollectives
 from .group_exchanges import GroupExchanges
 from .work import Work
+
+DEFAULT_PATIENCE_S = 30.0
+"""How long survivors wait for a silent rank, in seconds, unless told otherwise."""
 
 
 class ProcessGroup(GroupCollectives, GroupExchanges):
@@ -104,6 +107,52 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         """
         return None
 
+    def verify_calls(self, *, async_op: bool = False) -> Work | None:  # noqa: ARG002 - for those who can
+        """Compare with the other ranks which collectives were called since the group was made. A collective.
+
+        A group that compares each call before it runs has nothing to compare, nor has one that does not remember its calls.
+
+        Returns:
+            None if there is nothing to compare. With `async_op` a work whose `wait` raises what is listed.
+
+        Raises:
+            DisagreementError: the ranks called different collectives, and results are wrong; on all ranks.
+        """
+        return None
+
+    # ---- after a loss ----
+
+    def missing_for_shrink(self) -> str | None:
+        """What keeps the survivors of this group from making a new one, with the remedy, in one sentence; None if nothing."""
+        return (
+            f"backend '{self.backend_name}' cannot connect the ranks that are left when one is lost; use backend 'gloo' with "
+            "init_method='file:///shared/folder', or save checkpoints and let the launcher start the job again"
+        )
+
+    def shrink(self, *, patience_s: float = DEFAULT_PATIENCE_S) -> ProcessGroup:
+        """Make a new group of the ranks that live, after a `TransportError`. A collective of these ranks; aborts this group.
+
+        All survivors get the same members, in the order of their ranks here, also if another rank dies meanwhile. Of this
+        group, its sub-groups and its memory nothing may be used again. What the ranks were about to do is lost on some, and
+        done on others: agree on that in the new group.
+
+        Args:
+            patience_s: how long to wait for a rank that does not call and of whom nobody knows that it has ended, in seconds.
+                Then it is given up: when it comes back, its `shrink` raises `RankGivenUpError`.
+
+        Returns:
+            The new group, with the name and the time limit of this one, in which ranks count from 0.
+
+        Raises:
+            BackendUnavailableError: the group cannot; see `missing_for_shrink`.
+            RankGivenUpError: the others have gone on without this rank. Let it end.
+            StoreError: the store in which they would meet is lost.
+        """
+        lack = self.missing_for_shrink()
+        if lack is not None:
+            raise BackendUnavailableError(f"shrink on {self.place()}: {lack}")
+        return self._shrink(patience_s)
+
     # ---- the end ----
 
     @abstractmethod
@@ -121,6 +170,9 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
 
     @abstractmethod
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None: ...
+
+    def _shrink(self, patience_s: float) -> ProcessGroup:
+        raise NotImplementedError  # of a group for whose shrinking nothing is missing
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:  # noqa: ARG002 - for those who can
         raise InvalidArgumentError(

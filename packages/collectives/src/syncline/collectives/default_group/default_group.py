@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 import warnings
@@ -114,6 +115,7 @@ def init_process_group(
                 store=store,
                 check_calls=check_calls,
                 thresholds=settings.thresholds.overridden(os.environ),
+                stall_warning_s=settings.stall_warning_s,
             )
             logger.debug("backend %s: %s", choice.name, choice.reason)
             _default = _load(choice).connect(request)
@@ -122,6 +124,7 @@ def init_process_group(
         raise
     if _default.size == 1 and launch is None and world_size == -1 and multiprocessing.parent_process() is not None:
         warnings.warn(_ALONE_AMONG_SIBLINGS, stacklevel=2)
+    logger.info("rank %d of %d: host %s, pid %d", _default.rank, _default.size, socket.gethostname(), os.getpid())
     if _default.rank == 0:
         logger.info("%d rank(s) over %s (%s)", _default.size, _default.describe(), choice.reason)
     return _default
@@ -149,6 +152,16 @@ def destroy_process_group() -> None:
         group.close()
     else:
         group.abort()
+
+
+def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
+    """Let `new` be the default group if `old` is; whether it was."""
+    global _default
+    with _lock:
+        if _default is not old:
+            return False
+        _default = new
+    return True
 
 
 def is_initialized() -> bool:

@@ -10,6 +10,7 @@ from typing_extensions import override
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
+from ..failures.stall_watch import StatusPost
 from ..host.device_runtime import DeviceRuntime
 from ..host.transport import CallKind, Plan, Request, Transport
 from .staged_transport import StagedTransport
@@ -32,6 +33,16 @@ class DeviceDispatchTransport(Transport):
         self._device = device
         self._direct = direct
         self._on_device = direct or StagedTransport(host, rank, device)
+
+    @property
+    @override
+    def compares_every_call(self) -> bool:
+        """As the host transport does; a direct one compares each call, for MPI takes CUDA memory in blocking calls only."""
+        return self._host.compares_every_call
+
+    @override
+    def status_post(self) -> StatusPost | None:
+        return self._host.status_post()
 
     def describe(self) -> str:
         """What the host transport says, and how tensors of the device travel."""

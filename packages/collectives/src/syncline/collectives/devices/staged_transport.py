@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from typing_extensions import override
 
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
+from ..failures.stall_watch import StatusPost
 from ..host.device_runtime import DeviceRuntime
 from ..host.transport import Request, Transport
 
@@ -29,6 +31,15 @@ class StagedTransport(Transport):
         self._rank = rank
         self._device = device
         self._abandoned: list[torch.Tensor] = []
+
+    @property
+    def compares_every_call(self) -> bool:
+        """As the host transport does."""
+        return self._host.compares_every_call
+
+    @override
+    def status_post(self) -> StatusPost | None:
+        return self._host.status_post()
 
     def describe(self) -> str:
         """What the host transport says, and how tensors come to it."""

@@ -32,16 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Every rank of the job calls it. Returns the exit status, the same on every rank."""
-    choice, problem = None, None
+    choice, problem, lack = None, None, None
     ranks: list[Observation] = []
     try:
         choice = _choice(arguments.backend)
         aware = _cuda_awareness()
         group = init_process_group(choice.name, timeout=CONNECT_TIMEOUT_S)
         ranks, problem = _gather(group, aware)
+        lack = group.missing_for_shrink()
     except SynclineError as error:
         problem = str(error)
-    findings = diagnose(ranks or [_observe_alone()], choice, problem)
+    findings = diagnose(ranks or [_observe_alone()], choice, problem, lack)
     if _speaks():
         print(in_text(findings), flush=True)
     destroy_process_group()

@@ -10,17 +10,21 @@ from ..startup.nodes import place
 from .finding import Finding, Status, ok, worst
 from .memory import memory
 from .observation import Observation
+from .survival import survival
 
 Observations = Sequence[Observation]
 
 
-def diagnose(ranks: Observations, choice: BackendChoice | None, problem: str | None) -> list[Finding]:
+def diagnose(
+    ranks: Observations, choice: BackendChoice | None, problem: str | None, shrink_lack: str | None = None
+) -> list[Finding]:
     """Judge what every rank of the job observed.
 
     Args:
         ranks: one observation for each rank.
         choice: the backend that would be chosen, or None if that failed.
         problem: why the ranks could not be connected or did not compute the right sum, or None.
+        shrink_lack: what keeps the group from going on without a rank, or None.
     """
     return [
         software(ranks),
@@ -31,6 +35,7 @@ def diagnose(ranks: Observations, choice: BackendChoice | None, problem: str | N
         *gpus(ranks),
         backend(choice),
         connection(len(ranks), problem),
+        *([] if problem else [survival(ranks[0].launcher, len(ranks), shrink_lack)]),
     ]
 
 

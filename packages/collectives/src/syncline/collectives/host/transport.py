@@ -11,6 +11,8 @@ import torch
 from ..contract.collective import Collective, digest
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
+from ..failures.liveness import Liveness
+from ..failures.stall_watch import StatusPost
 
 
 class Request(ABC):
@@ -93,6 +95,14 @@ class Transport(ABC):
     #: The registry's name of the backend, such as "mpi".
     backend_name: str
 
+    #: Says which of the ranks are lost; None where the transport does not know whose processes they are.
+    liveness: Liveness | None = None
+
+    @property
+    def compares_every_call(self) -> bool:
+        """Whether the ranks compare each collective before it runs; the same on all ranks. If not, the group compares later."""
+        return False
+
     @abstractmethod
     def describe(self) -> str:
         """The library underneath and its version, in a few words."""
@@ -171,6 +181,10 @@ class Transport(ABC):
 
         `name` and `number` (0 or above) are the same for all members. At any time there is only one subset of that name.
         """
+
+    def status_post(self) -> StatusPost | None:
+        """Where the ranks leave lines for rank 0, without disturbing what they do; None if there is no such place."""
+        return None
 
     def give_up(self) -> None:  # noqa: B027 - most have no way to say it
         """A collective has failed here, and there will be no other: tell the ranks that wait, if possible. Must not block."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..contract.process_group import ProcessGroup
+from ..failures.stall_watch import DEFAULT_STALL_WARNING_S
 from .algorithm_thresholds import AlgorithmThresholds
 from .launch import Launch
 
@@ -32,6 +33,7 @@ class ConnectRequest:
             there, by `send` and `recv`, as long as it lives.
         check_calls: the ranks compare each collective before it starts. A backend that cannot must refuse to connect.
         thresholds: from which sizes on ranks of a node use memory that they share, for a backend that can.
+        stall_warning_s: after so many seconds in one call rank 0 logs who waits for whom; 0: never.
         devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
     """
 
@@ -46,6 +48,7 @@ class ConnectRequest:
     host_group: ProcessGroup | None = None
     check_calls: bool = False
     thresholds: AlgorithmThresholds = field(default_factory=AlgorithmThresholds)
+    stall_warning_s: float = DEFAULT_STALL_WARNING_S
     devices: frozenset[str] | None = None
 
     def wants(self, device_type: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 from ..contract.deadline import DEFAULT_TIMEOUT_S, seconds
 from ..errors import InvalidArgumentError, SiteFileError
+from ..failures.stall_watch import DEFAULT_STALL_WARNING_S
 from .algorithm_thresholds import AlgorithmThresholds
 
 if sys.version_info >= (3, 11):
@@ -37,6 +39,10 @@ class Settings:
     eager_bytes: int = _key(int, AlgorithmThresholds.eager_bytes, "see AlgorithmThresholds.eager_bytes")
     window_bytes: int = _key(int, AlgorithmThresholds.window_bytes, "see AlgorithmThresholds.window_bytes")
     staged_bytes: int = _key(int, AlgorithmThresholds.staged_bytes, "see AlgorithmThresholds.staged_bytes")
+    ring_bytes: int = _key(int, AlgorithmThresholds.ring_bytes, "see AlgorithmThresholds.ring_bytes")
+    stall_warning_s: float = _key(
+        float, DEFAULT_STALL_WARNING_S, "after so many seconds in one call rank 0 logs who waits for whom; 0: never"
+    )
 
     #: The file that they were read from, or None; not a key.
     path: str | None = None
@@ -91,6 +97,10 @@ def _checked(key: str, value: Any, path: str) -> Any:
         raise SiteFileError(f"{path}: expected '{key}' to be {_IN_TOML[kind]}, found {value!r}")
     if kind is int and value < 1:
         raise SiteFileError(f"{path}: expected '{key}' to be a positive number, found {value}")
+    if key == "stall_warning_s" and not 0 <= value < math.inf:
+        raise SiteFileError(
+            f"{path}: expected 'stall_warning_s' to be a number of seconds, or 0 for no warnings, found {value}"
+        )
     if key == "timeout_s":
         try:
             return seconds(float(str(value)))

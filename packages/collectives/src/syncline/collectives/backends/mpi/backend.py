@@ -73,7 +73,7 @@ class MPIBackend(Backend):
         )
         if device is not None:
             transport = DeviceDispatchTransport(transport, world.Get_rank(), device, direct)
-        return HostGroup(
+        group = HostGroup(
             transport,
             world.Get_rank(),
             world.Get_size(),
@@ -84,6 +84,8 @@ class MPIBackend(Backend):
             calls=exit_barrier.departures.group(request.group_name, range(world.Get_size())),
             liveness=exit_barrier.liveness.part(range(world.Get_size()), world.Get_rank(), transport.lost_ranks),
         )
+        group.start({"check_calls": request.check_calls, "reproducible": request.reproducible}, request.stall_warning_s)
+        return group
 
 
 def _all_are_cuda_aware(device: DeviceRuntime | None) -> bool:

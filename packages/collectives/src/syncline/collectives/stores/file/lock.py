@@ -13,8 +13,11 @@ succeeds in giving the name `lock` to its own file. So::
        asks again, and is told that the name exists (open(2) recommends this check)
     4. release: unlink("lock"), but only if the ticket has two names; then unlink the ticket
 
-The price: nobody releases the lock of a process that was killed between 2 and 4, some milliseconds. The others then fail at
-their deadline, with an error that names the holder and the file to delete. Breaking the lock by age would let two in.
+A process that is killed between 2 and 4, some milliseconds, leaves the lock behind. A process of the same machine can know
+that the holder has ended (`process_life`), and takes the lock away. So that only one does, and never the lock of the next
+holder, it must first make the file `break-<the holder's ticket>`, which nobody removes. On other machines nobody can know;
+there the others fail at their deadline, with an error that names the holder and the file to delete. Breaking the lock by age
+would let two in.
 """
 
 from __future__ import annotations
@@ -29,10 +32,11 @@ from contextlib import contextmanager, suppress
 from ...contract.deadline import Deadline
 from ...errors import StoreTimeout
 from ..polling import poll
+from ..process_life import has_ended, own_process
 from .folder import Folder
 
 _LOCK = "lock"
-_LONGEST_NAME = 200
+_LONGEST_NAME = 400
 
 
 class LinkLock:
@@ -56,7 +60,7 @@ class LinkLock:
         with self._folder.opened() as folder:
             ticket = self._write_ticket(folder)
             try:
-                if not poll(lambda: _take(folder, ticket), Deadline(timeout_s)):
+                if not poll(lambda: _take(folder, ticket) or self._take_over(folder, ticket), Deadline(timeout_s)):
                     raise self._not_free(timeout_s, self._holder(folder))
                 yield
             finally:
@@ -65,15 +69,31 @@ class LinkLock:
     def _write_ticket(self, folder: int) -> str:
         ticket = f"ticket-{secrets.token_hex(8)}"
         with os.fdopen(self._folder.open_file(folder, ticket, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n{ticket}\n{own_process()}\n")
         return ticket
+
+    def _take_over(self, folder: int, ticket: str) -> bool:
+        """Take the lock away from a holder that has certainly ended, and try again; whether it is ours now."""
+        try:
+            _, theirs, process, *_ = [*self._read_lock(folder).split("\n"), "", ""]
+            if not theirs.startswith("ticket-") or not has_ended(process):
+                return False
+            os.close(self._folder.open_file(folder, f"break-{theirs}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except OSError:
+            return False  # it was released meanwhile, or another process takes it away
+        os.unlink(_LOCK, dir_fd=folder)
+        return _take(folder, ticket)
 
     def _holder(self, folder: int) -> str:
         try:
-            with os.fdopen(self._folder.open_file(folder, _LOCK, os.O_RDONLY), errors="replace") as file:
-                return file.read(_LONGEST_NAME) or "a process that left no name"
+            return self._read_lock(folder).partition("\n")[0] or "a process that left no name"
         except OSError:
             return "a process that has just released it"
+
+    def _read_lock(self, folder: int) -> str:
+        with os.fdopen(self._folder.open_file(folder, _LOCK, os.O_RDONLY), errors="replace") as file:
+            return file.read(_LONGEST_NAME)
 
     def _not_free(self, timeout_s: float, holder: str) -> StoreTimeout:
         return StoreTimeout(

@@ -72,6 +72,7 @@ class ShmBarrier:
         self._numbers = segment.contents().cast("q")
         self._lines = [self._lines_of(turn) for turn in (0, 1)]
         self.arrivals = 0  # of this rank, so far; the turn of an arrival is its number mod 2
+        self._complete = 0  # the latest arrival at which all others were seen
 
     def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
         """Every rank's eager slot for arrivals of that turn, from an offset on, as flat tensors of one element or more.
@@ -103,12 +104,18 @@ class ShmBarrier:
                 is_same = False
             if numbers[line + 2] != key:
                 is_common = False
+        self._complete = arrival
         return is_same, is_common
 
     def give_up(self) -> None:
-        """Tell all who wait for this rank, or will, that it does not come; those, too, for whom it had arrived."""
-        for own, _ in self._lines:
-            self._numbers[own] = _GAVE_UP
+        """Tell all who wait for this rank, or will, that it does not come.
+
+        Those, too, for whom it had arrived, for it has not seen all others and so does not do what was to follow. But an
+        arrival that is complete stays: another rank may not have looked yet, and shall end as this one did.
+        """
+        self._numbers[self._lines[(self.arrivals + 1) & 1][0]] = _GAVE_UP
+        if self._complete != self.arrivals:
+            self._numbers[self._lines[self.arrivals & 1][0]] = _GAVE_UP
 
     def _lines_of(self, turn: int) -> tuple[int, list[int]]:
         """Where this rank writes its numbers, and where the others write theirs."""

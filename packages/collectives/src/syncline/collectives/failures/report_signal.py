@@ -1,0 +1,86 @@
+"""SIGUSR1 writes a report, also while the main thread is inside a library."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from .report import Reporter
+
+# One signal is heard twice: by the thread below, and by the main thread when it is in Python.
+_ONCE_S = 1.0
+
+
+def report_on_signal(reporter: Reporter) -> bool:
+    """Let SIGUSR1 write a report from now on. A handler of Python's that is there already is called as well.
+
+    Python runs handlers between two instructions of the main thread, which may be inside a library for long. So a thread
+    listens, too: Python's own handler in C tells it by a pipe (`signal.set_wakeup_fd`), unless the program uses that already.
+
+    Returns:
+        Whether it was set: only the main thread can, and not over a handler that was set by C code.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
+        return False
+    earlier = signal.getsignal(signal.SIGUSR1)
+    if isinstance(earlier, _OnSignal):
+        earlier.reporter = reporter
+        return True
+    if earlier is None:
+        return False
+    handler = _OnSignal(reporter, earlier)
+    signal.signal(signal.SIGUSR1, handler)
+    _listen(handler)
+    return True
+
+
+class _OnSignal:
+    """The handler of SIGUSR1, and the one that was there before."""
+
+    def __init__(self, reporter: Reporter, earlier: Any) -> None:
+        self.reporter = reporter
+        self._earlier = earlier
+        self._writing = threading.Lock()
+        self._latest_s = -_ONCE_S
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.report()
+        if callable(self._earlier):
+            self._earlier(number, frame)
+
+    def report(self) -> None:
+        """Write once for each signal. Does not wait for another thread that does, for it may be this one, interrupted."""
+        if not self._writing.acquire(blocking=False):
+            return
+        try:
+            if time.monotonic() - self._latest_s < _ONCE_S:
+                return
+            folder = self.reporter.write("SIGUSR1")
+            self._latest_s = time.monotonic()
+        finally:
+            self._writing.release()
+        if folder is not None:
+            print(f"syncline: rank {self.reporter.rank} has written its report to {folder}", file=sys.stderr)
+
+
+def _listen(handler: _OnSignal) -> None:
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    others = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    if others != -1:
+        signal.set_wakeup_fd(others)
+        os.close(heard)
+        os.close(told)
+        return
+    threading.Thread(target=_report_when_told, args=(heard, handler), name="syncline-report", daemon=True).start()
+
+
+def _report_when_told(heard: int, handler: _OnSignal) -> None:
+    while True:
+        if signal.SIGUSR1 in os.read(heard, 64):  # a byte for each signal that Python has caught
+            handler.report()

@@ -1,0 +1,71 @@
+"""ShrinkableGroup: a host group whose survivors can meet again."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from typing_extensions import override
+
+from ..contract.collective import Collective
+from ..contract.deadline import Deadline
+from ..contract.process_group import ProcessGroup
+from ..errors import GroupClosedError, StoreError, TransportError
+from ..host.host_group import HostGroup
+from ..host.transport import Transport
+from .reunion import Reunion
+
+_ALARM = "another rank says that a collective of this group has failed there, so this one will not finish"
+
+
+class ShrinkableGroup(HostGroup):
+    """A `HostGroup` that knows how its members meet again.
+
+    The rank on which a collective fails raises an alarm in the store. The others look for it when a collective takes long, so
+    all leave a broken group soon, also those whom no connection tells of the loss.
+
+    Args:
+        transport: connects the members of the reunion's generation.
+        reunion: how they meet again.
+        options: as for `HostGroup`.
+    """
+
+    def __init__(self, transport: Transport, reunion: Reunion, **options: Any) -> None:
+        generation = reunion.generation
+        super().__init__(transport, generation.rank, len(generation.members), liveness=transport.liveness, **options)
+        self._reunion = reunion
+        self._generation = generation
+        self._options = options
+        self._may_give_up = True
+
+    @override
+    def missing_for_shrink(self) -> str | None:
+        return self._reunion.missing()
+
+    @override
+    def _shrink(self, patience_s: float) -> ProcessGroup:
+        if self._reunion.generation != self._generation:
+            raise GroupClosedError(f"shrink on {self.place()}: there is a newer group already; shrink that one")
+        self._reunion.raise_alarm(self._generation)
+        self.abort()
+        shrunk = type(self)(self._reunion.shrink(patience_s), self._reunion, **self._options)
+        shrunk.report_to(self._reporter)
+        return shrunk
+
+    @override
+    def _reason_to_give_up(self) -> TransportError | None:
+        return super()._reason_to_give_up() or self._alarm()
+
+    def _alarm(self) -> TransportError | None:
+        if self._reunion.missing() is not None:
+            return None
+        with suppress(StoreError):  # a group that needs no store goes on without it
+            return TransportError(_ALARM) if self._reunion.has_alarm(self._generation) else None
+        return None
+
+    @override
+    def _fail(self, error: BaseException, call: Collective, sequence: int | None, deadline: Deadline) -> NoReturn:
+        if self._reunion.missing() is None:
+            with suppress(StoreError):
+                self._reunion.raise_alarm(self._generation)
+        super()._fail(error, call, sequence, deadline)

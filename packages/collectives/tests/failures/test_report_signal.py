@@ -1,0 +1,88 @@
+"""SIGUSR1 writes a report, in a process of its own: handlers are for the whole process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
+from syncline.collectives.failures.report import Reporter
+from syncline.collectives.failures.report_signal import report_on_signal
+
+def files(folder):
+    return [path.name for path in Path(folder).glob("*/*")]
+
+def reported(folder, job, count):
+    end_s = time.monotonic() + 20
+    while len(files(folder)) < count and time.monotonic() < end_s:
+        time.sleep(0.01)
+    time.sleep(0.1)  # for one too many
+    return files(folder) == [f"rank-0.{number}.json" for number in range(1, count + 1)]
+
+"""
+
+
+def run(tmp_path: Path, program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM + program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
+
+
+def test_one_signal_one_report_and_the_earlier_handler_is_called(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+heard = []
+signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+assert report_on_signal(Reporter("first", 0, 1, sys.argv[1]))
+assert report_on_signal(Reporter("second", 0, 1, sys.argv[1]))
+os.kill(os.getpid(), signal.SIGUSR1)
+assert reported(sys.argv[1], "second", 1), files(sys.argv[1])
+assert heard == [signal.SIGUSR1]
+print("passed")
+""",
+    )
+
+
+def test_a_main_thread_inside_a_library_is_no_obstacle(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+assert report_on_signal(Reporter("today", 0, 1, sys.argv[1]))
+read, write = os.pipe()
+said = []
+inside = threading.Event()
+def elsewhere():
+    inside.wait()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    said.append(reported(sys.argv[1], "today", 1))
+    os.write(write, b"x")
+thread = threading.Thread(target=elsewhere)
+buffer = ctypes.create_string_buffer(1)
+thread.start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # so that the signal does not interrupt the call
+inside.set()
+assert ctypes.CDLL(None).read(read, buffer, 1) == 1
+thread.join()
+assert said == [True], files(sys.argv[1])
+print("passed")
+""",
+    )
+
+
+def test_a_program_that_is_woken_by_signals_itself_is_left_alone(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+read, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+assert report_on_signal(Reporter("today", 0, 1, sys.argv[1]))
+os.kill(os.getpid(), signal.SIGUSR1)
+assert reported(sys.argv[1], "today", 1), files(sys.argv[1])
+assert signal.set_wakeup_fd(-1) == write
+print("passed")
+""",
+    )

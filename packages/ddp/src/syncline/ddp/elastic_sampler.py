@@ -1,0 +1,124 @@
+"""ElasticSampler: divides each batch among the ranks that are there, and knows which batches of the epoch were used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Sampler
+
+from syncline.collectives import InvalidArgumentError
+
+
+def batch_bounds(number: int, batches: int, samples: int) -> tuple[int, int]:
+    """Where batch `number` of `batches` begins and ends among `samples`; sizes differ by one at most. A pure function."""
+    return number * samples // batches, (number + 1) * samples // batches
+
+
+def share_bounds(rank: int, ranks: int, begin: int, end: int) -> tuple[int, int]:
+    """Where the share of a rank in the batch from `begin` to `end` begins and ends. A pure function."""
+    return begin + rank * (end - begin) // ranks, begin + (rank + 1) * (end - begin) // ranks
+
+
+class ElasticSampler(Sampler[list[int]]):
+    """The indices of this rank's share of each batch: the `batch_sampler` of a `DataLoader`.
+
+    Batches count the samples of all ranks together, so neither the number of steps nor what a step learns from depends on how
+    many ranks there are. An epoch is one order of all samples, cut into batches whose sizes differ by one at most; none is left
+    out, none is used twice. (With `drop_last` all batches have the same size, and the rest is left out.) A batch that was begun
+    and not applied is divided anew, among the ranks that are there then.
+
+    `Elastic` tells it which ranks there are (`divide`) and what was applied (`advance`).
+
+    Args:
+        samples: how many the data set has.
+        batch_size: how many all ranks take together in one step, at most.
+        shuffle: a new order in each epoch, the same on all ranks; False keeps that of the data set.
+        seed: of the orders.
+        drop_last: leave out what is not enough for a batch of `batch_size`.
+
+    Raises:
+        InvalidArgumentError: a number is below one.
+    """
+
+    def __init__(self, samples: int, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> None:
+        if batch_size < 1 or samples < (batch_size if drop_last else 1):
+            raise InvalidArgumentError(
+                f"expected at least one batch of at least one sample, found {samples=} and {batch_size=}"
+            )
+        self._all_samples = samples
+        self._batches = samples // batch_size if drop_last else -(-samples // batch_size)
+        self._samples = self._batches * batch_size if drop_last else samples
+        self._shuffle = shuffle
+        self._seed = seed
+        self._rank, self._ranks = 0, 1
+        self.epoch = 0
+        self.applied = 0
+
+    def __len__(self) -> int:
+        """The number of batches of a whole epoch."""
+        return self._batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's share of each batch of the epoch that was not applied so far."""
+        order = self._order()
+        for number in range(self.applied, self._batches):
+            begin, end = self._share(number)
+            yield order[begin:end].tolist()
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether all batches of the epoch were applied."""
+        return self.applied >= self._batches
+
+    @property
+    def weight(self) -> float:
+        """By what to multiply the mean loss of this rank's share of the present batch.
+
+        The gradients are averaged over the ranks, each with the same weight. Where shares differ by a sample this makes the
+        average that of the whole batch. It is 1 where they do not.
+        """
+        begin, end = batch_bounds(self.applied, self._batches, self._samples)
+        mine = self._share(self.applied)
+        return (mine[1] - mine[0]) * self._ranks / (end - begin)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch; nothing if it is the one that is under way."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.applied = 0
+
+    def divide(self, rank: int, ranks: int) -> None:
+        """From now on give the share of this rank of so many.
+
+        Raises:
+            InvalidArgumentError: a batch has fewer samples than there are ranks.
+        """
+        smallest = self._samples // self._batches
+        if smallest < ranks:
+            raise InvalidArgumentError(
+                f"expected at least one sample for each of {ranks} ranks in every batch, found batches of {smallest}: pass a "
+                "larger batch_size"
+            )
+        self._rank, self._ranks = rank, ranks
+
+    def advance(self) -> None:
+        """The present batch was applied."""
+        self.applied += 1
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the epoch is; the same on all ranks."""
+        return {"epoch": self.epoch, "applied": self.applied}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where another rank, or an earlier run, is."""
+        self.epoch, self.applied = state["epoch"], state["applied"]
+
+    def _share(self, number: int) -> tuple[int, int]:
+        return share_bounds(self._rank, self._ranks, *batch_bounds(number, self._batches, self._samples))
+
+    def _order(self) -> torch.Tensor:
+        if not self._shuffle:
+            return torch.arange(self._all_samples)
+        generator = torch.Generator().manual_seed(self._seed + self.epoch)
+        return torch.randperm(self._all_samples, generator=generator)

@@ -1,0 +1,307 @@
+"""Elastic training: which samples a step takes, what it agrees on, and when it ends. Ranks are threads here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from syncline.collectives import (
+    BackendUnavailableError,
+    InvalidArgumentError,
+    MisuseError,
+    ProcessGroup,
+    RankLostError,
+    TransportError,
+)
+from syncline.collectives.backends.in_process import InProcessGroup, create_groups
+from syncline.collectives.testing.ranks import run_ranks
+from syncline.ddp import DistributedDataParallel, Elastic, ElasticSampler
+from syncline.ddp.elastic_sampler import batch_bounds, share_bounds
+
+# ---- the sampler ----
+
+
+@pytest.mark.parametrize(("samples", "batches"), [(1437, 15), (96, 1), (97, 2), (7, 7)])
+def test_batches_take_each_sample_once_and_differ_by_one_at_most(samples: int, batches: int) -> None:
+    bounds = [batch_bounds(number, batches, samples) for number in range(batches)]
+    assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+    assert bounds[-1][1] == samples
+    sizes = [end - begin for begin, end in bounds]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_shares_take_each_sample_of_a_batch_once_and_differ_by_one_at_most(ranks: int) -> None:
+    bounds = [share_bounds(rank, ranks, 100, 196) for rank in range(ranks)]
+    assert [begin for begin, _ in bounds] == [100, *(end for _, end in bounds[:-1])]
+    assert bounds[-1][1] == 196
+    sizes = [end - begin for begin, end in bounds]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("ranks_at_batch", [[4, 4, 3, 3, 1], [1, 2, 3, 4, 4], [2, 2, 2, 2, 2]])
+def test_no_sample_of_an_epoch_is_lost_or_used_twice_whoever_is_there(ranks_at_batch: list[int]) -> None:
+    used: list[int] = []
+    sampler = ElasticSampler(49, 10, seed=1)
+    for ranks in ranks_at_batch:
+        where, weight = sampler.state_dict(), 0.0
+        for rank in range(ranks):
+            mine = ElasticSampler(49, 10, seed=1)
+            mine.load_state_dict(where)
+            mine.divide(rank, ranks)
+            used += next(iter(mine))
+            weight += mine.weight
+        assert weight == pytest.approx(ranks)
+        sampler.advance()
+    assert sorted(used) == list(range(49))
+    assert used != list(range(49))
+    assert sampler.is_exhausted
+    assert not list(sampler)
+
+
+def test_an_epoch_begins_anew_only_if_it_is_another() -> None:
+    sampler = ElasticSampler(8, 4)
+    first = list(sampler)
+    sampler.advance()
+    sampler.set_epoch(0)
+    assert list(sampler) == first[1:]
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 2
+    assert list(sampler) != first
+    assert list(ElasticSampler(4, 2, shuffle=False)) == [[0, 1], [2, 3]]
+
+
+def test_batches_too_small_for_the_ranks_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="at least one sample for each of 4 ranks"):
+        ElasticSampler(9, 3).divide(0, 4)
+    with pytest.raises(InvalidArgumentError, match="at least one batch"):
+        ElasticSampler(0, 3)
+    with pytest.raises(InvalidArgumentError, match="at least one batch"):
+        ElasticSampler(2, 3, drop_last=True)
+
+
+def test_the_rest_may_be_left_out() -> None:
+    batches = list(ElasticSampler(11, 4, drop_last=True))
+    assert [len(batch) for batch in batches] == [4, 4]
+    assert len({index for batch in batches for index in batch}) == 8
+    assert {index for epoch in range(20) for batch in _epoch(11, epoch) for index in batch} == set(range(11))
+
+
+def _epoch(samples: int, epoch: int) -> list[list[int]]:
+    sampler = ElasticSampler(samples, 4, drop_last=True)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+# ---- training ----
+
+STEPS = 6
+
+
+class Training:
+    """One rank's: a linear model whose gradient is the mean of the samples of a batch, so that its weights are known."""
+
+    def __init__(self, group: ProcessGroup, **limits: object) -> None:
+        self.model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), process_group=group)
+        torch.nn.init.zeros_(self.model.module.weight)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.sampler = ElasticSampler(12 * STEPS, 12)
+        samples = TensorDataset(torch.arange(12.0 * STEPS, dtype=torch.float64).float().view(-1, 1))
+        self.loader = DataLoader(samples, batch_sampler=self.sampler)
+        self.elastic = Elastic(self.model, self.optimizer, self.sampler, patience_s=20, **limits)  # type: ignore[arg-type]
+
+    def run(self, at: Callable[[str, int], None] = lambda moment, step: None) -> float:
+        for (batch,) in self.elastic.batches(self.loader):
+            step = self.elastic.applied_steps
+            with self.elastic.step():
+                self.optimizer.zero_grad()
+                at("forward", step)
+                loss = self.model(batch).mean() * self.sampler.weight
+                at("backward", step)
+                loss.backward()
+                at("agreement", step)
+                self.optimizer.step()
+                at("applied", step)
+        return float(self.model.module.weight.detach())
+
+
+# The sum over the batches of their means, with a minus: each sample counts one twelfth, exactly once.
+FINAL_WEIGHT = -sum(range(12 * STEPS)) / 12
+
+
+class Lost(BaseException):
+    """A thread that plays a rank that is killed ends."""
+
+
+def train_and_lose(
+    victims: dict[int, tuple[str, int]], size: int = 3, **limits: object
+) -> tuple[list[object], list[Training | None]]:
+    groups = create_groups(size, timeout_s=60)
+    trainings: list[Training | None] = [None] * size
+
+    def rank_body(rank: int) -> object:
+        group: InProcessGroup = groups[rank]
+        training = trainings[rank] = Training(group, **limits)
+
+        def at(moment: str, step: int) -> None:
+            if victims.get(rank) == (moment, step):
+                present = training.model.process_group
+                assert isinstance(present, InProcessGroup)
+                present.lose()
+                raise Lost
+
+        try:
+            return training.run(at)
+        except (Lost, TransportError) as ended:
+            return ended
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank_body, range(size))), trainings
+
+
+def test_without_a_loss_it_trains_as_ever() -> None:
+    weights = run_ranks(3, lambda group: Training(group).run())
+    assert weights == [pytest.approx(FINAL_WEIGHT)] * 3
+    assert len(set(weights)) == 1
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "agreement", "applied"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_is_left_applies_each_batch_once(moment: str, victim: int) -> None:
+    ends, trainings = train_and_lose({victim: (moment, 2)})
+    left = [rank for rank in range(3) if rank != victim]
+    assert [ends[rank] for rank in left] == [pytest.approx(FINAL_WEIGHT)] * 2
+    for rank in left:
+        training = trainings[rank]
+        assert training is not None
+        assert (training.elastic.lost_ranks, training.elastic.applied_steps) == ([victim], STEPS)
+        assert len(training.elastic.recovery_s) == 1
+        assert training.model.process_group.size == 2
+
+
+def test_losses_one_after_the_other_down_to_a_single_rank() -> None:
+    ends, trainings = train_and_lose({0: ("backward", 1), 2: ("applied", 3)})
+    assert ends[1] == pytest.approx(FINAL_WEIGHT)
+    assert trainings[1] is not None
+    assert trainings[1].elastic.lost_ranks == [0, 2]
+
+
+def test_a_step_that_one_rank_has_applied_is_applied_by_all_that_live() -> None:
+    """The barrier ends well on ranks 0 and 1 and fails on 2, because 0 dies when it has left it."""
+    groups = create_groups(3, timeout_s=60)
+    passed = threading.Barrier(2)
+
+    def rank_body(rank: int) -> object:
+        training = Training(groups[rank])
+        barrier = groups[rank].barrier
+
+        def ends_badly() -> object:
+            barrier()
+            if training.elastic.applied_steps == 2:
+                if rank == 2:
+                    passed.wait(30)
+                    raise TransportError("a connection broke after the others had left the barrier")
+                if rank == 0:
+                    passed.wait(30)
+                    groups[0].lose()
+                    raise Lost
+            return None
+
+        groups[rank].barrier = ends_badly  # type: ignore[method-assign,assignment]
+        try:
+            return training.run()
+        except Lost as lost:
+            return lost
+
+    with ThreadPoolExecutor(3) as threads:
+        ends = list(threads.map(rank_body, range(3)))
+    assert ends[1:] == [pytest.approx(FINAL_WEIGHT)] * 2
+
+
+def test_what_a_step_changed_is_put_back_before_it_is_done_again() -> None:
+    groups = create_groups(2, timeout_s=60)
+    seen: list[float] = []
+
+    def rank_body(rank: int) -> object:
+        try:
+            return play(rank)
+        except Lost as lost:
+            return lost
+
+    def play(rank: int) -> None:
+        model = DistributedDataParallel(torch.nn.BatchNorm1d(1), process_group=groups[rank])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sampler = ElasticSampler(8, 8)
+        elastic = Elastic(model, optimizer, sampler, patience_s=20)
+        for _ in elastic.batches([0]):
+            with elastic.step():
+                if rank == 0:
+                    seen.append(float(model.module.num_batches_tracked))
+                model(torch.arange(4.0).view(-1, 1)).square().sum().backward()
+                if rank == 1:
+                    groups[1].lose()
+                    raise Lost
+                optimizer.step()
+        assert float(model.module.num_batches_tracked) == 1
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(rank_body, range(2)))
+    assert seen == [0, 0]
+
+
+# ---- limits and misuse ----
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"), [({"min_ranks": 3}, "min_ranks is 3"), ({"max_failures": 0}, "max_failures is 0")]
+)
+def test_beyond_a_limit_all_end_with_the_same_error(limits: dict[str, int], problem: str) -> None:
+    ends, _ = train_and_lose({1: ("backward", 2)}, **limits)
+    for rank in (0, 2):
+        ended = ends[rank]
+        assert isinstance(ended, RankLostError)
+        assert ended.ranks == (1,)
+        assert problem in str(ended)
+        assert "after 2 applied steps" in str(ended)
+
+
+def test_too_little_time_to_recover_is_an_error() -> None:
+    ends, _ = train_and_lose({1: ("backward", 2)}, give_up_s=-1.0)
+    assert "did not come together again within" in str(ends[0])
+
+
+def test_misuse_is_named() -> None:
+    def body(group: ProcessGroup) -> None:
+        training = Training(group)
+        with pytest.raises(MisuseError, match=r"outside of `with elastic\.step\(\):`"):
+            training.optimizer.step()
+        with pytest.raises(MisuseError, match="a batch was taken, and no step"):
+            for _ in training.elastic.batches(training.loader):
+                pass
+        with (
+            pytest.raises(MisuseError, match="a step was begun within a step"),
+            training.elastic.step(),
+            training.elastic.step(),
+        ):
+            pass
+        with pytest.raises(InvalidArgumentError, match="min_ranks from 1 to the 1 ranks"):
+            Training(group, min_ranks=2)
+        training.elastic.close()
+        training.optimizer.step()
+
+    run_ranks(1, body)
+
+
+def test_a_group_that_cannot_shrink_is_refused_at_once() -> None:
+    def body(group: ProcessGroup) -> None:
+        half = group.split(0)
+        assert half is not None
+        with pytest.raises(BackendUnavailableError, match=r"elastic training on rank \d of 2"):
+            Training(half)
+
+    run_ranks(2, body)

@@ -1,0 +1,104 @@
+"""Which tests belong to what changed: the choice of `dev.py check`. A choice of tests, not a proof: `dev.py test` runs all.
+
+1. A test file that changed runs. A helper beside test files (such as a `*_job.py`) brings the test files that name it.
+2. A module of a layer brings the test files of that layer that have the module's name in theirs, or on a line that imports. If
+   none does, it brings those in the folder of tests that is called like the module's package, or else all of the layer.
+3. A module in `tools/` brings the test files in `tools/tests` that import it; one in `tools/test_support`, all that import it.
+4. A page, a README or a file in `docs/` brings the documentation's build and `tools/tests/test_docs.py`.
+5. Of `integration_tests`, files called `*_mpi.py` run on two ranks under MPICH, the others as they are.
+
+Anything else (`pyproject.toml`, CI, data) brings nothing, and is named.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from commands import ROOT, ToolError
+from environment import LAYERS
+
+TEST_OF_DOCS = PurePosixPath("tools/tests/test_docs.py")
+
+
+@dataclass
+class Selection:
+    """What to run: test files, as paths below the root, whether to build the site, and the files that bring nothing."""
+
+    tests: set[PurePosixPath] = field(default_factory=set)
+    docs: bool = False
+    without: list[PurePosixPath] = field(default_factory=list)
+
+    def below(self, folder: str) -> list[PurePosixPath]:
+        """The chosen test files in a folder, in order."""
+        return sorted(path for path in self.tests if path.is_relative_to(folder))
+
+    @property
+    def under_mpi(self) -> list[PurePosixPath]:
+        """Those that run under mpiexec."""
+        return [path for path in self.below("integration_tests") if path.stem.endswith("_mpi")]
+
+
+def changed_files(since: str) -> list[PurePosixPath]:
+    """What differs from the commit where this branch left `since`, committed or not, and what is new; not what was deleted."""
+    base = _git("merge-base", since, "HEAD").strip()
+    listed = _git("diff", "--name-only", "--diff-filter=d", base) + _git("ls-files", "--others", "--exclude-standard")
+    return sorted({PurePosixPath(line) for line in listed.splitlines()})
+
+
+def select(changed: Iterable[PurePosixPath], tests: dict[PurePosixPath, str]) -> Selection:
+    """Which of `tests`, a text for each test file's path, belong to the changed files. A pure function."""
+    selection = Selection()
+    for path in changed:
+        if path in tests:
+            selection.tests.add(path)
+        elif path.suffix == ".md" or path.is_relative_to("docs") or path.name == "mkdocs.yml":
+            selection.docs = True
+            selection.tests |= {TEST_OF_DOCS} & tests.keys()
+        elif found := _tests_of(path, tests):
+            selection.tests |= found
+        else:
+            selection.without.append(path)
+    return selection
+
+
+def test_files() -> dict[PurePosixPath, str]:
+    """Every test file, and its text."""
+    folders = [*(ROOT / "packages" / layer / "tests" for layer in LAYERS), ROOT / "integration_tests", ROOT / "tools" / "tests"]
+    paths = [path for folder in folders for path in folder.rglob("test_*.py")]
+    return {PurePosixPath(path.relative_to(ROOT).as_posix()): path.read_text() for path in paths}
+
+
+def _tests_of(path: PurePosixPath, tests: dict[PurePosixPath, str]) -> set[PurePosixPath]:
+    home = _home(path)
+    if path.suffix != ".py" or home is None:
+        return set()
+    near = {test: text for test, text in tests.items() if test.is_relative_to(home)}
+    if "src" not in path.parts and path.parts[0] != "tools":
+        return {test for test, text in near.items() if path.stem in text or path.name == "conftest.py"}
+    name = path.parent.name if path.stem == "__init__" else path.stem
+    imports = re.compile(rf"^\s*(?:from|import)\b.*\b{re.escape(name)}\b", re.MULTILINE)
+    found = {test for test, text in near.items() if name in test.stem or imports.search(text)}
+    if found or path.parts[0] == "tools":
+        return found
+    packages = set(path.parent.parts)
+    return {test for test in near if test.parent.name in packages - {"tests"}} or set(near)
+
+
+def _home(path: PurePosixPath) -> str | None:
+    """The folder whose tests are near to a file."""
+    if path.is_relative_to("tools/test_support"):
+        return "."
+    if path.parts[0] == "packages" and path.parts[1] in LAYERS:
+        return f"packages/{path.parts[1]}/tests"
+    return {"tools": "tools/tests", "integration_tests": "integration_tests"}.get(path.parts[0])
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ToolError(f"`git {' '.join(words)}` failed: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,99 @@
+"""Runs commands side by side, a few at a time; what each prints is shown in one piece, when it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from commands import ROOT, end, merged, show
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command with a name; `env` adds to ours."""
+
+    name: str
+    command: tuple[str | Path, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 1200.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended, and how many seconds it took."""
+
+    name: str
+    status: int
+    taken_s: float
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_side_by_side(jobs: Sequence[Job], width: int) -> list[Ended]:
+    """Run all jobs, `width` at a time, in this order; those that fail stop no other."""
+    waiting, running, ended = deque(jobs), list[_Running](), list[Ended]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < width:
+                running.append(_Running(waiting.popleft()))
+            time.sleep(POLL_S)
+            for one in [one for one in running if one.is_over()]:
+                running.remove(one)
+                ended.append(one.tell())
+    finally:
+        for one in running:
+            one.give_up()
+    return ended
+
+
+class _Running:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._said: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, closed in tell
+        self._start_s = time.monotonic()
+        self._timed_out = False
+        self.process = subprocess.Popen(
+            [str(word) for word in job.command],
+            cwd=ROOT,
+            env=merged(job.env),
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def is_over(self) -> bool:
+        """Whether it has ended; after its time it is ended."""
+        if self.process.poll() is None and time.monotonic() - self._start_s > self._job.timeout_s:
+            self._timed_out = True
+            end(self.process)
+        return self.process.poll() is not None
+
+    def give_up(self) -> None:
+        end(self.process)
+        self._said.close()
+
+    def tell(self) -> Ended:
+        taken_s = time.monotonic() - self._start_s
+        print(f"\n=== {self._job.name} ({taken_s:.0f} s) ===")
+        show(self._job.command)
+        self._said.seek(0)
+        print(self._said.read().strip())
+        self._said.close()
+        if self._timed_out:
+            print(f"{self._job.name} did not end within {self._job.timeout_s:g} s, and was ended")
+        print(end="", flush=True)
+        return Ended(self._job.name, 124 if self._timed_out else self.process.returncode, taken_s)

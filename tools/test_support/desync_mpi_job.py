@@ -1,0 +1,35 @@
+"""One program of the desync catalogue over MPI: `mpiexec -n N python -m test_support.desync_mpi_job FOLDER NAME SIZE`.
+
+Each rank is on a node of its own, so calls are messages, and small ones are not compared before they run. Each leaves its
+outcome in the folder; a rank that leaves nothing was ended by the MPI library.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from mpi4py import MPI
+
+from syncline.collectives.backends.mpi import timeout_report
+from syncline.collectives.backends.mpi.node.node_transport import NodeTransport
+from syncline.collectives.host.host_group import HostGroup
+from test_support.desync_programs import NUMELS, TIMEOUT_S, catalogue, outcome
+
+
+def main(folder: Path, name: str, size: str) -> None:
+    """Run this rank."""
+    timeout_report._GRACE_S = 0.5
+    world = MPI.COMM_WORLD
+    transport = NodeTransport(world.Dup(), split=lambda communicator: communicator.Split(communicator.Get_rank(), 0))
+    group = HostGroup(transport, world.Get_rank(), world.Get_size(), timeout_s=TIMEOUT_S)
+    world.Barrier()
+    said = outcome(group, catalogue()[name], NUMELS[size])
+    (folder / f"rank-{world.Get_rank()}").write_text(said)
+    world.Barrier()  # nobody ends the job before all have written
+    os._exit(0)  # MPI_Finalize would wait for the messages of calls that failed
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
