@@ -193,7 +193,7 @@ class SerialGroup(ProcessGroup):
 
         self._issue(Collective("close"), [], (), body, async_op=False, is_numbered=False)
 
-    def _reason_not_to_wait(self) -> str | None:
+    def _reason_not_to_wait(self) -> TransportError | None:
         """Why a rank that shall send something will not: it has left the job."""
         if self._calls is None:
             return None
