@@ -272,7 +272,7 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     wanted = getattr(options, "torch", None) or TORCH
-    if wanted != TORCH:  # where everything is depends on it, from the imports on
+    if wanted and wanted != TORCH:  # where everything is depends on it, from the imports on
         words = sys.argv[1:] if arguments is None else arguments
         os.execve(sys.executable, [sys.executable, __file__, *words], {**os.environ, "SYNCLINE_DEV_TORCH": wanted})
     if getattr(options, "full", False):
