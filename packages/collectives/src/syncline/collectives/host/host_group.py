@@ -14,6 +14,7 @@ from ..contract.layout import flat, in_plain_order, mark_written
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import ReduceOp, Reduction
 from ..contract.work import FinishedWork, Work
+from ..torch_internals import profiler_runs
 from .host_exchanges import HostExchanges
 from .packing import copy_back, empty_block, flat_copy, unpack
 from .transport import CallKind, Plan
@@ -51,11 +52,8 @@ class HostGroup(HostExchanges):
         the first of them, and the group keeps the plan. For an `all_reduce` that comes again on a simple tensor, what was
         checked then holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
         """
-        if (
-            not (async_op or self._check_calls or self._closed or self._callbacks.is_inside)
-            and type(op) is ReduceOp
-            and checks.is_simple(tensor)
-        ):
+        is_usual = not (async_op or self._check_calls or self._closed or self._callbacks.is_inside or profiler_runs())
+        if is_usual and type(op) is ReduceOp and checks.is_simple(tensor):
             plan = self._plans.get(("all_reduce", op, None, tensor.dtype, tensor.numel()))
             if plan is not None and self._progress.run_here(self._run_plan, plan, tensor, op):
                 return FinishedWork([tensor])
@@ -248,9 +246,12 @@ class HostGroup(HostExchanges):
 
     def _part(self, members: list[int], name: str, number: int, timeout_s: float, deadline: Deadline) -> HostGroup:
         ranks = [self.ranks[member] for member in members]
+        transport = self._transport.subset(members, name, number, deadline)
+        rank = members.index(self.rank)
+        liveness = self._liveness
         made = HostGroup(
-            self._transport.subset(members, name, number, deadline),
-            members.index(self.rank),
+            transport,
+            rank,
             len(members),
             name=name,
             timeout_s=timeout_s,
@@ -258,6 +259,7 @@ class HostGroup(HostExchanges):
             device=self._device,
             check_calls=self._check_calls,
             calls=None if self._calls is None else self._calls.part(name, ranks),
+            liveness=None if liveness is None else liveness.part(members, rank, transport.lost_ranks),
         )
         made.report_to(self._reporter)
         made.warn_of_stalls(self._stall_warning_s)
