@@ -78,8 +78,8 @@ class Elastic:
 
     A `TransportError` inside `with elastic.step():` ends the body there, and the loop goes on with what `batches` gives next:
     the same batch, divided anew, if the step was not applied. Outside of it, in an evaluation for instance, a loss is an error
-    as ever. The model's group is another object after a loss: ask `model.process_group`. If the group was the default group,
-    the new one takes its place.
+    as ever. The model's group is another object after a loss: ask `model.join_process_group`. If the group was the default
+    group, the new one takes its place.
 
     Args:
         model: on a group that can shrink.
