@@ -74,7 +74,7 @@ def test_tensors_are_broadcast_together() -> None:
 
 def test_the_join_configuration_is_told() -> None:
     def body(group: ProcessGroup) -> None:
-        ddp = DistributedDataParallel(WithUnused(), process_group=group)
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
         assert ddp._join_config.enable is False
         with Join([ddp], throw_on_early_termination=True):
             assert tuple(ddp._join_config) == (True, True, True)
