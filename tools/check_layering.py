@@ -56,6 +56,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     f"{COLLECTIVES}.backends.mpi": (
         "library",
         "datatypes",
+        "fault_tolerance",
         "timeout_report",
         "status_post",
         "call_verifier",
