@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from chaos import Run, play
 
 
