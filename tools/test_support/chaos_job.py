@@ -71,9 +71,10 @@ def main(backend: str, folder: Path, seed: int, what: str) -> None:
             if group.rank == victim and what == "delay" and step == delayed:
                 time.sleep(DELAY_S)
             call(draw, group, step)
-        seen = {"error": None}
+        seen: dict[str, object] = {"error": None}
     except sc.TransportError as error:
-        seen = {"error": type(error).__name__, "ranks": getattr(error, "ranks", ()), "when": time.time(), "words": str(error)}
+        ranks = error.ranks if isinstance(error, sc.RankLostError) else ()
+        seen = {"error": type(error).__name__, "ranks": ranks, "when": time.time(), "words": str(error)}
     (folder / f"part-{group.rank}").write_text(json.dumps(seen))
     (folder / f"part-{group.rank}").rename(folder / f"seen-{group.rank}")
     others = [folder / f"seen-{rank}" for rank in range(group.size) if rank != victim or what == "delay"]
