@@ -36,7 +36,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "errors",
         "version",
         "plugins",
-        "torch_private",
+        "torch_internals",
         "contract",
         "host",
         "devices",

@@ -1,7 +1,8 @@
-"""Two hosts on one machine: network namespaces joined by a wire of limited rate. Linux, root, iproute2.
+"""Several hosts on one machine: network namespaces joined by wires of limited rate. Linux, root, iproute2.
 
-1. Each host is a network namespace; a pair of virtual Ethernet devices of the same name joins them, and a token bucket at each
-   end holds what is sent to the rate.
+1. Each host is a network namespace. Two are joined by a wire, a pair of virtual Ethernet devices of the same name; of more than
+   two each has a wire to a switch, which is a bridge in a namespace of its own. A token bucket at each end of a wire holds what
+   is sent to the rate.
 2. What runs on a host also has its own host name, process ids, semaphores and /dev/shm, so that no shared memory leaks across.
 3. MPICH's mpiexec runs on the first host, and starts the others' ranks by calling an agent as it would call ssh.
 """
@@ -26,7 +27,9 @@ from mpi_runtimes import MpiRuntime
 
 DEVICE = "wire0"
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "setpriv": "util-linux"}
-_NAME = re.compile(r"syncline-(\d+)-[ab]")
+_LETTERS = "abcdefgh"
+_SWITCH = "switch"
+_NAME = re.compile(rf"syncline-(\d+)-([{_LETTERS}]|{_SWITCH})")
 # What an idle wire takes at once: little, but a segment of 64 KiB with the headers of its packets, which the processor would
 # else have to cut up. 480 kB so take 3.5 ms, of 3.8 that they should.
 _BURST, _LATENCY = "80kb", "100ms"
@@ -39,14 +42,18 @@ class EmulatedHosts:
     """Within it the hosts are there; afterwards, also after an error or a signal, nothing of them is.
 
     Args:
-        rate: of the wire in each direction, as `tc` understands it.
+        rate: of each wire in each direction, as `tc` understands it.
+        count: how many hosts; 2 to 8.
 
     Raises:
         ToolError: on entering, if this machine or this user cannot; says what is missing and what to do.
     """
 
-    def __init__(self, rate: str = "1gbit") -> None:
-        self.names = tuple(f"syncline-{os.getpid()}-{letter}" for letter in "ab")
+    def __init__(self, rate: str = "1gbit", count: int = 2) -> None:
+        if not 2 <= count <= len(_LETTERS):
+            raise ToolError(f"expected 2 to {len(_LETTERS)} emulated hosts, found {count}")
+        self.names = tuple(f"syncline-{os.getpid()}-{letter}" for letter in _LETTERS[:count])
+        self._switch = f"syncline-{os.getpid()}-{_SWITCH}"
         self._rate = rate
 
     def __enter__(self) -> EmulatedHosts:
@@ -96,16 +103,33 @@ class EmulatedHosts:
         self._agent.chmod(0o755)
 
     def _make_network(self) -> None:
-        first, second = self.names
         for name in self.names:
             _call("ip", "netns", "add", name)
-        _call("ip", "link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
+        if len(self.names) == 2:
+            first, second = self.names
+            _call("ip", "link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
+        else:
+            self._make_switch()
         for number, name in enumerate(self.names):
             _call("ip", "-n", name, "address", "add", f"{_address(number)}/24", "dev", DEVICE)
-            for device in ("lo", DEVICE):
-                _call("ip", "-n", name, "link", "set", device, "up")
-            limit = ("tbf", "rate", self._rate, "burst", _BURST, "latency", _LATENCY)
-            _call("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", *limit)
+            _call("ip", "-n", name, "link", "set", "lo", "up")
+            self._start_wire(name, DEVICE)
+
+    def _make_switch(self) -> None:
+        switch, bridge = self._switch, "bridge0"
+        _call("ip", "netns", "add", switch)
+        _call("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
+        _call("ip", "-n", switch, "link", "set", bridge, "up")
+        for number, name in enumerate(self.names):
+            port = f"port{number}"
+            _call("ip", "link", "add", DEVICE, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+            _call("ip", "-n", switch, "link", "set", port, "master", bridge)
+            self._start_wire(switch, port)
+
+    def _start_wire(self, namespace: str, device: str) -> None:
+        _call("ip", "-n", namespace, "link", "set", device, "up")
+        limit = ("tbf", "rate", self._rate, "burst", _BURST, "latency", _LATENCY)
+        _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *limit)
 
     def _remove_leftovers(self) -> None:
         """Those of earlier runs that were killed."""
@@ -116,7 +140,7 @@ class EmulatedHosts:
     def _remove(self) -> None:
         """Not to be interrupted."""
         handlers = {**_handle(signal.SIGTERM, signal.SIG_IGN), **_handle(signal.SIGINT, signal.SIG_IGN)}
-        for name in self.names:
+        for name in (*self.names, self._switch):
             _delete_namespace(name)
         self._temporary.cleanup()
         for number, handler in {**handlers, **self._handlers}.items():

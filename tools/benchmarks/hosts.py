@@ -1,6 +1,6 @@
-"""Two emulated hosts with one and two ranks each, joined by 1 Gbit/s: what compression, buckets and overlap are worth there.
+"""Emulated hosts, one and two ranks on each, joined by 1 Gbit/s: what compression, buckets and overlap are worth there.
 
-    sudo python3 tools/dev.py bench hosts [--per-host 1 2] [--parts hooks] [--json PATH] [--plot FOLDER]
+    sudo python3 tools/dev.py bench hosts [--hosts 2] [--per-host 1 2] [--parts hooks] [--json PATH] [--plot FOLDER]
 
 Needs Linux, root and iproute2, and starts MPICH's mpiexec itself. The ranks share one machine: what they compute competes for
 its cores, what they send goes over an emulated wire whose bytes the kernel counts. The parts, for each number of ranks:
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Started once, by root, without mpiexec."""
     parser = session.parser(__doc__, list(hosts_job.PARTS))
     parser.add_argument("--per-host", nargs="+", type=session.at_least_one, default=[1, 2], metavar="N", help="default: 1 2")
+    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="2 to 8 (default: 2)")
     parser.add_argument("--rate", default="1gbit", help="of the wire, as tc has it (default: 1gbit)")
     options = session.parse(parser, arguments)
     try:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     runtime = mpi_runtimes.find("mpich")
     figures, statuses = {}, []
-    with EmulatedHosts(options.rate) as hosts, tempfile.TemporaryDirectory() as folder:
+    with EmulatedHosts(options.rate, options.hosts) as hosts, tempfile.TemporaryDirectory() as folder:
         for per_host in options.per_host:
             print(f"=== {len(hosts.names)} hosts, {per_host} rank(s) each, {options.rate} ===", flush=True)
             kept = Path(folder) / f"{per_host}.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 from operator import sub
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,5 +100,8 @@ def _axes(path: Path | None, title: str, height: float = 4.5) -> Iterator[Any]:
     figure.savefig(path)
 
 
-def _quartiles(summaries: Sequence[Summary], unit: Unit) -> tuple[list[float], ...]:
-    return tuple([unit.per_second * value for value in values] for values in zip(*map(astuple, summaries), strict=True))
+def _quartiles(summaries: Sequence[Summary], unit: Unit) -> tuple[list[float], list[float], list[float]]:
+    low = [unit.per_second * found.p25_s for found in summaries]
+    median = [unit.per_second * found.median_s for found in summaries]
+    high = [unit.per_second * found.p75_s for found in summaries]
+    return low, median, high

@@ -11,16 +11,17 @@ from syncline.collectives.bench.results import quartiles
 
 @dataclass(frozen=True)
 class Summary:
-    """Quartiles of some samples, in seconds."""
+    """Quartiles of `count` samples, in seconds."""
 
     p25_s: float
     median_s: float
     p75_s: float
+    count: int
 
     @classmethod
     def of(cls, samples_s: Sequence[float]) -> Summary:
         """Of at least one sample."""
-        return cls(*quartiles(samples_s))
+        return cls(*quartiles(samples_s), len(samples_s))
 
     @classmethod
     def of_difference(cls, samples_s: Sequence[float], base_s: Sequence[float]) -> Summary:
@@ -28,9 +29,18 @@ class Summary:
         return cls.of([sample - base for sample, base in zip(samples_s, base_s, strict=True)])
 
     @property
+    def margin_s(self) -> float:
+        """How far the median may be off: about 95 % of the time it is less.
+
+        The notch of a box plot, 1.57 times the distance of the quartiles over the root of the number of samples (McGill, Tukey
+        and Larsen, Variations of Box Plots, 1978).
+        """
+        return 1.57 * (self.p75_s - self.p25_s) / math.sqrt(self.count)
+
+    @property
     def is_lost_in_noise(self) -> bool:
-        """Whether the quartiles do not even agree on the sign, or it is negative: nothing then is known of a cost."""
-        return self.p25_s <= 0
+        """Whether the median may well be 0 or below: nothing then is known of a cost."""
+        return self.median_s <= self.margin_s
 
     def in_ms(self) -> str:
         """Median and quartiles as a cell of a table."""

@@ -44,26 +44,27 @@ PNG = b"\x89PNG\r\n\x1a\n"
     [([3.0], (3.0, 3.0, 3.0)), ([4.0, 1.0, 3.0, 2.0, 5.0], (2.0, 3.0, 4.0)), ([1.0, 2.0], (1.25, 1.5, 1.75))],
 )
 def test_a_summary_is_the_quartiles(samples: list[float], quartiles: tuple[float, ...]) -> None:
-    assert Summary.of(samples) == Summary(*quartiles)
+    assert Summary.of(samples) == Summary(*quartiles, len(samples))
 
 
 def test_a_difference_is_of_the_same_round() -> None:
     """The machine was ten times slower in the second round."""
-    assert Summary.of_difference([3.0, 30.0, 3.0], [1.0, 28.0, 1.0]) == Summary(2.0, 2.0, 2.0)
+    assert Summary.of_difference([3.0, 30.0, 3.0], [1.0, 28.0, 1.0]) == Summary(2.0, 2.0, 2.0, 3)
 
 
-NOISE = Summary(-1.0, 2.0, 3.0)
+NOISE = Summary(-20.0, 2.0, 20.0, 100)
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "ratio"),
     [
-        (Summary(1, 2, 3), Summary(3, 4, 5), 0.5),
-        (NOISE, Summary(3, 4, 5), None),
-        (Summary(1, 2, 3), NOISE, None),
-        (Summary(0, 1, 2), Summary(3, 4, 5), None),
-        (Summary(-3, -2, -1), Summary(3, 4, 5), None),
-        (Summary(1, 2, 3), Summary(-3, -2, -1), None),
+        (Summary(1, 2, 3, 100), Summary(3, 4, 5, 100), 0.5),
+        (Summary(-1, 2, 5, 100), Summary(3, 4, 5, 100), 0.5),  # steps differ much, and many of them tell the median
+        (NOISE, Summary(3, 4, 5, 100), None),
+        (Summary(1, 2, 3, 100), NOISE, None),
+        (Summary(1, 2, 3, 1), Summary(3, 4, 5, 100), None),
+        (Summary(-3, -2, -1, 100), Summary(3, 4, 5, 100), None),
+        (Summary(1, 2, 3, 100), Summary(-3, -2, -1, 100), None),
     ],
 )
 def test_costs_that_are_lost_in_noise_have_no_ratio(ours: Summary, theirs: Summary, ratio: float | None) -> None:
@@ -274,7 +275,7 @@ def test_where_a_step_goes() -> None:
     )
     medians = {part.name: getattr(found, part.name).median_s for part in fields(found)}
     assert medians == {"forward": 10, "backward": 10, "exposed": 3, "optimizer": 20, "communication": 6, "hidden": 3}
-    assert found.exposed == Summary(3, 3, 3)
+    assert found.exposed == Summary(3, 3, 3, 3)
     assert sum(found.stacked_ms().values()) == 1e3 * (10 + 10 + 3 + 20)
 
 
@@ -424,7 +425,7 @@ def test_steps_are_told_kept_and_drawn(played: Path) -> None:
 def test_every_part_of_the_papers_evaluation_is_told_kept_and_drawn(played: Path) -> None:
     kept = kept_by("paper", played)
     assert kept.keys() == {"environment", "verdicts", *paper.PARTS}
-    assert all(parts["ours"]["exposed"].keys() == {"p25_s", "median_s", "p75_s"} for parts in kept["breakdown"].values())
+    assert all(parts["ours"]["exposed"].keys() == {"p25_s", "median_s", "p75_s", "count"} for parts in kept["breakdown"].values())
     assert kept["no_sync"]["time"].keys() == {"ours", "torch", "none"}
     for losses in kept["no_sync"]["loss"].values():
         assert {every: len(values) for every, values in losses.items()} == dict.fromkeys("1248", 10)
@@ -462,7 +463,7 @@ def test_what_the_hosts_run_is_told_kept_and_drawn(played: Path) -> None:
 def test_the_reducers_cost_is_above_the_bare_modules_in_the_same_round() -> None:
     taken_s = {"ours": [5.0, 14.0], "torch": [7.0, 16.0], "none": [1.0, 10.0]}
     found = overhead.costs(taken_s, count=2)
-    assert found == {"ours": Summary(2, 2, 2), "torch": Summary(3, 3, 3)}
+    assert found == {"ours": Summary(2, 2, 2, 2), "torch": Summary(3, 3, 3, 2)}
     assert overhead.ratio_to_torchs(found, "ours") == 2 / 3
 
 
@@ -560,8 +561,14 @@ def test_a_missing_program_is_told_with_its_package(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_a_killed_run_left_is_found_by_its_name() -> None:
-    names = ["syncline-12-a", "syncline-12-b", "syncline-34-a", "syncline-12-ax", "other"]
-    assert emulated_hosts.left_over(names, lambda pid: pid == 34) == ["syncline-12-a", "syncline-12-b"]
+    names = ["syncline-12-a", "syncline-12-h", "syncline-12-switch", "syncline-34-a", "syncline-12-ax", "other"]
+    assert emulated_hosts.left_over(names, lambda pid: pid == 34) == ["syncline-12-a", "syncline-12-h", "syncline-12-switch"]
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_too_few_or_too_many_hosts_are_refused(count: int) -> None:
+    with pytest.raises(emulated_hosts.ToolError, match=f"expected 2 to 8 emulated hosts, found {count}"):
+        emulated_hosts.EmulatedHosts(count=count)
 
 
 def test_bytes_are_counted_in_the_subjects_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:

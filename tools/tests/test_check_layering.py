@@ -57,7 +57,7 @@ BAD = [
     ("syncline.reducer.bucket", "import syncline.collectives.contract.work", "private to collectives"),
     ("syncline.reducer.bucket", "from syncline.collectives.contract.work import Work", "private to collectives"),
     ("syncline.reducer.bucket", "from syncline.collectives import contract", "private to collectives"),
-    ("syncline.ddp.join", "from syncline.collectives.torch_private import disable_dynamo", "private to collectives"),
+    ("syncline.ddp.join", "from syncline.collectives.torch_internals import disable_dynamo", "private to collectives"),
     ("syncline.ddp.join", "from syncline.collectives.stores.prefix import PrefixStore", "private to collectives"),
 ]
 

@@ -55,13 +55,13 @@ def test_notices_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     departures = Departures(receive)
     calls = departures.group("default", [4, 5])
     calls.started = 2
-    assert calls.waits_in_vain() is None
+    assert calls.reason_to_give_up() is None
     post.append(Departure(5, {next(iter(departures.own())): 1}))
     for _ in range(2):
-        assert "rank(s) 5 of the job left" in (calls.waits_in_vain() or "")
+        assert "rank(s) 5 of the job left" in (calls.reason_to_give_up() or "")
     calls.started = 1
-    assert calls.waits_in_vain() is None
-    assert calls.transfer_waits_in_vain([1]) is None  # what it sent may be on its way
+    assert calls.reason_to_give_up() is None
+    assert calls.transfer_reason_to_give_up([1]) is None  # what it sent may be on its way
     now_s += module.TRANSFER_GRACE_S + 1.0
-    assert "rank(s) 5 of the job left" in (calls.transfer_waits_in_vain([1]) or "")
-    assert calls.transfer_waits_in_vain([0, 1]) is None  # rank 4 may still send
+    assert "rank(s) 5 of the job left" in (calls.transfer_reason_to_give_up([1]) or "")
+    assert calls.transfer_reason_to_give_up([0, 1]) is None  # rank 4 may still send

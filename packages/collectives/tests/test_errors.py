@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from syncline.collectives import (
     DisagreementError,
     InvalidArgumentError,
     MisuseError,
+    RankLostError,
     SynclineError,
     TransportError,
     errors,
@@ -48,3 +50,9 @@ def test_public_errors_are_all_exported() -> None:
     import syncline.collectives as package
 
     assert {kind.__name__ for kind in ALL} <= set(package.__all__)
+
+
+def test_a_lost_rank_is_named_in_order_once_and_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(RankLostError("ranks 1 and 3 are gone", [3, 1, 3])))
+    assert isinstance(error, RankLostError)
+    assert (str(error), error.ranks) == ("ranks 1 and 3 are gone", (1, 3))

@@ -19,7 +19,7 @@ from syncline.collectives import (
     StoreTimeout,
     StoreUnavailableError,
 )
-from syncline.collectives.startup import first_words
+from syncline.collectives.startup import uncaught_errors
 from syncline.collectives.startup.init_method import Address, address_by_environment, parse_address, parse_folder
 from syncline.collectives.startup.rendezvous import find_secret, loopback_host, store_at
 from syncline.collectives.startup.user_secret import is_loopback, user_secret
@@ -161,11 +161,11 @@ def test_the_secret_of_a_user(tmp_path: Path) -> None:
 
 def test_the_first_to_say_something_is_told_so_and_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(8) as processes:
-        found = list(processes.map(lambda _: first_words.is_first("said", tmp_path / "own"), range(8)))
+        found = list(processes.map(lambda _: uncaught_errors.is_first("said", tmp_path / "own"), range(8)))
     assert sorted(found) == [False] * 7 + [True]
-    assert first_words.is_first("said otherwise", tmp_path / "own")
-    monkeypatch.setattr(first_words, "FRESH_S", 0.0)
-    assert first_words.is_first("said", tmp_path / "own")
+    assert uncaught_errors.is_first("said otherwise", tmp_path / "own")
+    monkeypatch.setattr(uncaught_errors, "FRESH_S", 0.0)
+    assert uncaught_errors.is_first("said", tmp_path / "own")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@
     │   └── LaunchError              what the launcher says and what was asked for contradict
     ├── DisagreementError            each call may be right alone, but the ranks do not match
     └── TransportError               the machinery between the ranks failed
+        ├── RankLostError            processes of the group ended; says which ranks
         ├── CollectiveTimeout        a bounded wait ran out (also a TimeoutError)
         └── StoreError               a store is gone, full or not understood
             ├── StoreTimeout               a key never came, or nobody answered (also a TimeoutError)
@@ -23,6 +24,8 @@ A message says what was expected, what was found, where (rank, group, collective
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class SynclineError(RuntimeError):
@@ -67,6 +70,21 @@ class DisagreementError(SynclineError):
 
 class TransportError(SynclineError):
     """The machinery between the ranks failed: a peer is gone, a connection broke, a library reported an error."""
+
+
+class RankLostError(TransportError):
+    """Processes of the group ended, or cannot be reached, while others wait for them.
+
+    Attributes:
+        ranks: the ranks of the group that are known to be lost when the error is raised, ascending; never empty.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int]) -> None:
+        super().__init__(message)
+        self.ranks: tuple[int, ...] = tuple(sorted(set(ranks)))
+
+    def __reduce__(self) -> tuple[type[RankLostError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
 
 
 class CollectiveTimeout(TransportError, TimeoutError):

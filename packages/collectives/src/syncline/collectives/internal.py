@@ -3,6 +3,6 @@
 from .contract.call_observer import ObservedCall, observe_calls
 from .contract.object_exchange import all_gather_bytes
 from .contract.reduce_op import Reduction
-from .torch_private import disable_dynamo, disable_dynamo_here
+from .torch_internals import disable_dynamo, disable_dynamo_here
 
 __all__ = ["ObservedCall", "Reduction", "all_gather_bytes", "disable_dynamo", "disable_dynamo_here", "observe_calls"]

@@ -18,7 +18,7 @@ from ..contract.layout import untracked
 from ..contract.work import TensorsFuture, Work
 from ..errors import CollectiveTimeout, TransportError
 from ..host.transport import Request
-from ..torch_private import source_rank
+from ..torch_internals import source_rank
 
 
 class TorchRequest(Request):

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from ..torch_private import is_zero_tensor
+from ..torch_internals import is_zero_tensor
 from .collective import in_words
 from .layout import overlaps_itself
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..torch_private import premul_factor
+from ..torch_internals import premul_factor
 from .reduce_op import PremulSum, ReduceOp, Reduction, check_reduction, premul_sum
 
 _OURS: dict[Any, Reduction] = (

@@ -15,7 +15,7 @@ from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import ReduceOp, Reduction
 from ..contract.work import FutureWork, TensorsFuture, Work
 from ..errors import InvalidArgumentError
-from ..torch_private import copy_each
+from ..torch_internals import copy_each
 from .default_group import resolve_group
 
 DEFAULT_BUFFER_BYTES = 250 * 1024 * 1024
@@ -78,7 +78,7 @@ def broadcast_coalesced(
     at_once = len(plan) == len(set(map(_kind, tensors))) and sum(map(_nbytes, tensors)) <= _BLOCKING_BYTES
     for members in plan:
         if len(pending) == _IN_FLIGHT:
-            pending.popleft().land()
+            pending.popleft().wait_and_copy_back()
         targets = [tensors[index] for index in members]
         buffer = _flatten(targets)
         destinations = [] if chosen.rank == root else targets
@@ -88,7 +88,7 @@ def broadcast_coalesced(
         else:
             pending.append(_Pending(chosen.broadcast(buffer, root, async_op=True), buffer, destinations))
     for entry in pending:
-        entry.land()
+        entry.wait_and_copy_back()
 
 
 def all_reduce_coalesced(
@@ -114,7 +114,7 @@ def all_reduce_coalesced(
         targets = [tensors[index] for index in members]
         buffer = _flatten(targets)
         entry = _Pending(chosen.all_reduce(buffer, op, async_op=True), buffer, targets)
-        futures.append(entry.landed())
+        futures.append(entry.copied_back())
     return _joined(futures, list(tensors), "all_reduce_coalesced", chosen, async_op)
 
 
@@ -145,7 +145,7 @@ def all_gather_coalesced(
         rows = [torch.empty_like(buffer) for _ in range(chosen.size)]
         work = chosen.all_gather(rows, buffer, async_op=True)
         targets = [outputs[index] for outputs in output_tensor_lists for index in members]
-        futures.append(_Pending(work, rows, targets).landed())
+        futures.append(_Pending(work, rows, targets).copied_back())
     everything = [tensor for outputs in output_tensor_lists for tensor in outputs]
     return _joined(futures, everything, "all_gather_coalesced", chosen, async_op)
 
@@ -158,12 +158,12 @@ class _Pending:
     memory: torch.Tensor | list[torch.Tensor]
     destinations: list[torch.Tensor]
 
-    def land(self) -> None:
+    def wait_and_copy_back(self) -> None:
         """Wait, then copy back."""
         self.work.wait()
         _copy_back(self.memory, self.destinations)
 
-    def landed(self) -> TensorsFuture:
+    def copied_back(self) -> TensorsFuture:
         """A future of the copied-back tensors."""
 
         def copy_back(done: Any) -> list[torch.Tensor]:

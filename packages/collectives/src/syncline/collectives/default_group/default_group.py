@@ -16,10 +16,10 @@ from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.backend_choice import BackendChoice, choose_backend
-from ..startup.first_words import fail_with_one_voice
 from ..startup.launch import check_init_method, detect_launch
 from ..startup.registry import load_backend, what_is_missing
 from ..startup.settings import load_settings
+from ..startup.uncaught_errors import print_failure_once
 from .non_member import NonMember
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def init_process_group(
             logger.debug("backend %s: %s", choice.name, choice.reason)
             _default = _load(choice).connect(request)
     except Exception:
-        fail_with_one_voice(launch, is_initialized)
+        print_failure_once(launch, is_initialized)
         raise
     if _default.size == 1 and launch is None and world_size == -1 and multiprocessing.parent_process() is not None:
         warnings.warn(_ALONE_AMONG_SIBLINGS, stacklevel=2)

@@ -82,7 +82,7 @@ class Departures:
 
 
 class GroupCalls:
-    """How many collectives of one group this rank has started, and whether the one that runs waits in vain."""
+    """How many collectives of one group this rank has started, and why the one that runs will not finish."""
 
     def __init__(self, departures: Departures, key: str, ranks: Sequence[int], *, is_part: bool) -> None:
         self.started = 0
@@ -96,12 +96,12 @@ class GroupCalls:
         """The same for a group of some of the ranks."""
         return self._departures.group(name, ranks, is_part=True)
 
-    def waits_in_vain(self) -> str | None:
+    def reason_to_give_up(self) -> str | None:
         """Why the collective that this rank started last will not finish; None if it may."""
         left = [departure for departure, _ in self._departures.left().values()]
         return _in_words(absentees(left, self._key, self.started, self._ranks))
 
-    def transfer_waits_in_vain(self, peers: Sequence[int]) -> str | None:
+    def transfer_reason_to_give_up(self, peers: Sequence[int]) -> str | None:
         """The same for a transfer with one of these ranks of the group."""
         left = self._departures.left()
         latest = monotonic() - TRANSFER_GRACE_S

@@ -51,7 +51,7 @@ class HostExchanges(SerialGroup):
         self._check_usable(call)
         wire = flat_copy(tensor)
         request = self._transport.start_send(wire, dst, tag)
-        work = TransferWork(request, [tensor], lambda: None, self._transfer_in_words(call), self._transfer_in_vain([dst]))
+        work = TransferWork(request, [tensor], lambda: None, self._transfer_in_words(call), self._transfer_interrupt([dst]))
         return self._finish_now(work, async_op)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
@@ -60,8 +60,8 @@ class HostExchanges(SerialGroup):
         wire = in_plain_order(tensor)
         request = self._transport.start_recv(flat(wire), src, tag)
         senders = [other for other in range(self.size) if other != self.rank] if src is None else [src]
-        in_vain = self._transfer_in_vain(senders)
-        work = TransferWork(request, [tensor], lambda: copy_back(wire, tensor), self._transfer_in_words(call), in_vain)
+        interrupt = self._transfer_interrupt(senders)
+        work = TransferWork(request, [tensor], lambda: copy_back(wire, tensor), self._transfer_in_words(call), interrupt)
         return self._finish_now(work, async_op)
 
     def _finish_now(self, work: Work, async_op: bool) -> Work:
@@ -69,9 +69,9 @@ class HostExchanges(SerialGroup):
             work.wait(self.timeout_s)
         return work
 
-    def _transfer_in_vain(self, peers: list[int]) -> Callable[[], str | None] | None:
+    def _transfer_interrupt(self, peers: list[int]) -> Callable[[], str | None] | None:
         calls = self._calls
-        return None if calls is None or not peers else lambda: calls.transfer_waits_in_vain(peers)
+        return None if calls is None or not peers else lambda: calls.transfer_reason_to_give_up(peers)
 
     def _transfer_in_words(self, call: Collective) -> Callable[[], str]:
         return lambda: f"{call.signature()} on {self.place()}"

@@ -70,7 +70,7 @@ class SerialGroup(ProcessGroup):
     ) -> None:
         super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
         self._calls = calls
-        self._waits_in_vain = None if calls is None else calls.waits_in_vain
+        self._reason_to_give_up = None if calls is None else calls.reason_to_give_up
         self._transport = transport
         self._check_calls = check_calls
         self._device = device
@@ -192,7 +192,7 @@ class SerialGroup(ProcessGroup):
         """Count a collective of all ranks, which runs now."""
         if self._calls is not None:
             self._calls.started += 1
-        return Deadline(self.timeout_s, self._waits_in_vain)
+        return Deadline(self.timeout_s, self._reason_to_give_up)
 
     def _run_into(
         self, work: PendingWork, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor]

@@ -29,13 +29,13 @@ class TransferWork(Work):
         tensors: list[torch.Tensor],
         deliver: Callable[[], object],
         describe: Callable[[], str],
-        in_vain: Callable[[], str | None] | None = None,
+        interrupt: Callable[[], str | None] | None = None,
     ) -> None:
         self._request = request
         self._tensors = tensors
         self._deliver = deliver
         self._describe = describe
-        self._in_vain = in_vain
+        self._interrupt = interrupt
         self._driving = threading.Lock()
         self._settling = threading.Lock()
         self._done = False
@@ -91,7 +91,7 @@ class TransferWork(Work):
                 self._finish(error)
 
     def _drive_within(self, timeout_s: float) -> None:
-        deadline = Deadline(timeout_s, self._in_vain)
+        deadline = Deadline(timeout_s, self._interrupt)
         if not self._driving.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise self._timed_out(timeout_s)
         try:

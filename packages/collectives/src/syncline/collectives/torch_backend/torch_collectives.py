@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..contract.work import Work
 from ..default_group.coalescing import all_gather_coalesced, all_reduce_coalesced
 from ..default_group.monitored_barrier import monitored_barrier
-from ..torch_private import disable_dynamo
+from ..torch_internals import disable_dynamo
 from .call_issuer import CallIssuer
 from .options import listed, only, reduction_of, root_of, time_limit_s
 from .works import CoalescedWork

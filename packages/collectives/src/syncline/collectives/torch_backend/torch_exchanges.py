@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..torch_private import disable_dynamo
+from ..torch_internals import disable_dynamo
 from .call_issuer import CallIssuer
 from .options import only
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..contract.deadline import seconds
 from ..contract.process_group import ProcessGroup
-from ..torch_private import disable_dynamo
+from ..torch_internals import disable_dynamo
 from .backend_shim import TorchBackendShim, UnservedDeviceError
 from .options import time_limit_s
 from .torch_collectives import TorchCollectives

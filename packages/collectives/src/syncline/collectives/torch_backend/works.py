@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..contract.work import TensorsFuture, Work
 from ..errors import InvalidArgumentError
-from ..torch_private import disable_dynamo
+from ..torch_internals import disable_dynamo
 from .options import time_limit_s
 
 

@@ -20,12 +20,12 @@ from .values import Check, CheckError, expect_equal
 _ROUNDS = 25
 
 
-class _Meetings:
+class _LabelledCollectives:
     """Labelled collectives of one rank, and the log of the order in which they finished here."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._met: dict[str, list[torch.Tensor]] = {}
+        self._results: dict[str, list[torch.Tensor]] = {}
         self._jitter = random.Random(97 * group.rank)
         self.log: list[str] = []
 
@@ -33,19 +33,19 @@ class _Meetings:
         """Issue a collective, now and then after a pause that differs between ranks."""
         if self._jitter.random() < 0.2:
             time.sleep(self._jitter.uniform(0.0, 0.002))
-        self._met[label] = [torch.empty(1, dtype=torch.int64) for _ in range(self._group.size)]
-        return self._group.all_gather(self._met[label], torch.tensor([_number(label)]), async_op=async_op)
+        self._results[label] = [torch.empty(1, dtype=torch.int64) for _ in range(self._group.size)]
+        return self._group.all_gather(self._results[label], torch.tensor([_number(label)]), async_op=async_op)
 
-    def meet(self, label: str) -> None:
+    def run(self, label: str) -> None:
         """Issue a collective that is finished when the call returns."""
         self.start(label, async_op=False)
         self.log.append(label)
 
     def expect_in_order(self, expected: list[str]) -> None:
         """Every collective met itself on all ranks, and they finished here in this order."""
-        for label, numbers in self._met.items():
+        for label, numbers in self._results.items():
             if {int(number) for number in numbers} != {_number(label)}:
-                labels = {_number(known): known for known in self._met}
+                labels = {_number(known): known for known in self._results}
                 found = [labels.get(int(number), "?") for number in numbers]
                 raise CheckError(f"on {self._group.place()}, '{label}' met {found} of the ranks, by rank")
         expect_equal(self.log, expected, f"order of collectives on {self._group.place()}")
@@ -62,90 +62,92 @@ def _wait_for_all(futures: list[torch.futures.Future[Any]]) -> None:
 
 def callbacks_that_wait(group: ProcessGroup) -> None:
     """A callback issues a collective and waits for it; the next one from the main thread comes after."""
-    _callbacks_that_wait(_Meetings(group), lambda _meetings, _k: None)
+    _callbacks_that_wait(_LabelledCollectives(group), lambda _collectives, _k: None)
 
 
 def callbacks_while_the_main_thread_issues(group: ProcessGroup) -> None:
     """The main thread goes on issuing, and waiting, while callbacks do the same."""
-    _callbacks_that_wait(_Meetings(group), lambda meetings, k: meetings.start(f"C{k}", async_op=k % 2 == 0).wait())
+    _callbacks_that_wait(
+        _LabelledCollectives(group), lambda collectives, k: collectives.start(f"C{k}", async_op=k % 2 == 0).wait()
+    )
 
 
-def _callbacks_that_wait(meetings: _Meetings, meanwhile: Callable[[_Meetings, int], object]) -> None:
+def _callbacks_that_wait(collectives: _LabelledCollectives, meanwhile: Callable[[_LabelledCollectives, int], object]) -> None:
     futures = []
     for k in range(_ROUNDS):
 
         def then(_: torch.futures.Future[Any], k: int = k) -> None:
-            meetings.log.append(f"A{k}")
-            meetings.meet(f"B{k}")
+            collectives.log.append(f"A{k}")
+            collectives.run(f"B{k}")
 
-        futures.append(meetings.start(f"A{k}").get_future().then(then))
-        meanwhile(meetings, k)
+        futures.append(collectives.start(f"A{k}").get_future().then(then))
+        meanwhile(collectives, k)
     _wait_for_all(futures)
-    meetings.expect_in_order([f"{letter}{k}" for k in range(_ROUNDS) for letter in "AB"])
+    collectives.expect_in_order([f"{letter}{k}" for k in range(_ROUNDS) for letter in "AB"])
 
 
 def nested_callbacks(group: ProcessGroup) -> None:
     """Callbacks of collectives that were issued in callbacks, two deep, waiting at each level."""
-    meetings = _Meetings(group)
+    collectives = _LabelledCollectives(group)
     futures = []
     for k in range(_ROUNDS):
 
         def outer(_: torch.futures.Future[Any], k: int = k) -> None:
-            meetings.log.append(f"A{k}")
+            collectives.log.append(f"A{k}")
 
             def inner(_: torch.futures.Future[Any]) -> None:
-                meetings.log.append(f"B{k}")
-                meetings.start(f"C{k}").get_future().then(lambda _: meetings.meet(f"D{k}")).wait()
+                collectives.log.append(f"B{k}")
+                collectives.start(f"C{k}").get_future().then(lambda _: collectives.run(f"D{k}")).wait()
 
-            meetings.start(f"B{k}").get_future().then(inner).wait()
-            meetings.meet(f"E{k}")
+            collectives.start(f"B{k}").get_future().then(inner).wait()
+            collectives.run(f"E{k}")
 
-        futures.append(meetings.start(f"A{k}").get_future().then(outer))
+        futures.append(collectives.start(f"A{k}").get_future().then(outer))
         if k % 3 == 0:
-            meetings.start(f"F{k}").wait()
+            collectives.start(f"F{k}").wait()
     _wait_for_all(futures)
-    meetings.expect_in_order([f"{letter}{k}" for k in range(_ROUNDS) for letter in "ABDE"])
+    collectives.expect_in_order([f"{letter}{k}" for k in range(_ROUNDS) for letter in "ABDE"])
 
 
 def chains_that_do_not_wait(group: ProcessGroup) -> None:
     """As in a PowerSGD hook: a callback returns the future of the next collective's callback without waiting for it."""
-    meetings = _Meetings(group)
+    collectives = _LabelledCollectives(group)
     last: list[torch.futures.Future[Any]] = []
     for k in range(_ROUNDS):
 
         def second(_: torch.futures.Future[Any], k: int = k) -> None:
-            meetings.log.append(f"B{k}")
+            collectives.log.append(f"B{k}")
 
         def first(_: torch.futures.Future[Any], k: int = k, second: Any = second) -> None:
-            meetings.log.append(f"A{k}")
-            last.append(meetings.start(f"B{k}").get_future().then(second))
+            collectives.log.append(f"A{k}")
+            last.append(collectives.start(f"B{k}").get_future().then(second))
 
-        meetings.start(f"A{k}").get_future().then(first)
+        collectives.start(f"A{k}").get_future().then(first)
     group.barrier()
     _wait_for_all(last)
-    meetings.expect_in_order([f"{letter}{k}" for k in range(_ROUNDS) for letter in "AB"])
+    collectives.expect_in_order([f"{letter}{k}" for k in range(_ROUNDS) for letter in "AB"])
 
 
 def callbacks_attached_late(group: ProcessGroup) -> None:
     """Attached after the collective has finished, a callback runs at once: the same place in the order."""
-    meetings = _Meetings(group)
+    collectives = _LabelledCollectives(group)
     for k in range(_ROUNDS):
-        work = meetings.start(f"A{k}")
+        work = collectives.start(f"A{k}")
         if k % group.size == group.rank:
             work.wait()  # on this rank it has finished, on others perhaps not
 
         def then(_: torch.futures.Future[Any], k: int = k) -> None:
-            meetings.meet(f"B{k}")
+            collectives.run(f"B{k}")
 
         future = work.get_future().then(then)
-        meetings.start(f"C{k}").wait()
+        collectives.start(f"C{k}").wait()
         future.wait()
-    meetings.expect_in_order([f"B{k}" for k in range(_ROUNDS)])
+    collectives.expect_in_order([f"B{k}" for k in range(_ROUNDS)])
 
 
 def a_callback_waits_for_what_is_queued(group: ProcessGroup) -> None:
     """A callback may wait for a collective that was issued after its own."""
-    meetings = _Meetings(group)
+    collectives = _LabelledCollectives(group)
     for k in range(_ROUNDS):
         later: list[Work] = []
         futures = []
@@ -153,14 +155,14 @@ def a_callback_waits_for_what_is_queued(group: ProcessGroup) -> None:
         def then(_: torch.futures.Future[Any], k: int = k, later: list[Work] = later) -> None:
             for work in later:
                 work.wait()
-            meetings.log.append(f"A{k}")
+            collectives.log.append(f"A{k}")
 
-        futures.append(meetings.start(f"A{k}").get_future().then(then))
-        later.append(meetings.start(f"B{k}"))
-        later.append(meetings.start(f"C{k}"))
+        futures.append(collectives.start(f"A{k}").get_future().then(then))
+        later.append(collectives.start(f"B{k}"))
+        later.append(collectives.start(f"C{k}"))
         later[-1].wait()
         _wait_for_all(futures)
-    meetings.expect_in_order([f"A{k}" for k in range(_ROUNDS)])
+    collectives.expect_in_order([f"A{k}" for k in range(_ROUNDS)])
 
 
 CHECKS: dict[str, Check] = {

@@ -21,7 +21,7 @@ FRESH_S = 30.0
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-def fail_with_one_voice(launch: Launch | None, is_connected: Callable[[], bool]) -> None:
+def print_failure_once(launch: Launch | None, is_connected: Callable[[], bool]) -> None:
     """Let only one rank of a node print the uncaught exception that follows, if others fail with the same words.
 
     Ranks that are not connected cannot ask one another. But those that one launcher started on a node share a parent process,
@@ -31,12 +31,12 @@ def fail_with_one_voice(launch: Launch | None, is_connected: Callable[[], bool])
         launch: what the launcher says.
         is_connected: whether the ranks are connected after all, when an exception is not caught.
     """
-    if launch is None or hasattr(sys, "ps1") or isinstance(sys.excepthook, _OneVoice):
+    if launch is None or hasattr(sys, "ps1") or isinstance(sys.excepthook, _OncePerNode):
         return
-    sys.excepthook = _OneVoice(sys.excepthook, is_connected)
+    sys.excepthook = _OncePerNode(sys.excepthook, is_connected)
 
 
-class _OneVoice:
+class _OncePerNode:
     """An excepthook; keeps the one that was there."""
 
     def __init__(self, previous: _Hook, is_connected: Callable[[], bool]) -> None:

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError, TransportError, torch_private
+from syncline.collectives import InvalidArgumentError, TransportError, torch_internals
 from syncline.collectives.composed.torch_work import TorchRequest
 from syncline.collectives.contract import checks
 from syncline.collectives.contract.checks import is_simple
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.torch_reduction import checked_reduction, from_torch
-from syncline.collectives.torch_private import copy_each, premul_factor, source_rank
+from syncline.collectives.torch_internals import copy_each, premul_factor, source_rank
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def probed_again() -> Iterator[Any]:
     """Runs the module in the torch that there is now, under another name."""
 
     def probe() -> ModuleType:
-        spec = importlib.util.spec_from_file_location("syncline.collectives.probed_again", torch_private.__file__)
+        spec = importlib.util.spec_from_file_location("syncline.collectives.probed_again", torch_internals.__file__)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -42,11 +42,11 @@ def probed_again() -> Iterator[Any]:
 
 def test_this_torch_has_all_of_it() -> None:
     """Were one missing, the tests of what it is for would test what happens without it."""
-    assert torch_private.eval_frame is not None
-    assert torch_private._foreach_copy is not None
+    assert torch_internals.eval_frame is not None
+    assert torch_internals._foreach_copy is not None
     assert hasattr(torch.Tensor, "_is_zerotensor")
-    assert not torch_private.is_zero_tensor(torch.zeros(2))
-    assert torch_private.is_zero_tensor(torch._efficientzerotensor(2))
+    assert not torch_internals.is_zero_tensor(torch.zeros(2))
+    assert torch_internals.is_zero_tensor(torch._efficientzerotensor(2))
     assert hasattr(dist.Work, "_source_rank")
     assert premul_factor(dist._make_nccl_premul_sum(2.5)) == 2.5
 
@@ -88,7 +88,7 @@ def test_without_is_zerotensor_no_tensor_is_simple(probed_again: Any, monkeypatc
 
 
 def test_without_foreach_copy_each_tensor_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_private, "_foreach_copy", None)
+    monkeypatch.setattr(torch_internals, "_foreach_copy", None)
     sources = [torch.arange(3.0), torch.full((2, 2), 7.0)]
     destinations = [torch.zeros(3), torch.zeros(2, 2)]
     copy_each(sources, destinations)
