@@ -23,6 +23,7 @@ from syncline.collectives import (
     ReduceOp,
     RoundRobinGroup,
     TransportError,
+    exchange_objects,
     premul_sum,
 )
 from syncline.collectives.backends.mpi.node.os_memory import huge_page_bytes
@@ -101,6 +102,11 @@ class RecordingPlan(Plan):
 def by_pairs(communicator: Any) -> Any:
     """Ranks 0 and 1 on one node, 2 and 3 on the next, and so on."""
     return communicator.Split(communicator.Get_rank() // 2, communicator.Get_rank())
+
+
+def alone(communicator: Any) -> Any:
+    """Every rank on a node of its own."""
+    return communicator.Split(communicator.Get_rank())
 
 
 @pytest.fixture(scope="module")
@@ -370,6 +376,62 @@ def test_other_collectives_on_emulated_nodes(nodes: Group) -> None:
     assert torch.equal(block, torch.cat([noise(rank, 100) for rank in range(group.size)]))
     group.broadcast(block[:100].copy_(noise(group.rank, 100)), group.size - 1)
     assert torch.equal(block[:100], noise(group.size - 1, 100))
+
+
+# ---- between nodes ----
+
+
+@pytest.mark.parametrize("numel", [16_384, 70_001, 300_000])
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        (ReduceOp.SUM, torch.float32),
+        (ReduceOp.AVG, torch.float64),
+        (ReduceOp.MAX, torch.int32),
+        (ReduceOp.PRODUCT, torch.int64),
+        (ReduceOp.BXOR, torch.int64),
+    ],
+)
+def test_nodes_of_one_rank_reduce_in_a_ring(
+    monkeypatch: pytest.MonkeyPatch, op: ReduceOp, numel: int, dtype: torch.dtype
+) -> None:
+    """Parts of one piece, of several, and of more than can land at once; in turn, so that a rank may be a call ahead."""
+    from syncline.collectives.backends.mpi import ring_all_reduce
+
+    monkeypatch.setattr(ring_all_reduce, "PIECE_BYTES", 1 << 16)
+    made = Group(thresholds=replace(BY_MPI, ring_bytes=1), split=alone)
+    group = made.group
+    for number in range(3):
+        terms = [whole(rank + number, numel, dtype) for rank in range(group.size)]
+        tensor = terms[group.rank].clone()
+        if group.rank == number % group.size:
+            time.sleep(0.01)
+        group.all_reduce(tensor, op)
+        assert torch.equal(tensor, reduce_in_rank_order(op, terms))
+    assert made.algorithms == made.took("ring")
+    group.close()
+
+
+def test_sums_of_a_ring_have_the_same_bits_on_every_rank() -> None:
+    group = Group(thresholds=replace(BY_MPI, ring_bytes=1), split=alone).group
+    tensor = noise(group.rank, 100_000)
+    group.all_reduce(tensor)
+    assert all(torch.equal(tensor, other) for other in exchange_objects(tensor, group=group))
+    group.close()
+
+
+def test_leaders_of_nodes_reduce_in_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    from syncline.collectives.backends.mpi.ring_all_reduce import RingAllReduce
+
+    called = calls_of(monkeypatch, RingAllReduce, "run")
+    group = Group(thresholds=replace(STAGED, ring_bytes=1), split=by_pairs).group
+    tensor = group.allocate(100_000, torch.float32).copy_(whole(group.rank, 100_000, torch.float32))
+    group.all_reduce(tensor)
+    assert torch.equal(
+        tensor, reduce_in_rank_order(ReduceOp.SUM, [whole(r, 100_000, torch.float32) for r in range(group.size)])
+    )
+    assert any(exchange_objects(bool(called), group=group)) == (group.size > 2)
+    group.close()
 
 
 @pytest.mark.parametrize("split", [None, by_pairs], ids=["one node", "emulated nodes"])
@@ -649,6 +711,7 @@ PATHS: dict[str, dict[str, Any]] = {
     **{algorithm: {"thresholds": thresholds} for algorithm, thresholds in ALGORITHMS.items()},
     "emulated nodes": {"thresholds": STAGED, "split": by_pairs},
     "emulated nodes by MPI": {"thresholds": BY_MPI, "split": by_pairs},
+    "a ring of nodes": {"thresholds": replace(BY_MPI, ring_bytes=1), "split": alone},
 }
 
 

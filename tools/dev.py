@@ -43,17 +43,20 @@ UNDER_MPIEXEC = {
     "hooks": ("benchmarks.hooks",),
     "waiting": ("benchmarks.waiting",),
     "torch_backend": ("benchmarks.torch_backend",),
+    "call_records": ("benchmarks.call_records",),
 }
 BENCH_LAUNCH = (2, "mpich")
 ALONE = {
     "overhead": ("benchmarks.overhead",),
     "hosts": ("benchmarks.hosts",),
+    "slow-links": ("benchmarks.slow_links",),
     "convergence": ("benchmarks.convergence",),
     "nccl": ("benchmarks.nccl",),
 }
 RANKS_TIMEOUT_S = 300.0
 # Unbuffered, so that a rank that is killed leaves what it said; one thread, for cores are shared.
-RANKS_ENV = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+# Tests provoke failures: no reports of them.
+RANKS_ENV = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "SYNCLINE_REPORT_DIR": ""}
 
 
 def demo(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import operator
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -15,16 +15,18 @@ from . import session
 from .report import Report
 
 NUMEL = 16
-REPEATS = 30
+ROUNDS = 100
 
 
 def measure(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:  # noqa: ARG001 - as every part
-    """A table of nanoseconds for each parameter: the least of many repetitions, which is what noise adds to."""
+    """A table of nanoseconds for each parameter: the least of many rounds in turns, which noise only adds to."""
     count = session.scale(options).many
-    found = {name: 1e9 * min(timeit.repeat(piece, number=1, repeat=REPEATS)) / count for name, piece in _pieces(count).items()}
+    pieces = _pieces(count)
+    rounds = [{name: timeit.timeit(piece, number=1) for name, piece in pieces.items()} for _ in range(ROUNDS)]
+    found = {name: 1e9 * min(taken[name] for taken in rounds) / count for name in pieces}
     bare = found.pop(_BARE)
     rows = [[name, f"{nanoseconds - (bare if 'hook' in name else 0):.0f}"] for name, nanoseconds in found.items()]
-    report.table("pieces", f"ns for each of {count} parameters, least of {REPEATS}", ["piece", "ns"], rows)
+    report.table("pieces", f"ns for each of {count} parameters, least of {ROUNDS} rounds", ["piece", "ns"], rows)
     report.keep("pieces", found)
 
 
@@ -33,9 +35,9 @@ _BARE = "backward without hooks"
 
 def _pieces(count: int) -> dict[str, Callable[[], object]]:
     parameters = [torch.nn.Parameter(torch.randn(NUMEL)) for _ in range(count)]
-    gradients: Sequence[torch.Tensor] = [torch.randn(NUMEL) for _ in range(count)]
+    gradients = [torch.randn(NUMEL) for _ in range(count)]
     buffer = torch.empty(count * NUMEL)
-    views = list(buffer.split(NUMEL))
+    views = list(torch.split(buffer, NUMEL))
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
@@ -45,7 +47,7 @@ def _pieces(count: int) -> dict[str, Callable[[], object]]:
 
     def concatenate() -> None:
         with torch.inference_mode():
-            torch.cat(list(gradients), out=buffer)
+            torch.cat(gradients, out=buffer)
 
     def copy_back() -> None:
         with torch.inference_mode():
@@ -81,7 +83,7 @@ def _note(noted: list[int]) -> Callable[[torch.Tensor], None]:
 
 
 def _backward(count: int, hook: Callable[[torch.Tensor], None] | None) -> Callable[[], object]:
-    parameters = [torch.nn.Parameter(torch.randn(NUMEL)) for _ in range(count)]
+    parameters: list[torch.Tensor] = [torch.nn.Parameter(torch.randn(NUMEL)) for _ in range(count)]
     if hook is not None:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

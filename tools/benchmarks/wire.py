@@ -33,18 +33,23 @@ def sent_bytes(counters: str, device: str) -> int:
     raise ValueError(f"no device {device!r} in {counters!r}")
 
 
+def device_sent_bytes(device: str) -> int:
+    """What the device of this host has sent since it was made."""
+    return sent_bytes(_COUNTERS.read_text(), device)
+
+
 def measure_sent(action: Callable[[], object], repeats: int, device: str, group: ProcessGroup) -> float:
     """How many bytes one run of `action` makes a host send, counted on the host that sends most. A collective.
 
     Headers and acknowledgements count, and so do the two barriers around all repetitions.
     """
     group.barrier()
-    before = sent_bytes(_COUNTERS.read_text(), device)
+    before = device_sent_bytes(device)
     group.barrier()
     for _ in range(repeats):
         action()
     group.barrier()
-    sent = sent_bytes(_COUNTERS.read_text(), device) - before
+    sent = device_sent_bytes(device) - before
     by_rank: list[int] = exchange_objects(sent, group=group)
     return max(by_rank) / repeats
 

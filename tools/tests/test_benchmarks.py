@@ -425,7 +425,9 @@ def test_steps_are_told_kept_and_drawn(played: Path) -> None:
 def test_every_part_of_the_papers_evaluation_is_told_kept_and_drawn(played: Path) -> None:
     kept = kept_by("paper", played)
     assert kept.keys() == {"environment", "verdicts", *paper.PARTS}
-    assert all(parts["ours"]["exposed"].keys() == {"p25_s", "median_s", "p75_s", "count"} for parts in kept["breakdown"].values())
+    assert all(
+        parts["ours"]["exposed"].keys() == {"p25_s", "median_s", "p75_s", "count"} for parts in kept["breakdown"].values()
+    )
     assert kept["no_sync"]["time"].keys() == {"ours", "torch", "none"}
     for losses in kept["no_sync"]["loss"].values():
         assert {every: len(values) for every, values in losses.items()} == dict.fromkeys("1248", 10)

@@ -56,3 +56,19 @@ def test_a_lost_rank_is_named_in_order_once_and_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(RankLostError("ranks 1 and 3 are gone", [3, 1, 3])))
     assert isinstance(error, RankLostError)
     assert (str(error), error.ranks) == ("ranks 1 and 3 are gone", (1, 3))
+
+
+class TwoArgumentsError(TransportError):
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(f"{what} ({code})")
+        self.code = code
+
+
+def test_other_words_keep_type_attributes_and_cause() -> None:
+    cause = KeyError("first")
+    error = TwoArgumentsError("broken", 3)
+    error.__cause__ = cause
+    other = error.reworded("in other words")
+    assert (type(other), str(other), other.code, other.__cause__) == (TwoArgumentsError, "in other words", 3, cause)
+    assert RankLostError("gone", [2]).reworded("lost").ranks == (2,)
+    assert str(CollectiveTimeout("late").reworded("later")) == "later"

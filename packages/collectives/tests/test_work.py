@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from syncline.collectives import CollectiveTimeout, InvalidArgumentError, TransportError, Work
+from syncline.collectives import CollectiveTimeout, InvalidArgumentError, RankLostError, TransportError, Work
 from syncline.collectives.contract.work import FinishedWork, PendingWork
 
 
@@ -114,3 +114,27 @@ def test_waiters_wake_before_callbacks_end() -> None:
     go_on.set()
     finisher.join(5)
     assert not finisher.is_alive()
+
+
+def test_errors_of_callbacks_keep_their_type() -> None:
+    """torch's futures make a RuntimeError of their text."""
+    work = pending()
+    last = work.get_future().then(lambda done: done.value()).then(lambda done: done.value()[0] + 1)
+    error = RankLostError("rank 1 is gone", [1])
+    work.fail(error)
+    with pytest.raises(RankLostError) as caught:
+        last.wait()
+    assert caught.value is error
+
+    def callback(done: object) -> None:
+        raise KeyError("theirs")
+
+    with pytest.raises(KeyError, match="theirs"):
+        FinishedWork([]).get_future().then(callback).then(lambda done: done.value()).wait()
+
+
+def test_what_a_callback_returns_reaches_the_next() -> None:
+    work = pending(torch.ones(1))
+    last = work.get_future().then(lambda done: done.value()[0] + 1).then(lambda done: done.value() * 2)
+    work.succeed()
+    assert last.wait().item() == 2 * (work.result()[0].item() + 1)

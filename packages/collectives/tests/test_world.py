@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import socket
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -118,7 +120,8 @@ def test_no_way_to_meet() -> None:
 def test_logs_its_choice_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="syncline.collectives"):
         init_process_group()
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 2
+    assert f"rank 0 of 1: host {socket.gethostname()}, pid {os.getpid()}" in caplog.text
     assert "1 rank(s) over in_process" in caplog.text
     assert "nothing launched this process" in caplog.text
 

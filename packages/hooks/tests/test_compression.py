@@ -9,7 +9,7 @@ import torch
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
-from syncline.hooks import CompressionState, Int8, OneBit, PowerSGDState, RandomK, TopK, compression_hook, merge_states
+from syncline.hooks import CompressionState, Int4, Int8, OneBit, PowerSGDState, RandomK, TopK, compression_hook, merge_states
 from syncline.hooks.testing import FakeBucket
 
 pytestmark = pytest.mark.ranks
@@ -18,6 +18,8 @@ SHAPES = {"weight": (6, 5), "bias": (7,), "scale": (), "conv": (4, 3, 3, 3)}
 COMPRESSORS = {
     "int8": Int8(),
     "int8-channels": Int8(per_channel=True),
+    "int4": Int4(),
+    "int4-channels": Int4(per_channel=True),
     "one-bit": OneBit(),
     "top": TopK(0.1),
     "random": RandomK(0.1),
@@ -119,6 +121,12 @@ def test_int8_gives_back_what_it_can_represent() -> None:
     assert torch.equal(sent_alone(Int8(), exact), exact)
 
 
+def test_int4_gives_back_what_it_can_represent() -> None:
+    exact = torch.arange(-7, 8).float() * 0.5
+    assert torch.equal(sent_alone(Int4(), exact), exact)
+    assert (sent_alone(Int4(), torch.tensor([7.0, 3.4, -0.6, 0.4])) - torch.tensor([7.0, 3.0, -1.0, 0.0])).abs().max() == 0
+
+
 def test_one_bit_sends_signs_and_the_mean_magnitude() -> None:
     numbers = torch.tensor([1.0, -2.0, 3.0, -4.0, 0.0, 2.0, -1.0, 1.0, -6.0])
     assert sent_alone(OneBit(), numbers).tolist() == pytest.approx([20 / 9 if x >= 0 else -20 / 9 for x in numbers.tolist()])
@@ -142,6 +150,8 @@ def test_random_k_chooses_anew_and_on_all_ranks_alike() -> None:
     [
         (Int8(), 1000 + 33 + 2 * 4),
         (Int8(per_channel=True), 1000 + 33 + 21 * 4),
+        (Int4(), 500 + 17 + 2 * 4),
+        (Int4(per_channel=True), 500 + 17 + 21 * 4),
         (OneBit(), 125 + 5 + 2 * 4),
         (TopK(0.01), (10 + 1) * 8),
         (RandomK(0.01), (10 + 1) * 4),

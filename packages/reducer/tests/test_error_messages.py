@@ -1,11 +1,11 @@
-"""Transport errors, and what `Future.then` makes of them."""
+"""Transport errors, and what the `then` of torch's futures makes of them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from syncline.collectives import CollectiveTimeout, MisuseError, TransportError
+from syncline.collectives import CollectiveTimeout, MisuseError, RankLostError, TransportError
 from syncline.reducer import error_messages
 
 
@@ -38,8 +38,15 @@ def test_many_names_are_shortened() -> None:
     assert str(found) == "late. It was the reduction of the gradients of 'p0', 'p1', 'p2' and 6 more parameters"
 
 
-def test_an_error_that_cannot_be_made_anew_becomes_its_family() -> None:
-    found = error_messages.with_parameter_names(TwoArgumentsError("broken", 3), ["a"])
+def test_type_and_attributes_are_kept() -> None:
+    found = error_messages.with_parameter_names(RankLostError("rank 2 is gone", [2]), ["a"])
+    assert isinstance(found, RankLostError)
+    assert found.ranks == (2,)
+    assert str(found) == "rank 2 is gone. It was the reduction of the gradients of 'a'"
+
+
+def test_of_an_error_that_was_told_and_has_attributes_the_family_is_kept() -> None:
+    found = error_messages.with_parameter_names(through_futures(TwoArgumentsError("broken", 3), 1), ["a"])
     assert type(found) is TransportError
     assert str(found) == "broken (3). It was the reduction of the gradients of 'a'"
 

@@ -27,9 +27,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from typing_extensions import Self
+
 
 class SynclineError(RuntimeError):
     """Base class of every error raised by a Syncline package. A RuntimeError: scripts written for torch catch that."""
+
+    def reworded(self, message: str) -> Self:
+        """The same error with another message: of the same type, with the same attributes and cause."""
+        made_by = OSError if issubclass(type(self), OSError) else RuntimeError  # Python knows two kinds of their memory
+        other: Self = made_by.__new__(type(self), message)  # not __init__: who knows what a third party's takes
+        other.args = (message,)
+        other.__dict__.update(self.__dict__)
+        other.__cause__ = self.__cause__
+        return other
 
 
 class MisuseError(SynclineError):

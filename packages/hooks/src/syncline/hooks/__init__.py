@@ -5,6 +5,7 @@ from .batched_power_sgd import batched_powerSGD_hook
 from .cast import bf16_compress_hook, bf16_compress_wrapper, fp16_compress_hook, fp16_compress_wrapper
 from .compression import CompressionState, compression_hook
 from .compressor import Compressor, LinearCompressor
+from .diloco import DiLoCoOptimizer
 from .error_feedback import ErrorFeedback
 from .local_sgd import PostLocalSGDState, post_localSGD_hook
 from .local_sgd_optimizer import PostLocalSGDOptimizer
@@ -12,9 +13,10 @@ from .low_rank import compression_ratio
 from .model_averaging import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
 from .power_sgd import powerSGD_hook
 from .power_sgd_state import PowerSGDState
-from .quantize import Int8, OneBit
+from .quantize import Int4, Int8, OneBit
 from .saved_state import merge_states
 from .schedule import Phase, ScheduleState, schedule_hook
+from .sites import Sites
 from .sparsify import RandomK, TopK
 from .statistics import HookStatistics
 from .version import __version__
@@ -22,9 +24,11 @@ from .version import __version__
 __all__ = [
     "CompressionState",
     "Compressor",
+    "DiLoCoOptimizer",
     "ErrorFeedback",
     "HierarchicalModelAverager",
     "HookStatistics",
+    "Int4",
     "Int8",
     "LinearCompressor",
     "ModelAverager",
@@ -36,6 +40,7 @@ __all__ = [
     "PowerSGDState",
     "RandomK",
     "ScheduleState",
+    "Sites",
     "TopK",
     "__version__",
     "allreduce_hook",

@@ -26,7 +26,7 @@ class ModelAverager(ABC):
     def __init__(self, process_group: Any, warmup_steps: int) -> None:
         if warmup_steps < 0:
             raise InvalidArgumentError(f"expected warmup_steps of 0 or above, found {warmup_steps}")
-        self.group = _group(process_group)
+        self.group = group_of_ranks(process_group)
         self.warmup_steps = warmup_steps
         self.step = 0
 
@@ -130,7 +130,12 @@ def _consecutive(given: Any, group: ProcessGroup, size: int) -> ProcessGroup:
     return part
 
 
-def _group(process_group: Any) -> ProcessGroup:
+def group_of_ranks(process_group: Any) -> ProcessGroup:
+    """The group that was given, ours or torch's; for None torch's default group.
+
+    Raises:
+        MisuseError: it is no process group.
+    """
     if isinstance(process_group, ProcessGroup):
         return process_group
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002 - a compressor is given a seed, used or not
-"""Eight bits for each number."""
+"""Eight bits, four bits or one bit for each number."""
 
 from __future__ import annotations
 
@@ -11,11 +11,52 @@ import torch
 from .compressor import Compressor, Unpacker, in_math_dtype, packed
 from .low_precision import math_dtype
 
-_LARGEST = 127
+
+class _Symmetric(Compressor):
+    """Symmetric quantization: `round(x / scale)`, where the scale makes the largest magnitude `_largest`.
+
+    Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
+    """
+
+    _bits: int
+    _largest: int
+
+    def __init__(self, *, per_channel: bool = False) -> None:
+        self._per_channel = per_channel
+
+    @property
+    def name(self) -> str:
+        """Whether it is by tensor or by channel."""
+        return f"int{self._bits} per {'channel' if self._per_channel else 'tensor'}"
+
+    def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
+        """First the scales, then the numbers."""
+        rows = [in_math_dtype(gradient).reshape(self._channels(gradient), -1) for gradient in gradients]
+        scales = [row.abs().amax(dim=1) / self._largest for row in rows]
+        numbers = [self._packed(_quantized(row, scale, self._largest)) for row, scale in zip(rows, scales, strict=True)]
+        return packed([*scales, *numbers])
+
+    def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+        """Numbers by scales."""
+        unpacker = Unpacker(message)
+        scales = [unpacker.take(self._channels(tensor), math_dtype(tensor.dtype)) for tensor in like]
+        return [
+            (self._unpacked(unpacker, tensor.numel()).view(len(scale), -1) * scale.unsqueeze(1)).view(tensor.shape)
+            for tensor, scale in zip(like, scales, strict=True)
+        ]
+
+    def _packed(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers
+
+    def _unpacked(self, unpacker: Unpacker, numel: int) -> torch.Tensor:
+        return unpacker.take(numel, torch.int8)
+
+    def _channels(self, tensor: torch.Tensor) -> int:
+        return tensor.shape[0] if self._per_channel and tensor.dim() > 1 else 1
 
 
-class Int8(Compressor):
-    """Symmetric 8-bit quantization: `round(x / scale)`, where the scale makes the largest magnitude 127.
+class Int8(_Symmetric):
+    """8-bit quantization: `round(x / scale)`, where the scale makes the largest magnitude 127.
 
     Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
 
@@ -28,42 +69,37 @@ class Int8(Compressor):
     Bytes sent by each rank: 1 for each number, 4 (8 for float64) for each scale; received: as many from each rank.
     """
 
-    def __init__(self, *, per_channel: bool = False) -> None:
-        self._per_channel = per_channel
-
-    @property
-    def name(self) -> str:
-        """Whether it is by tensor or by channel."""
-        return "int8 per channel" if self._per_channel else "int8 per tensor"
-
-    def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """First the scales, then the numbers."""
-        rows = [in_math_dtype(gradient).reshape(self._channels(gradient), -1) for gradient in gradients]
-        scales = [_scale(row) for row in rows]
-        numbers = [_quantized(row, scale) for row, scale in zip(rows, scales, strict=True)]
-        return packed([*scales, *numbers])
-
-    def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Numbers by scales."""
-        unpacker = Unpacker(message)
-        scales = [unpacker.take(self._channels(tensor), math_dtype(tensor.dtype)) for tensor in like]
-        return [
-            (unpacker.take(tensor.numel(), torch.int8).view(len(scale), -1) * scale.unsqueeze(1)).view(tensor.shape)
-            for tensor, scale in zip(like, scales, strict=True)
-        ]
-
-    def _channels(self, tensor: torch.Tensor) -> int:
-        return tensor.shape[0] if self._per_channel and tensor.dim() > 1 else 1
+    _bits, _largest = 8, 127
 
 
-def _scale(rows: torch.Tensor) -> torch.Tensor:
-    return rows.abs().amax(dim=1) / _LARGEST
+class Int4(_Symmetric):
+    """4-bit quantization: as `Int8`, but the largest magnitude becomes 7, and a byte holds two numbers.
+
+    It is coarse, and needs error feedback. Streaming DiLoCo sends 4-bit floats (E3M0) instead, which are finer near 0.
+
+    Args:
+        per_channel: as for `Int8`.
+
+    Bytes sent by each rank: 1 for 2 numbers, rounded up for each tensor, 4 (8 for float64) for each scale; received: as many
+    from each rank.
+    """
+
+    _bits, _largest = 4, 7
+
+    def _packed(self, numbers: torch.Tensor) -> torch.Tensor:
+        flat = (numbers.reshape(-1) + 8).view(torch.uint8)
+        pairs = torch.nn.functional.pad(flat, (0, flat.numel() % 2)).view(-1, 2)
+        return pairs[:, 0] | (pairs[:, 1] << 4)
+
+    def _unpacked(self, unpacker: Unpacker, numel: int) -> torch.Tensor:
+        pairs = unpacker.take(math.ceil(numel / 2), torch.uint8)
+        return torch.stack([pairs & 15, pairs >> 4], dim=1).view(torch.int8).reshape(-1)[:numel] - 8
 
 
-def _quantized(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _quantized(rows: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.Tensor:
     # Where all is 0 any divisor will do. Where it is not finite the product with the scale will not be, either.
     divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1).unsqueeze(1)
-    return torch.nan_to_num(rows / divisor).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
+    return torch.nan_to_num(rows / divisor).round().clamp(-largest, largest).to(torch.int8)
 
 
 class OneBit(Compressor):

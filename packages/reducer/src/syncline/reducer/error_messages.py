@@ -128,24 +128,25 @@ def differentiable(name: str) -> MisuseError:
 def with_parameter_names(error: Exception, names: Sequence[str]) -> TransportError | None:
     """A transport error, with the parameters whose bucket it hit; None if the error is another one.
 
-    An error that went through `Future.then` is a RuntimeError that tells type and text of the original one. Both are found
-    again, if it was of our types.
+    An error that went through a future of torch's own (`torch.futures.collect_all`, say) is a RuntimeError that tells type and
+    text of the original one. Both are found again, if it was of our types.
     """
-    found = (type(error), str(error)) if isinstance(error, TransportError) else _told(error)
-    if found is None:
+    told = error if isinstance(error, TransportError) else _told(error)
+    if told is None:
         return None
-    kind, text = found
-    if inspect.isfunction(kind.__init__):  # who knows what a third party's constructor takes
-        kind = TransportError
-    return kind(f"{text.rstrip('. ')}. It was the reduction of the gradients of {_shortened(names)}")
+    return told.reworded(f"{str(told).rstrip('. ')}. It was the reduction of the gradients of {_shortened(names)}")
 
 
-def _told(error: Exception) -> tuple[type[TransportError], str] | None:
+def _told(error: Exception) -> TransportError | None:
     if not isinstance(error, RuntimeError):
         return None
     known = {kind.__name__: kind for kind in _family(TransportError)}
     match = re.search(rf"\b({'|'.join(known)}): (.*?)(\n\nAt:\n|$)", str(error), re.DOTALL)
-    return None if match is None else (known[match[1]], match[2])
+    if match is None:
+        return None
+    kind = known[match[1]]
+    # Of one with attributes only the text is left.
+    return TransportError(match[2]) if inspect.isfunction(kind.__init__) else kind(match[2])
 
 
 def _family(kind: type[TransportError]) -> Iterator[type[TransportError]]:

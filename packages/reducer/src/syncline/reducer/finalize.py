@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from syncline.collectives import Work
+
 from .bucket_reduction import PendingReduction
 from .sparse_bucket import AnyBucket
 from .statistics import IterationStatistics
@@ -28,6 +30,7 @@ def finalize(
     *,
     on_delivery: OnDelivery | None = None,
     extra_futures: Sequence[AnyFuture] = (),
+    verification: Work | None = None,
 ) -> None:
     """Wait for each bucket in the order of their start, and hand its result to the parameters.
 
@@ -38,6 +41,10 @@ def finalize(
         on_delivery: told the parameters of each bucket that have their reduced gradients now, while later buckets are still
             being reduced.
         extra_futures: what else shall be over when backward is.
+        verification: of the group's calls, issued after the last bucket; None if there is none.
+
+    Raises:
+        DisagreementError: the ranks called different collectives.
     """
     statistics.finalize_started = time.perf_counter()
     for reduction in reductions:
@@ -49,6 +56,8 @@ def finalize(
             on_delivery(_touched(bucket, untouched) if untouched else bucket.parameters)
     for future in extra_futures:
         future.wait()
+    if verification is not None:
+        verification.wait()
     statistics.finished = time.perf_counter()
     statistics.waited_s += statistics.finished - statistics.finalize_started
 

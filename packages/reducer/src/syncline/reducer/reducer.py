@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, Work
 
 from . import error_messages
 from .bucket_building import BucketBuilder, gradients_as_views
@@ -146,6 +146,7 @@ class Reducer:
         self._on_delivery: OnDelivery | None = None
         self._on_iteration: Callable[[IterationStatistics], None] | None = None
         self._extra_futures: list[AnyFuture] = []
+        self._verification: Work | None = None
         self._arrival_order: list[int] | None = None
         self._has_accumulated = False
         self._counts_at_end = False
@@ -293,7 +294,8 @@ class Reducer:
             for number in range(len(self._buckets)):
                 self._start(number, empty=True)
             self._usage.sync_used_map()
-        finalize(self._reductions, self.statistics, frozenset)
+            self._verification = self._group.verify_calls(async_op=True)
+        finalize(self._reductions, self.statistics, frozenset, verification=self._verification)
         self._sync_policy.reduced()
         if self._learns_order:
             self._arrival_order = [index for bucket in self._buckets for index in bucket.indices]
@@ -408,6 +410,7 @@ class Reducer:
             self._start(number)
         if is_last:
             self._usage.sync_used_map()
+            self._verification = self._group.verify_calls(async_op=True)
             self.statistics.waited_s += time.perf_counter() - began
 
     def _start(self, number: int, *, empty: bool = False) -> None:
@@ -451,6 +454,7 @@ class Reducer:
             self._usage.globally_unused,
             on_delivery=self._on_delivery,
             extra_futures=self._extra_futures,
+            verification=self._verification,
         )
         if self._learns_order:
             self._arrival_order = _by_last_arrival(self._arrivals, len(self._parameters))

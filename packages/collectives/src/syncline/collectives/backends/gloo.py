@@ -23,6 +23,7 @@ from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, Tr
 from ..host.host_group import HostGroup
 from ..host.progress import finish_all
 from ..host.transport import Request, Transport
+from ..host.wire_tag import sized_wire_tag
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.registry import load_backend
 from ..startup.rendezvous import loopback_host, store_at, tcp_store_of_rank_0
@@ -33,6 +34,7 @@ from ..stores import AsTorchStore, Store
 _generations = itertools.count()
 # Below it two collectives take longer than one of twice the bytes.
 _SCATTER_HALVES_FROM_BYTES = 64 * 1024
+_LARGEST_TAG = 2**31 - 1
 _abandoned: list[TorchGroup] = []
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
@@ -115,11 +117,11 @@ class GlooTransport(Transport):
 
     @override
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        return self._group.start_send(tensor, dst, tag)
+        return self._group.start_send(tensor, dst, _tag(tag, tensor))
 
     @override
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
-        return self._group.start_recv(tensor, src, tag)
+        return self._group.start_recv(tensor, src, _tag(tag, tensor))
 
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """Another Gloo group, which meets in the same store under its own name."""
@@ -150,6 +152,11 @@ def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float
     except RuntimeError as error:
         raise TransportError(f"Gloo could not connect rank {rank} of {size} in group '{name}': {error}") from error
     return GlooTransport(TorchGroup(gloo, name=name, timeout_s=timeout_s), store, host)
+
+
+def _tag(tag: int, tensor: torch.Tensor) -> int:
+    """Gloo compares neither dtypes nor sizes, so only tensors of one dtype and size meet."""
+    return sized_wire_tag(tag, tensor.dtype, tensor.numel(), _LARGEST_TAG)
 
 
 def _device(host: str | None) -> Any:
@@ -186,7 +193,7 @@ class GlooBackend(Backend):
         store, rank, size = rendezvous(request)
         store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
         transport = connect(store, rank, size, request.group_name, request.timeout_s, _only_host(request, size))
-        return HostGroup(
+        group = HostGroup(
             transport,
             rank,
             size,
@@ -194,6 +201,8 @@ class GlooBackend(Backend):
             timeout_s=request.timeout_s,
             check_calls=request.check_calls,
         )
+        group.start({"check_calls": request.check_calls, "reproducible": request.reproducible})
+        return group
 
 
 def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:

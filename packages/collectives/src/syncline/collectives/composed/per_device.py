@@ -8,6 +8,7 @@ import torch
 from typing_extensions import override
 
 from ..contract.process_group import ProcessGroup
+from ..contract.work import Work
 from ..errors import InvalidArgumentError
 from .delegating_group import DelegatingGroup, close_all
 
@@ -57,6 +58,11 @@ class PerDeviceGroup(DelegatingGroup):
         super().set_timeout(timeout_s)
         for group in self.groups.values():
             group.set_timeout(timeout_s)
+
+    @override
+    def verify_calls(self, *, async_op: bool = False) -> Work | None:
+        works = [work for group in self.groups.values() if (work := group.verify_calls(async_op=async_op)) is not None]
+        return works[0] if works else None  # only groups of the host compare later, and there is one
 
     @override
     def close(self) -> None:

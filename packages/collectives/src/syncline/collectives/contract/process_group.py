@@ -104,6 +104,19 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         """
         return None
 
+    def verify_calls(self, *, async_op: bool = False) -> Work | None:  # noqa: ARG002 - for those who can
+        """Compare with the other ranks which collectives were called since the group was made. A collective.
+
+        A group that compares each call before it runs has nothing to compare, nor has one that does not remember its calls.
+
+        Returns:
+            None if there is nothing to compare. With `async_op` a work whose `wait` raises what is listed.
+
+        Raises:
+            DisagreementError: the ranks called different collectives, and results are wrong; on all ranks.
+        """
+        return None
+
     # ---- the end ----
 
     @abstractmethod

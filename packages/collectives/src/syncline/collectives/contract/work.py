@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from typing_extensions import override
@@ -15,15 +15,52 @@ from ..errors import CollectiveTimeout
 from .deadline import seconds
 
 if TYPE_CHECKING:
+    AnyFuture: TypeAlias = torch.futures.Future[Any]
     TensorsFuture: TypeAlias = torch.futures.Future[list[torch.Tensor]]
 else:
-    TensorsFuture = torch.futures.Future
+    AnyFuture = TensorsFuture = torch.futures.Future
+
+Devices: TypeAlias = list[int | str | torch.device] | None
+
+
+class GroupFuture(AnyFuture):
+    """A future whose `then` keeps the errors of callbacks as they are: torch's makes a RuntimeError of their text.
+
+    Args:
+        devices: the CUDA devices of what it will hold; see `devices_of`.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        super().__init__(devices=devices)
+        self._devices = devices
+
+    @override
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        following = self._following()
+
+        def run(done: Any) -> None:
+            try:
+                following.set_result(callback(done))
+            except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+                following.set_exception(error)
+
+        self.add_done_callback(run)
+        return following
+
+    def _following(self) -> GroupFuture:
+        """What `then` returns."""
+        return GroupFuture(self._devices)
 
 
 def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
-    """A future for these tensors; torch wants to know their CUDA devices beforehand."""
+    """A future for these tensors."""
+    return GroupFuture(devices_of(tensors))
+
+
+def devices_of(tensors: Sequence[torch.Tensor]) -> Devices:
+    """The CUDA devices of tensors, as a future of torch wants to know them beforehand; None if there are none."""
     devices: list[int | str | torch.device] = list({tensor.device for tensor in tensors if tensor.is_cuda})
-    return torch.futures.Future(devices=devices or None)
+    return devices or None
 
 
 class Work(ABC):
@@ -177,11 +214,14 @@ class PendingWork(Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            future = self._future = new_future(self._tensors)
+            future = self._future = self._new_future()
             already_done = self._done.is_set()
         if already_done:
             self._settle(future)
         return future
+
+    def _new_future(self) -> TensorsFuture:
+        return new_future(self._tensors)
 
 
 class FutureWork(Work):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 import warnings
@@ -122,6 +123,7 @@ def init_process_group(
         raise
     if _default.size == 1 and launch is None and world_size == -1 and multiprocessing.parent_process() is not None:
         warnings.warn(_ALONE_AMONG_SIBLINGS, stacklevel=2)
+    logger.info("rank %d of %d: host %s, pid %d", _default.rank, _default.size, socket.gethostname(), os.getpid())
     if _default.rank == 0:
         logger.info("%d rank(s) over %s (%s)", _default.size, _default.describe(), choice.reason)
     return _default

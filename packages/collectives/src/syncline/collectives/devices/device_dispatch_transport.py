@@ -33,6 +33,12 @@ class DeviceDispatchTransport(Transport):
         self._direct = direct
         self._on_device = direct or StagedTransport(host, rank, device)
 
+    @property
+    @override
+    def compares_every_call(self) -> bool:
+        """As the host transport does; a direct one compares each call, for MPI takes CUDA memory in blocking calls only."""
+        return self._host.compares_every_call
+
     def describe(self) -> str:
         """What the host transport says, and how tensors of the device travel."""
         if self._direct is None:

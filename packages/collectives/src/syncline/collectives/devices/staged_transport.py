@@ -30,6 +30,11 @@ class StagedTransport(Transport):
         self._device = device
         self._abandoned: list[torch.Tensor] = []
 
+    @property
+    def compares_every_call(self) -> bool:
+        """As the host transport does."""
+        return self._host.compares_every_call
+
     def describe(self) -> str:
         """What the host transport says, and how tensors come to it."""
         return f"{self._host.describe()}, {self._device.device_type} staged through the host"

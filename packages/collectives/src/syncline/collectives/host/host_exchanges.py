@@ -13,6 +13,7 @@ from ..contract.layout import flat, in_plain_order
 from ..contract.work import Work
 from .packing import copy_back, flat_copy
 from .serial_group import SerialGroup
+from .split_comparison import compare_splits
 from .transfer import TransferWork
 
 
@@ -24,9 +25,11 @@ class HostExchanges(SerialGroup):
 
         def body(deadline: Deadline) -> None:
             counts = [entry.numel() for entry in outputs]
+            sent = [entry.numel() for entry in inputs]
+            self._compare_splits(counts, sent, call, deadline)
             received = torch.empty(sum(counts), dtype=inputs[0].dtype, device=inputs[0].device)
             packed = torch.cat([flat_copy(entry) for entry in inputs])
-            self._transport.all_to_all(received, packed, counts, [entry.numel() for entry in inputs], call, deadline)
+            self._transport.all_to_all(received, packed, counts, sent, call, deadline)
             for output, part in zip(outputs, torch.split(received, counts), strict=True):
                 output.copy_(part.view(output.shape))
 
@@ -40,11 +43,16 @@ class HostExchanges(SerialGroup):
 
         def body(deadline: Deadline) -> None:
             wire = in_plain_order(output)
-            counts = [rows * row for rows in output_splits]
-            self._transport.all_to_all(flat(wire), flat_copy(tensor), counts, [n * row for n in input_splits], call, deadline)
+            counts, sent = [rows * row for rows in output_splits], [rows * row for rows in input_splits]
+            self._compare_splits(counts, sent, call, deadline)
+            self._transport.all_to_all(flat(wire), flat_copy(tensor), counts, sent, call, deadline)
             copy_back(wire, output)
 
         return self._issue(call, [output], [tensor], body, async_op)
+
+    def _compare_splits(self, expected: list[int], sent: list[int], call: Collective, deadline: Deadline) -> None:
+        if self.size > 1:
+            compare_splits(self._transport, expected, sent, call, deadline)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
         call = Collective("send", tensor, detail=f"dst={dst}, tag={tag}")

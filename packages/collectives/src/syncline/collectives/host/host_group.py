@@ -51,7 +51,11 @@ class HostGroup(HostExchanges):
         the first of them, and the group keeps the plan. For an `all_reduce` that comes again on a simple tensor, what was
         checked then holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
         """
-        if not (async_op or self._check_calls or self._closed) and type(op) is ReduceOp and checks.is_simple(tensor):
+        if (
+            not (async_op or self._check_calls or self._closed or self._callbacks.is_inside)
+            and type(op) is ReduceOp
+            and checks.is_simple(tensor)
+        ):
             plan = self._plans.get(("all_reduce", op, None, tensor.dtype, tensor.numel()))
             if plan is not None and self._progress.run_here(self._run_plan, plan, tensor, op):
                 return FinishedWork([tensor])
@@ -205,7 +209,13 @@ class HostGroup(HostExchanges):
 
     def _barrier(self, async_op: bool) -> Work:
         call = Collective("barrier")
-        return self._issue(call, [], (), lambda deadline: self._transport.barrier(call, deadline), async_op)
+
+        def body(deadline: Deadline) -> None:
+            self._transport.barrier(call, deadline)
+            if self._verification is not None:
+                self._verification.verify(deadline)
+
+        return self._issue(call, [], (), body, async_op)
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
         call = Collective("split")
@@ -238,7 +248,7 @@ class HostGroup(HostExchanges):
 
     def _part(self, members: list[int], name: str, number: int, timeout_s: float, deadline: Deadline) -> HostGroup:
         ranks = [self.ranks[member] for member in members]
-        return HostGroup(
+        made = HostGroup(
             self._transport.subset(members, name, number, deadline),
             members.index(self.rank),
             len(members),
@@ -249,6 +259,8 @@ class HostGroup(HostExchanges):
             check_calls=self._check_calls,
             calls=None if self._calls is None else self._calls.part(name, ranks),
         )
+        made.report_to(self._reporter)
+        return made
 
 
 def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -18,9 +18,14 @@ from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import Reduction
 from ..contract.work import FinishedWork, PendingWork, Work
 from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
+from ..failures.flight_recorder import Entry, FlightRecorder
+from ..failures.report import Reporter, report_on_signal
 from .call_comparison import compare_calls
+from .call_verification import CallVerification
+from .callback_order import CallbackOrder
 from .departures import GroupCalls
 from .device_runtime import Body, DeviceRuntime, StreamOrder
+from .group_start import agree_on_start
 from .group_work import GroupWork
 from .progress import Progress
 from .transport import Plan, Transport
@@ -28,6 +33,9 @@ from .transport import Plan, Transport
 logger = logging.getLogger("syncline.collectives")
 
 _CPU = frozenset({"cpu"})
+
+# How long a rank that closes a group waits for the others, to compare what they have called.
+_CLOSE_S = 60.0
 
 # A library may go on writing to the tensors of a collective that was given up, so their memory must not be freed at once. The
 # tracebacks of these errors hold the frames that hold the tensors, and their copies in plain order.
@@ -77,12 +85,17 @@ class SerialGroup(ProcessGroup):
         self._device_types = _CPU if device is None else _CPU | {device.device_type}
         self._progress = Progress(f"syncline-{name}-rank{rank}")
         self._sequence = itertools.count()
+        self._callbacks = CallbackOrder()
         self._splits_made = itertools.count()
         self._closed = False
         self._first_failure: BaseException | None = None
         self._in_flight: set[PendingWork] = set()
         self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, int], Plan] = {}
         self._deadline: Deadline | None = None  # of the collective that runs now
+        self.recorder = FlightRecorder(name, rank, self.ranks)
+        self._reporter: Reporter | None = None
+        is_compared = size == 1 or check_calls or transport.compares_every_call
+        self._verification = None if is_compared else CallVerification(transport, rank, size, self.recorder)
 
     @property
     def backend_name(self) -> str:
@@ -98,16 +111,70 @@ class SerialGroup(ProcessGroup):
     def describe(self) -> str:
         return self._transport.describe()
 
-    def close(self) -> None:
-        """Run what was issued, then close the transport.
+    def start(self, options: Mapping[str, object]) -> None:
+        """Compare options with the other ranks, and report failures from now on. All ranks call it, before anything else.
 
         Raises:
+            DisagreementError: the ranks were given different options.
+        """
+        reporter = Reporter(
+            agree_on_start(self._transport, self.rank, self.size, options, Deadline(self.timeout_s)), self.rank, self.size
+        )
+        self.report_to(reporter)
+        report_on_signal(reporter)
+
+    def report_to(self, reporter: Reporter | None) -> None:
+        """Let the first failure of this group, and of groups made of it from now on, be reported; None: not."""
+        self._reporter = reporter
+        if reporter is not None:
+            reporter.watch(self.recorder)
+
+    @override
+    def verify_calls(self, *, async_op: bool = False) -> Work | None:
+        verification = self._verification
+        if verification is None:
+            return None
+        return self._issue(Collective("verify_calls"), [], (), verification.verify, async_op, is_numbered=False)
+
+    def close(self) -> None:
+        """Run what was issued, compare the calls with those of the other ranks, then close the transport.
+
+        Raises:
+            DisagreementError: the ranks have made different calls.
             MisuseError: it was called from a future's callback, which is part of what it would wait for.
         """
         if self._progress.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
         if self._closed:
             return
+        try:
+            if self._first_failure is None:
+                self._verify_at_close()
+        finally:
+            self._close()
+
+    def _verify_at_close(self) -> None:
+        """A rank that does not come is no failure: it may have ended without closing its groups, or still compute."""
+        verification = self._verification
+        if verification is None:
+            return
+
+        def body(deadline: Deadline) -> None:
+            try:
+                verification.verify(Deadline(min(deadline.remaining_s(), _CLOSE_S), self._reason_not_to_wait))
+            except (TimeoutError, TransportError) as error:
+                logger.info("close on %s: calls were not compared with those of the other ranks: %s", self.place(), error)
+
+        self._issue(Collective("close"), [], (), body, async_op=False, is_numbered=False)
+
+    def _reason_not_to_wait(self) -> str | None:
+        """Why a rank that shall send something will not: it has left the job."""
+        if self._calls is None:
+            return None
+        others = (peer for peer in range(self.size) if peer != self.rank)
+        return next(filter(None, (self._calls.transfer_reason_to_give_up([peer]) for peer in others)), None)
+
+    def _close(self) -> None:
         self._closed = True
         drained = self._progress.drain(self.timeout_s)
         self._plans.clear()
@@ -148,21 +215,23 @@ class SerialGroup(ProcessGroup):
         `outputs` and `inputs` together are all the tensors that the body touches.
         """
         self._check_open(call)
+        issued = self._callbacks.issue(call.name, self.place) if is_numbered else self._callbacks.issued
         sequence = next(self._sequence) if is_numbered else None
+        entry = self.recorder.issue(sequence, *call, depth=3)
         tensors = (*outputs, *inputs)
         order = None if self._device is None else self._ordered_on(self._device, tensors)
         if order is not None:
             body = order.around(body)
-        if not async_op and self._progress.run_here(self._run, call, sequence, body, tensors):
+        if not async_op and self._progress.run_here(self._run, call, sequence, body, tensors, entry):
             if order is not None:
                 order.join()
             return FinishedWork(outputs)
-        work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress, order)
+        work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress, order, self._callbacks, issued)
         self._in_flight.add(work)
         is_short = self.size == 1 and order is None  # nobody to wait for, and another thread would take longer to wake up
-        if is_short and self._progress.run_here(self._run_into, work, call, sequence, body, tensors):
+        if is_short and self._progress.run_here(self._run_into, work, call, sequence, body, tensors, entry):
             return work
-        if not self._progress.enqueue(lambda: self._run_into(work, call, sequence, body, tensors)):
+        if not self._progress.enqueue(lambda: self._run_into(work, call, sequence, body, tensors, entry)):
             self._in_flight.discard(work)
             self._check_open(call)  # another thread has just closed the group
         if not async_op:
@@ -175,13 +244,23 @@ class SerialGroup(ProcessGroup):
 
     def _run_plan(self, plan: Plan, tensor: torch.Tensor, op: Reduction) -> None:
         """Run a kept plan as `_run` runs a body; see Note [Plans]."""
+        self._callbacks.issued += 1  # nobody is inside a callback
         sequence = next(self._sequence)
         if self._first_failure is not None:
             raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
+        recorder, verification = self.recorder, self._verification
+        entry = recorder.issue(sequence, "all_reduce", tensor, op, depth=4)
+        recorder.begin(entry)
         deadline = self._deadline = self._start()
         try:
+            if verification is not None:
+                verification.add(Collective("all_reduce", tensor, op).digest())
             plan.run(tensor, tensor, deadline)
+            if verification is not None and verification.is_due:
+                verification.verify(deadline)
+            recorder.end(entry)
         except BaseException as error:  # noqa: BLE001 - raised again
+            recorder.fail(entry)
             self._fail(error, Collective("all_reduce", tensor, op), sequence, deadline)
         finally:
             self._deadline = None
@@ -195,10 +274,16 @@ class SerialGroup(ProcessGroup):
         return Deadline(self.timeout_s, self._reason_to_give_up)
 
     def _run_into(
-        self, work: PendingWork, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor]
+        self,
+        work: PendingWork,
+        call: Collective,
+        sequence: int | None,
+        body: Body,
+        tensors: Sequence[torch.Tensor],
+        entry: Entry,
     ) -> None:
         try:
-            self._run(call, sequence, body, tensors)
+            self._run(call, sequence, body, tensors, entry)
         except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get it, whatever it is
             self._in_flight.discard(work)
             work.fail(error)
@@ -206,12 +291,17 @@ class SerialGroup(ProcessGroup):
             self._in_flight.discard(work)
             work.succeed()
 
-    def _run(self, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor]) -> None:
+    def _run(self, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor], entry: Entry) -> None:
         """Run one collective to its end. What goes wrong is the group's first failure."""
         if self._first_failure is not None:
+            self.recorder.fail(entry)
             raise self._failed_before(call, sequence)
+        self.recorder.begin(entry)
+        verification = None if sequence is None else self._verification
         deadline = self._deadline = Deadline(self.timeout_s) if sequence is None else self._start()
         try:
+            if verification is not None:
+                verification.add(call.digest())
             if self._check_calls and sequence is not None:
                 compare_calls(self._transport, self.size, call, deadline)
             if is_tracked(tensors):
@@ -219,7 +309,11 @@ class SerialGroup(ProcessGroup):
                     body(deadline)
             else:
                 body(deadline)
+            if verification is not None and verification.is_due:
+                verification.verify(deadline)
+            self.recorder.end(entry)
         except BaseException as error:  # noqa: BLE001 - raised again
+            self.recorder.fail(entry)
             self._fail(error, call, sequence, deadline)
         finally:
             self._deadline = None
@@ -236,16 +330,26 @@ class SerialGroup(ProcessGroup):
             else:
                 failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
         elif isinstance(error, SynclineError):
-            failure = type(error)(f"{self._in_words(call, sequence)}: {error}")
-            failure.__cause__ = error.__cause__
+            failure = error.reworded(f"{self._in_words(call, sequence)}: {error}")
         else:
             _given_up.append(error)
+        if not deadline.was_cancelled or deadline.reason is not None:
+            failure = self._reported(failure)
         self._first_failure = failure
         logger.debug("%s on %s failed; the group runs no other collective", call.name, self.place())
         self._transport.give_up()
         if failure is error:
             raise error
         raise failure from failure.__cause__
+
+    def _reported(self, failure: BaseException) -> BaseException:
+        """The failure, which says where this rank's report is, if it is ours and there is one."""
+        folder = None if self._reporter is None else self._reporter.write(f"{type(failure).__name__}: {failure}")
+        if folder is None or not isinstance(failure, SynclineError):
+            return failure
+        return failure.reworded(
+            f"{failure}. Each rank that fails writes what it knows to {folder}; read it with `syncline report`"
+        )
 
     def _check_open(self, call: Collective) -> None:
         if self._closed:

@@ -135,5 +135,5 @@ class TransferWork(Work):
     def _timed_out(self, timeout_s: float) -> CollectiveTimeout:
         return CollectiveTimeout(
             f"{self._describe()} was not over within {timeout_s:g} s. Does the other rank call its counterpart, with the same "
-            "tag and size?"
+            "tag, dtype and size?"
         )

@@ -93,6 +93,11 @@ class Transport(ABC):
     #: The registry's name of the backend, such as "mpi".
     backend_name: str
 
+    @property
+    def compares_every_call(self) -> bool:
+        """Whether the ranks compare each collective before it runs; the same on all ranks. If not, the group compares later."""
+        return False
+
     @abstractmethod
     def describe(self) -> str:
         """The library underneath and its version, in a few words."""

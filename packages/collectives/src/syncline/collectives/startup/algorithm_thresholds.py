@@ -11,7 +11,7 @@ from ..errors import InvalidArgumentError
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmThresholds:
-    """Sizes in bytes, for ranks of one node; a size that is never reached (such as 2**62) switches an algorithm off.
+    """Sizes in bytes; a size that is never reached (such as 2**62) switches an algorithm off.
 
     Attributes:
         eager_bytes: the largest size for the eager algorithm, in bytes that a rank reads from its peers. Larger: fewer waits
@@ -20,11 +20,15 @@ class AlgorithmThresholds:
             compare whether it does. Smaller: more tensors are reduced in place, at the price of whole pages for each.
         staged_bytes: the smallest reduction of plain memory that is copied into shared memory and out again. Smaller: fewer
             reductions are left to MPI; each copies its tensor twice and waits for the other ranks at least twice.
+        ring_bytes: the smallest part of a tensor, its size divided by the number of nodes, from which nodes reduce it in a
+            ring of our own. Smaller: more reductions use the whole bandwidth of a TCP network, but a ring takes as many steps
+            as there are nodes. Never: where the network reduces by itself, or the MPI library is tuned for it.
     """
 
     eager_bytes: int = 192 << 10
     window_bytes: int = 128 << 10
     staged_bytes: int = 32 << 10
+    ring_bytes: int = 256 << 10
 
     def overridden(self, environ: Mapping[str, str] = os.environ) -> AlgorithmThresholds:
         """As set by environment variables, where there are any: SYNCLINE_ and an attribute's name in capitals.

@@ -37,6 +37,7 @@ class Settings:
     eager_bytes: int = _key(int, AlgorithmThresholds.eager_bytes, "see AlgorithmThresholds.eager_bytes")
     window_bytes: int = _key(int, AlgorithmThresholds.window_bytes, "see AlgorithmThresholds.window_bytes")
     staged_bytes: int = _key(int, AlgorithmThresholds.staged_bytes, "see AlgorithmThresholds.staged_bytes")
+    ring_bytes: int = _key(int, AlgorithmThresholds.ring_bytes, "see AlgorithmThresholds.ring_bytes")
 
     #: The file that they were read from, or None; not a key.
     path: str | None = None

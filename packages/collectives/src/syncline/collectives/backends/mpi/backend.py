@@ -73,7 +73,7 @@ class MPIBackend(Backend):
         )
         if device is not None:
             transport = DeviceDispatchTransport(transport, world.Get_rank(), device, direct)
-        return HostGroup(
+        group = HostGroup(
             transport,
             world.Get_rank(),
             world.Get_size(),
@@ -83,6 +83,8 @@ class MPIBackend(Backend):
             check_calls=request.check_calls,
             calls=departures.group(request.group_name, range(world.Get_size())),
         )
+        group.start({"check_calls": request.check_calls, "reproducible": request.reproducible})
+        return group
 
 
 def _all_are_cuda_aware(device: DeviceRuntime | None) -> bool:

@@ -83,6 +83,10 @@ class CallVerifier:
                 self.raise_timeout(error, call, deadline)
             raise
 
+    def abandon(self, *objects: object) -> None:
+        """Let requests live, and what MPI may still write to."""
+        self._abandoned.append(objects)
+
     def raise_timeout(self, error: TimeoutError, call: Collective, deadline: Deadline) -> None:
         """Raise a time-out again with a report of where the other ranks stand; return if the call was cancelled here."""
         if not deadline.was_cancelled:

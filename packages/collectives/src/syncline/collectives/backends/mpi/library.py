@@ -28,6 +28,8 @@ class Tag(enum.IntEnum):
     """Never sent: a probe for it lets MPI make progress."""
     DEPARTURE = 4
     """`ExitBarrier`: that a rank has left, and what it started before."""
+    RING = 5
+    """`RingAllReduce`: pieces of a part."""
 
 
 def library_name() -> str:

@@ -13,11 +13,15 @@ from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...contract.layout import bytes_of
 from ...contract.reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction
-from ...host.reduction import divide, reduce_in_rank_order
+from ...errors import DisagreementError
+from ...host.reduction import core_op, divide, reduce_in_rank_order
 from ...host.transport import Request, Transport
+from ...host.wire_tag import wire_tag
 from .call_verifier import CallVerifier
 from .datatypes import memory, mpi_reduction
 from .library import Tag, library_name, mpi_errors, wait
+from .ring_all_reduce import DTYPES as RING_DTYPES
+from .ring_all_reduce import RingAllReduce
 from .timeout_report import TimeoutReport
 
 # MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes.
@@ -45,6 +49,8 @@ class MPITransport(Transport):
             library chooses.
         report: asks the ranks after a time-out; by default those of this communicator.
         on_device: tensors lie in the memory of a device, and MPI takes them.
+        ring_bytes: large tensors are reduced in a ring of the ranks, if a rank's part has so many bytes; None: MPI chooses.
+            Only for ranks that are each alone on a node.
     """
 
     backend_name = "mpi"
@@ -56,6 +62,7 @@ class MPITransport(Transport):
         reproducible: bool = False,
         report: TimeoutReport | None = None,
         on_device: bool = False,
+        ring_bytes: int | None = None,
     ) -> None:
         self._communicator = communicator
         self._on_device = on_device
@@ -63,9 +70,14 @@ class MPITransport(Transport):
         self._rank = communicator.Get_rank()
         self._reproducible = reproducible
         self._private = communicator.Dup()
+        self._largest_tag = int(communicator.Get_attr(MPI.TAG_UB) or _TAGS)
         self._report = report or TimeoutReport(self._private)
         self._verifier = CallVerifier(self._private, self._report)
         self._starters: dict[str, Callable[..., MPI.Request]] = {}
+        self._ring: RingAllReduce | None = None
+        self._ring_min_bytes = 0
+        if ring_bytes is not None:
+            self._make_ring(ring_bytes)
 
     def describe(self) -> str:
         """The MPI library's name and version."""
@@ -86,10 +98,13 @@ class MPITransport(Transport):
                 self._all_reduce_here(piece, op, call, deadline)
             return
         self._scale_before(tensor, op)
-        datatype, mpi = native
-        for piece in _pieces(tensor):
-            spec = (memory(piece), piece.numel(), datatype)
-            self._collective("Allreduce", (MPI.IN_PLACE, spec, mpi), piece.nbytes, call, deadline)
+        if self._ring is not None and self._takes_ring(tensor.nbytes, tensor.dtype):
+            self._ring.run(tensor, core_op(op), call, deadline)
+        else:
+            datatype, mpi = native
+            for piece in _pieces(tensor):
+                spec = (memory(piece), piece.numel(), datatype)
+                self._collective("Allreduce", (MPI.IN_PLACE, spec, mpi), piece.nbytes, call, deadline)
         self._scale_after(tensor, op)
 
     def all_reduce_widened(
@@ -220,6 +235,7 @@ class MPITransport(Transport):
         deadline: Deadline,
     ) -> None:
         """Exchange bytes pairwise. MPI's own form would need every rank to know whether any pair exceeds its counts."""
+        self._presync(0, call, deadline)
         requests = []
         with mpi_errors():
             for peer, part in enumerate(torch.split(output, list(output_counts))):
@@ -238,13 +254,15 @@ class MPITransport(Transport):
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
         """MPI's Isend."""
         with mpi_errors():
-            return MPIRequest(self._communicator.Isend((memory(tensor), MPI.BYTE), dst, tag), tensor)
+            wire = wire_tag(tag, tensor.dtype, self._largest_tag)
+            return MPIRequest(self._communicator.Isend((memory(tensor), MPI.BYTE), dst, wire), tensor)
 
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
         """MPI's Irecv."""
         with mpi_errors():
             source = MPI.ANY_SOURCE if src is None else src
-            return MPIRequest(self._communicator.Irecv((memory(tensor), MPI.BYTE), source, tag), tensor)
+            wire = wire_tag(tag, tensor.dtype, self._largest_tag)
+            return MPIRequest(self._communicator.Irecv((memory(tensor), MPI.BYTE), source, wire), tensor, receives=True)
 
     # ---- life ----
 
@@ -264,6 +282,16 @@ class MPITransport(Transport):
         with mpi_errors():
             group = self._communicator.Get_group().Incl(list(members))
             return self._communicator.Create_group(group, tag=number % _TAGS)
+
+    def _make_ring(self, ring_bytes: int) -> None:
+        """For ranks that are each alone on a node."""
+        if self._size > 1 and not self._on_device:
+            self._ring = RingAllReduce(self._private, self._verifier)
+            self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
+
+    def _takes_ring(self, nbytes: int, dtype: torch.dtype) -> bool:
+        """Whether an all-reduce that MPI could do is done in the ring."""
+        return self._ring is not None and nbytes >= self._ring_min_bytes and dtype in RING_DTYPES
 
     # ---- reducing here ----
 
@@ -337,7 +365,7 @@ class MPITransport(Transport):
 
         CUDA memory is only given to the blocking form: Open MPI crashes in the other.
         """
-        if nbytes >= PRESYNC_MIN_BYTES or self._on_device:
+        if nbytes >= PRESYNC_MIN_BYTES or self._on_device or self.compares_every_call:
             self._verify(call, deadline)
 
     def _verify(self, call: Collective, deadline: Deadline) -> None:
@@ -361,8 +389,9 @@ class MPITransport(Transport):
 class MPIRequest(Request):
     """A non-blocking MPI send or receive; keeps its tensor alive."""
 
-    def __init__(self, request: MPI.Request, tensor: torch.Tensor) -> None:
+    def __init__(self, request: MPI.Request, tensor: torch.Tensor, *, receives: bool = False) -> None:
         self._request = request
+        self._receives = receives
         self._tensor = tensor
         self._status = MPI.Status()
         self._over = False
@@ -372,14 +401,24 @@ class MPIRequest(Request):
         if not self._over:
             with mpi_errors():
                 wait(self._request, deadline, self._status)
-            self._over = True
+            self._end()
 
     def test(self) -> bool:
         """Test once."""
         if not self._over:
             with mpi_errors():
-                self._over = self._request.Test(self._status)
+                is_over = self._request.Test(self._status)
+            if is_over:
+                self._end()
         return self._over
+
+    def _end(self) -> None:
+        self._over = True
+        if self._receives and self._status.Get_count(MPI.BYTE) != self._tensor.nbytes:
+            raise DisagreementError(
+                f"rank {self._status.Get_source()} sent {self._status.Get_count(MPI.BYTE)} bytes, this rank expects "
+                f"{self._tensor.nbytes}; make both sides pass as many elements"
+            )
 
     def source(self) -> int | None:
         """The sender, once a receive is over."""

@@ -313,7 +313,7 @@ def _described(work: NcclWork, error: BaseException) -> BaseException:
     """What NCCL says, with the collective that it was said of."""
     if not isinstance(error, SynclineError):
         return error
-    described = type(error)(f"{work.pending.describe()}: {error}")
+    described = error.reworded(f"{work.pending.describe()}: {error}")
     described.__cause__ = error
     return described
 

@@ -21,6 +21,7 @@ class Algorithm(enum.Enum):
     EAGER = "eager"
     COPY_IN_COPY_OUT = "copy-in copy-out"
     HIERARCHICAL = "hierarchical"
+    RING = "ring"
     MPI = "MPI"
 
 

@@ -64,12 +64,20 @@ class NodeTransport(MPITransport):
             self._size, hierarchy.nodes, hierarchy.leaders, shares_memory, shares_memory and hierarchy.is_ordered, reproducible
         )
         inter_node = hierarchy.inter_node
-        self._between = None if inter_node is None else MPITransport(inter_node, report=self._report)
+        ring_bytes = self._thresholds.ring_bytes
+        self._between = None if inter_node is None else MPITransport(inter_node, report=self._report, ring_bytes=ring_bytes)
+        if hierarchy.nodes > 1 and not shares_memory:
+            self._make_ring(ring_bytes)
         self._memory = NodeMemory(hierarchy, self._private, self._verifier)
         slot = slot_bytes(self._capabilities, self._thresholds)
         self._sync = GroupSync(hierarchy, self._private, self._verifier, self._memory, slot)
         self._staging = StagingArea(self._memory, self._sync)
         self._node_reduction = NodeReduction(hierarchy, self._between, self._memory, self._sync, self._size)
+
+    @property
+    def compares_every_call(self) -> bool:
+        """On one node: in shared memory that costs next to nothing."""
+        return self._capabilities.nodes == 1 and self._capabilities.has_barrier
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
         """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""
@@ -96,7 +104,9 @@ class NodeTransport(MPITransport):
         is_native = operation is Operation.ALL_REDUCE and kind.op is not None and self._native(kind.dtype, kind.op) is not None
         chosen = choose(operation, size, self._capabilities, self._thresholds, is_native=is_native)
         request = PlanRequest(kind, operation, size, call, self._sync)
-        plan: NodePlan = MpiPlan(request, self._by_mpi(operation, kind))
+        plan: NodePlan = MpiPlan(request, self._by_mpi(operation, kind), verifies_all=self.compares_every_call)
+        if is_native and self._takes_ring(size.whole, kind.dtype):
+            plan.chosen = Algorithm.RING
         if chosen is Algorithm.EAGER:
             plan = EagerExchange(request, plan)
         elif chosen is Algorithm.COPY_IN_COPY_OUT:

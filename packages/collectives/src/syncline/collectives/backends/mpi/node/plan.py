@@ -93,17 +93,18 @@ class MpiPlan(NodePlan):
     Args:
         request: as for `NodePlan`.
         by_mpi: does it.
+        verifies_all: not only large calls.
     """
 
     chosen = Algorithm.MPI
 
-    def __init__(self, request: PlanRequest, by_mpi: ByMpi) -> None:
+    def __init__(self, request: PlanRequest, by_mpi: ByMpi, *, verifies_all: bool = False) -> None:
         super().__init__(request)
         self._by_mpi = by_mpi
-        self._has_presync = request.size.whole >= PRESYNC_MIN_BYTES
+        self._has_presync = verifies_all or request.size.whole >= PRESYNC_MIN_BYTES
 
     def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool = False) -> None:
-        """Verify the call if it is large, and let MPI do it."""
+        """Verify the call if it is large, or all are verified, and let MPI do it."""
         if self._has_presync and not is_verified:
             self._verify(tensor, deadline)
         self._by_mpi(flat(tensor), flat(whole), self._call(tensor), deadline)

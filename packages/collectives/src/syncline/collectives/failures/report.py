@@ -1,0 +1,159 @@
+"""Reporter: what this rank knows, written to a file when something fails or a signal asks for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from .flight_recorder import FlightRecorder
+
+REPORT_VARIABLE = "SYNCLINE_REPORT_DIR"
+_MOST_GROUPS = 32
+_MOST_STACK_CHARACTERS = 200_000
+_MOST_REPORTS = 16
+
+
+class Reporter:
+    """Writes the records of this process's groups and the stacks of its threads.
+
+    A file holds at most `_MOST_GROUPS` groups of 256 calls, and `_MOST_STACK_CHARACTERS` of stacks: 3 MB; a process writes at
+    most `_MOST_REPORTS` of them. It holds the groups' records weakly.
+
+    Args:
+        job: names the run, alike on all ranks.
+        rank: of the job.
+        size: of the job.
+        folder: where the folder of the run is made, or "" for no reports; by default `SYNCLINE_REPORT_DIR`, else "." at the
+            moment of the first report.
+    """
+
+    def __init__(self, job: str, rank: int, size: int, folder: str | None = None) -> None:
+        self.job = job
+        self.rank = rank
+        self.size = size
+        self._folder = folder
+        self._recorders: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._written = 0
+
+    def watch(self, recorder: FlightRecorder) -> None:
+        """Report this group, too."""
+        self._recorders.add(recorder)
+
+    def write(self, reason: str) -> Path | None:
+        """Write a report. Any thread may call it. It never raises: it is called while errors are on their way.
+
+        Args:
+            reason: why it is written.
+
+        Returns:
+            The folder of the run; None if reports are switched off, were written often, or cannot be written.
+        """
+        base = self._folder if self._folder is not None else os.environ.get(REPORT_VARIABLE, ".")
+        if not base:
+            return None
+        with self._lock:
+            if self._written >= _MOST_REPORTS:
+                return None
+            self._written += 1
+            number = self._written
+        folder = Path(base).absolute() / f"syncline-report-{self.job}"
+        try:
+            text = json.dumps(self._content(reason))
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_new(folder, f"rank-{self.rank}", number, text)
+        except Exception as error:  # noqa: BLE001 - the error that is reported matters more
+            print(f"syncline: rank {self.rank} cannot write its report to {folder}: {error}", file=sys.stderr)
+            return None
+        return folder
+
+    def _content(self, reason: str) -> dict[str, Any]:
+        recorders = sorted(self._recorders, key=lambda recorder: recorder.latest(), reverse=True)[:_MOST_GROUPS]
+        return {
+            "version": 1,
+            "rank": self.rank,
+            "size": self.size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "written_at": time.time(),
+            "reason": reason,
+            "groups": [
+                {
+                    "name": recorder.group_name,
+                    "rank": recorder.rank,
+                    "ranks": recorder.ranks,
+                    "calls": [record.as_dict() for record in recorder.records()],
+                }
+                for recorder in recorders
+            ],
+            "stacks": _stacks()[:_MOST_STACK_CHARACTERS],
+        }
+
+
+def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
+    """Write a file that did not exist: several groups of one process, or two jobs of one name, keep all that they wrote."""
+    while True:
+        path = folder / f"{stem}.{number}.json"
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        except FileExistsError:
+            number += 1
+            continue
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        return
+
+
+def _stacks() -> str:
+    """The Python stacks of all threads."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
+
+
+def report_on_signal(reporter: Reporter) -> bool:
+    """Let SIGUSR1 write a report; a handler that is there already is called afterwards.
+
+    Only the main thread can set a handler. A handler of Python's runs between two instructions of the main thread, so a process
+    that is inside a library for long reports when it comes back.
+
+    Returns:
+        Whether it was set.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
+        return False
+    earlier = signal.getsignal(signal.SIGUSR1)
+    if isinstance(earlier, _OnSignal):
+        earlier.reporter = reporter
+        return True
+    if earlier is None:  # set by C code, which Python cannot call
+        return False
+    signal.signal(signal.SIGUSR1, _OnSignal(reporter, earlier))
+    return True
+
+
+class _OnSignal:
+    """The handler of SIGUSR1, and the one that was there before."""
+
+    def __init__(self, reporter: Reporter, earlier: Any) -> None:
+        self.reporter = reporter
+        self._earlier = earlier
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        folder = self.reporter.write("SIGUSR1")
+        if folder is not None:
+            print(f"syncline: rank {self.reporter.rank} has written its report to {folder}", file=sys.stderr)
+        if callable(self._earlier):
+            self._earlier(number, frame)

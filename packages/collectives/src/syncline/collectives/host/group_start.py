@@ -1,0 +1,50 @@
+"""What the ranks of a new group agree on before its first collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from zlib import crc32
+
+from ..contract.deadline import Deadline
+from ..errors import CollectiveTimeout, DisagreementError
+from .rank_agreement import maximum_over_ranks, texts_of_ranks
+from .transport import Transport
+
+_MOST_BYTES = 1024
+
+
+def agree_on_start(transport: Transport, rank: int, size: int, options: Mapping[str, object], deadline: Deadline) -> str:
+    """Compare options that change what the ranks communicate, by messages that do not depend on them. A collective.
+
+    Cost: ceil(log2(size)) messages from each rank, one after the other.
+
+    Returns:
+        A name for the run, the same on all ranks, and another one in another run: the time.
+
+    Raises:
+        DisagreementError: the ranks were given different options; on all ranks.
+        CollectiveTimeout: a rank did not come.
+    """
+    text = ", ".join(f"{name}={value!r}" for name, value in sorted(options.items()))
+    digest = crc32(text.encode())
+    try:
+        largest, negative, started_ns = maximum_over_ranks(transport, rank, size, (digest, -digest, time.time_ns()), deadline)
+        if largest != -negative:
+            said = texts_of_ranks(transport, rank, size, text, _MOST_BYTES, deadline)
+            raise DisagreementError(different_options(said))
+    except TimeoutError as error:
+        raise CollectiveTimeout(
+            f"rank {rank} of {size} has connected, but not all ranks compared their options: {error}"
+        ) from error
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(started_ns // 10**9))}-{started_ns % 10**9 // 1000:06d}"
+
+
+def different_options(said: list[str]) -> str:
+    """What is wrong, in words. A pure function.
+
+    Args:
+        said: the options of each rank, by rank.
+    """
+    ranks = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
+    return f"the ranks were given different options ({ranks}); pass the same to init_process_group on all, and in the site file"

@@ -1,0 +1,63 @@
+"""Whether all ranks hold the same numbers, found out beside the collectives of a group: by messages between two ranks.
+
+Collectives of ranks that have made different calls may meet one another, and garble both. Messages with a tag of their own
+meet their like whatever else the ranks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..contract.deadline import Deadline
+from .transport import Transport
+
+# Users of send and recv should take neither this tag nor that of the monitored barrier.
+_TAG = 32_764
+
+
+def maximum_over_ranks(transport: Transport, rank: int, size: int, numbers: Sequence[int], deadline: Deadline) -> list[int]:
+    """For each place the largest number of any rank. A collective of all ranks; none returns before all have called.
+
+    Dissemination: in round k each rank tells the one that is 2**k after it the largest that it knows. The maximum is the same
+    however often a number is told, so any number of ranks is served.
+
+    Cost: ceil(log2(size)) messages from each rank, one after the other.
+
+    Raises:
+        TimeoutError: another rank did not come.
+    """
+    mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    step = 1
+    while step < size:
+        theirs = torch.empty_like(mine)
+        before, after = (rank - step) % size, (rank + step) % size
+        receiving = transport.start_recv(theirs, before, _TAG)
+        sending = transport.start_send(mine, after, _TAG)
+        try:
+            receiving.wait(deadline)
+            sending.wait(deadline)
+        except TimeoutError as error:
+            raise TimeoutError(f"rank {before} did not come, or waits itself ({error})") from error
+        mine = torch.maximum(mine, theirs)
+        step *= 2
+    return [int(number) for number in mine.tolist()]
+
+
+def texts_of_ranks(transport: Transport, rank: int, size: int, text: str, nbytes: int, deadline: Deadline) -> list[str]:
+    """What each rank says, by rank: of each the first `nbytes` bytes. A collective; each rank tells each other. For errors.
+
+    Raises:
+        TimeoutError: another rank did not come.
+    """
+    padded = text.encode()[:nbytes].ljust(nbytes)
+    mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+    rows = [torch.empty_like(mine) for _ in range(size)]
+    rows[rank] = mine
+    others = [(rank + step) % size for step in range(1, size)]
+    requests = [transport.start_recv(rows[peer], peer, _TAG) for peer in others]
+    requests += [transport.start_send(mine, peer, _TAG) for peer in others]
+    for request in requests:
+        request.wait(deadline)
+    return [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]

@@ -1,0 +1,60 @@
+"""Ranks that ask for different groups, or were given different options."""
+
+from __future__ import annotations
+
+import pytest
+
+from syncline.collectives import DisagreementError, ProcessGroup
+from syncline.collectives.backends.in_process import InProcessTransport, SharedState
+from syncline.collectives.default_group.agreement import check_agreement
+from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_other_members_are_named_on_all_ranks(size: int) -> None:
+    def body(group: ProcessGroup) -> None:
+        check_agreement(group, "new_group([0])")
+        with pytest.raises(DisagreementError) as caught:
+            check_agreement(group, "new_group([0, 1])" if group.rank == 1 else "new_group([0])")
+        assert "rank 0: new_group([0]); rank 1: new_group([0, 1])" in str(caught.value)
+        group.barrier()
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_other_options_are_named_on_all_ranks(size: int, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_REPORT_DIR", str(tmp_path))
+    shared_state = SharedState(size)
+
+    def body(outer: ProcessGroup) -> None:
+        group = HostGroup(InProcessTransport(shared_state, outer.rank), outer.rank, size, timeout_s=10)
+        group.start({"check_calls": False})
+        if size > 1:
+            with pytest.raises(DisagreementError, match=r"rank 0: check_calls=False; rank 1: check_calls=True"):
+                group.start({"check_calls": outer.rank == 1})
+        outer.barrier()
+
+    run_ranks(size, body)
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_ranks_report_to_one_folder(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_REPORT_DIR", str(tmp_path))
+    shared_state = SharedState(2)
+
+    def body(outer: ProcessGroup) -> None:
+        group = HostGroup(InProcessTransport(shared_state, outer.rank), outer.rank, 2, timeout_s=10)
+        group.start({})
+        part = group.split(0)
+        assert part is not None
+        with pytest.raises(DisagreementError, match=r"writes what it knows to .*syncline-report-"):
+            part.barrier() if outer.rank else part.split(0)
+        outer.barrier()
+
+    run_ranks(2, body)
+    (folder,) = tmp_path.iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-0.1.json", "rank-1.1.json"]

@@ -1,0 +1,134 @@
+"""A callback that is attached too late may not issue a collective: its place in the order would differ between ranks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from syncline.collectives import MisuseError, ProcessGroup, Work
+from syncline.collectives.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def issue(group: ProcessGroup) -> Work:
+    return group.all_reduce(torch.ones(2), async_op=True)
+
+
+def test_a_collective_from_a_late_callback_is_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        errors: list[MisuseError] = []
+
+        def callback(_: object) -> None:
+            try:
+                group.broadcast(torch.ones(1))
+            except MisuseError as error:
+                errors.append(error)
+
+        work = issue(group)
+        later = issue(group)
+        work.get_future().add_done_callback(callback)
+        later.wait()
+        group.barrier()
+        assert "broadcast on rank" in str(errors[0])
+        assert "attached to a work after later collectives of the group had been issued" in str(errors[0])
+        assert group.recorder.count == 3
+
+    run_ranks(3, body)
+
+
+def test_a_future_that_was_taken_in_time_is_no_excuse() -> None:
+    def body(group: ProcessGroup) -> None:
+        future = issue(group).get_future()
+        issue(group).wait()
+        with pytest.raises(RuntimeError, match="Attach the callback before the next collective is issued"):
+            future.then(lambda _: group.broadcast(torch.ones(1))).wait()
+        group.barrier()
+
+    run_ranks(2, body)
+
+
+def test_callbacks_in_time_may_issue_collectives_several_of_them() -> None:
+    def body(group: ProcessGroup) -> None:
+        sums = [torch.ones(1) for _ in range(4)]
+        for _ in range(20):
+            future = issue(group).get_future()
+            futures = [future.then(lambda _, tensor=tensor: group.all_reduce(tensor).result()) for tensor in sums]
+            issue(group)
+            for future in futures:
+                future.wait()
+        group.barrier()
+        assert [tensor.item() for tensor in sums] == [2.0**20] * 4
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("wait", [lambda work: work.wait(), lambda work: work.get_future().wait()])
+def test_a_callback_after_a_wait_is_not_late(wait) -> None:
+    def body(group: ProcessGroup) -> None:
+        work = issue(group)
+        issue(group).wait()
+        wait(work)
+        work.get_future().then(lambda _: group.broadcast(torch.ones(1)).result()).wait()
+        group.barrier()
+
+    run_ranks(2, body)
+
+
+def test_a_work_with_a_future_is_freed_at_once() -> None:
+    def body(group: ProcessGroup) -> None:
+        tensor = torch.ones(2)
+        gone = weakref.ref(tensor)
+        work = group.all_reduce(tensor, async_op=True)
+        work.get_future().then(lambda _: None).wait()
+        work.wait()
+        group.barrier()
+        del work, tensor
+        assert gone() is None
+
+    gc.disable()
+    try:
+        run_ranks(2, body)
+    finally:
+        gc.enable()
+
+
+def test_a_late_callback_that_issues_nothing_runs() -> None:
+    def body(group: ProcessGroup) -> None:
+        work = issue(group)
+        issue(group)
+        assert work.get_future().then(lambda done: done.value()[0].tolist()).wait() == [2.0, 2.0]
+        group.barrier()
+
+    run_ranks(2, body)
+
+
+def test_another_group_may_be_used_late() -> None:
+    def body(group: ProcessGroup) -> None:
+        other = group.split(0)
+        assert other is not None
+        work = issue(group)
+        issue(group).wait()
+        work.get_future().then(lambda _: other.broadcast(torch.ones(1)).result()).wait()
+        other.close()
+
+    run_ranks(2, body)
+
+
+def test_callbacks_of_what_a_callback_issued_are_not_late() -> None:
+    """The thread that issues from outside runs on meanwhile."""
+
+    def body(group: ProcessGroup) -> None:
+        def outer(_: object) -> None:
+            child = issue(group).get_future()
+            child.then(lambda _: group.broadcast(torch.ones(1)).result()).wait()
+
+        futures = [issue(group).get_future().then(outer) for _ in range(100)]
+        for future in futures:
+            future.wait()
+        group.barrier()
+
+    run_ranks(2, body)

@@ -1,0 +1,57 @@
+"""Where sequences of calls part: a table of histories and sentences."""
+
+from __future__ import annotations
+
+import pytest
+
+from syncline.collectives.failures.call_record import DONE, CallRecord
+from syncline.collectives.failures.divergence import find_divergence
+
+NAMES = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
+
+
+def history(letters: str, first: int = 1) -> list[CallRecord]:
+    return [
+        CallRecord(place, place + first, NAMES[letter], "float32", (2,), "", None, "", DONE, 0.0, f"train.py:{place + 1}")
+        for place, letter in enumerate(letters)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("histories", "position", "sentence"),
+    [
+        (["aba", "aba"], None, ""),
+        (["", ""], None, ""),
+        (
+            ["abga", "abga", "aga"],
+            2,
+            "rank 2 skipped broadcast #2 (it called all_gather(float32[2]) #2 at train.py:2); ranks 0, 1",
+        ),
+        (
+            ["aga", "aga", "abga"],
+            2,
+            "rank 2 made a call that the others did not, broadcast(float32[2]) #2 at train.py:2; ranks 0, 1",
+        ),
+        (
+            ["aab", "aab", "aa"],
+            3,
+            "rank 2 has not come to broadcast #3; ranks 0, 1 called broadcast(float32[2]) #3 at train.py:3",
+        ),
+        (["aa", "ab"], 2, "rank 1 called broadcast(float32[2]) #2 at train.py:2; rank 0 called all_reduce(float32[2]) #2"),
+        (["a", ""], 1, "rank 1 has not come to all_reduce #1; rank 0"),
+    ],
+)
+def test_who_did_what(histories: list[str], position: int | None, sentence: str) -> None:
+    found = find_divergence({rank: history(letters) for rank, letters in enumerate(histories)})
+    assert (None if found is None else found.position) == position
+    if found is not None:
+        assert found.sentence.startswith(sentence)
+
+
+def test_only_what_all_remember_is_compared() -> None:
+    assert find_divergence({0: history("gab", first=1), 1: history("ab", first=2)}) is None
+
+
+def test_calls_that_have_not_begun_are_no_difference() -> None:
+    queued = [CallRecord(5, None, "barrier", "", (), "", None, "", "queued", 0.0, "?")]
+    assert find_divergence({0: history("a") + queued, 1: history("a")}) is None

@@ -1,0 +1,138 @@
+"""Reports: written by each rank, read and merged."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from syncline.collectives import InvalidArgumentError
+from syncline.collectives.__main__ import main
+from syncline.collectives.failures.flight_recorder import FlightRecorder
+from syncline.collectives.failures.job_report import merged, read_reports
+from syncline.collectives.failures.report import Reporter, report_on_signal
+
+CALLS = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
+
+
+def recorded(letters: str, rank: int, *, size: int, unfinished: bool = False) -> FlightRecorder:
+    recorder = FlightRecorder("default", rank, range(size))
+    entry = None
+    for number, letter in enumerate(letters):
+        entry = recorder.issue(number, CALLS[letter], torch.ones(2))
+        recorder.begin(entry)
+        if not (unfinished and number == len(letters) - 1):
+            recorder.end(entry)
+    return recorder
+
+
+def reports_of(folder: Path, histories: list[str], *, unfinished: bool = False, written_by: list[int] | None = None) -> Path:
+    made = None
+    for rank, letters in enumerate(histories):
+        if written_by is not None and rank not in written_by:
+            continue
+        reporter = Reporter("today", rank, len(histories), str(folder))
+        recorder = recorded(letters, rank, size=len(histories), unfinished=unfinished)
+        reporter.watch(recorder)
+        made = reporter.write("a test")
+    assert made is not None
+    return made
+
+
+def test_one_file_for_each_rank(tmp_path: Path) -> None:
+    made = reports_of(tmp_path, ["ab", "ab"])
+    assert made == tmp_path / "syncline-report-today"
+    assert sorted(path.name for path in made.iterdir()) == ["rank-0.1.json", "rank-1.1.json"]
+    first, second = read_reports(made)
+    assert (first.rank, second.rank, first.size) == (0, 1, 2)
+    assert first.reason == "a test"
+    assert "test_report.py" in first.stacks
+    assert [call.name for call in first.groups[0].calls] == ["all_reduce", "broadcast"]
+
+
+@pytest.mark.parametrize(
+    ("histories", "said"),
+    [
+        (["abg", "abg", "ag"], "rank 2 skipped broadcast #1 (it called all_gather(float32[2]) #1 at test_report.py"),
+        (["ab", "a"], "rank 1 has not come to broadcast #1; rank 0 called broadcast(float32[2]) #1 at test_report.py"),
+        (["ab", "ab"], "all made the same calls, and finished them"),
+    ],
+)
+def test_the_sentence(tmp_path: Path, histories: list[str], said: str) -> None:
+    assert said in merged(read_reports(reports_of(tmp_path, histories)))
+
+
+def test_a_call_that_nobody_finished(tmp_path: Path) -> None:
+    made = reports_of(tmp_path, ["ab", "ab"], unfinished=True)
+    assert "all made the same calls; ranks 0, 1 did not finish broadcast(float32[2]) #1" in merged(read_reports(made))
+
+
+def test_ranks_that_wrote_nothing_are_named(tmp_path: Path) -> None:
+    made = reports_of(tmp_path, ["ab", "ab", "ab"], written_by=[0, 2])
+    said = merged(read_reports(made))
+    assert said.startswith("2 of 3 rank(s) have reported\nrank 1 wrote nothing")
+
+
+def test_nothing_is_overwritten_and_the_latest_is_read(tmp_path: Path) -> None:
+    reports_of(tmp_path, ["a"])
+    made = reports_of(tmp_path, ["ab"])
+    assert sorted(path.name for path in made.iterdir()) == ["rank-0.1.json", "rank-0.2.json"]
+    (latest,) = read_reports(made)
+    assert len(latest.groups[0].calls) == 2
+
+
+def test_a_process_writes_only_so_many(tmp_path: Path) -> None:
+    reporter = Reporter("today", 0, 1, str(tmp_path))
+    folders = [reporter.write("again") for _ in range(40)]
+    assert folders[0] is not None
+    assert folders[-1] is None
+    assert len(list(folders[0].iterdir())) < 40
+
+
+def test_an_empty_folder_name_switches_reports_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SYNCLINE_REPORT_DIR", "")
+    assert Reporter("today", 0, 1).write("a test") is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_it_cannot_be_written_nothing_is_raised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert Reporter("today", 3, 4, str(tmp_path / "file")).write("a test") is None
+    assert "rank 3 cannot write its report" in capfd.readouterr().err
+
+
+def test_a_signal_writes_it_and_calls_the_earlier_handler(tmp_path: Path) -> None:
+    heard: list[int] = []
+    earlier = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        assert report_on_signal(Reporter("first", 0, 1, str(tmp_path)))
+        assert report_on_signal(Reporter("second", 0, 1, str(tmp_path)))
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+    assert heard == [signal.SIGUSR1]
+    assert [path.name for path in tmp_path.iterdir()] == ["syncline-report-second"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = reports_of(tmp_path, ["abg", "abg", "ag"])
+    assert main(["report", str(made), "--stacks", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "group 'default' of ranks 0, 1, 2" in said
+    assert "the threads of rank 2, which reported because of: a test" in said
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"groups": 3}', '{"groups": []}', "[]"])
+def test_other_files_are_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rank-0.1.json").write_text(text)
+    with pytest.raises(InvalidArgumentError, match=r"rank-0\.1\.json is no report of Syncline"):
+        read_reports(tmp_path)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "expected files rank-*.json" in capsys.readouterr().err

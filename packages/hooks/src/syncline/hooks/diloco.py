@@ -1,0 +1,343 @@
+"""DiLoCo: many local steps, then one step on the average of what they have changed; at once, or as a stream of fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from syncline.collectives import InvalidArgumentError, MisuseError, broadcast_coalesced
+
+from .compressor import Compressor
+from .fragments import balanced_fragments, starts_at
+from .low_precision import math_dtype
+from .model_averaging import group_of_ranks
+from .outer_exchange import KnownAverage, OuterExchange, PendingAverage
+from .saved_state import FORMAT, Origin, check_kind, check_parameters
+from .sites import Sites
+from .statistics import HookStatistics
+
+_KIND = "DiLoCo"
+
+
+class DiLoCoOptimizer(torch.optim.Optimizer):
+    """Steps an inner optimizer on this replica alone; every `sync_every` steps an outer optimizer moves all replicas together.
+
+    ::
+
+        inner steps 1 .. H      each replica by itself, on its own data: nothing is communicated
+        outer gradient          what all replicas had at the latest synchronisation, less the average of what they have now
+        outer step              SGD with Nesterov momentum; every replica goes on from the result
+
+    The model is not wrapped: gradients are not averaged (except inside a site, see `sites`). Buffers, such as the statistics of
+    batch normalisation, stay each replica's own.
+
+    With `fragments` above 1 it is Streaming DiLoCo: the parameters are divided into fragments of about as many bytes each,
+    which are synchronised in turn, so that the peak of what is sent falls as much. With `overlap_steps` a fragment's average is
+    under way while so many inner steps are taken; when it has come, the parameters become `mixing` times their own value plus
+    `1 - mixing` times the outer step's result.
+
+    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
+    "Streaming DiLoCo with overlapping communication", 2025. Defaults are those of the first paper.
+
+    Note [Bitwise outer steps]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Without a compressor the ranks average the parameters themselves, not their differences from before: an outer step of rate 1
+    without momentum then gives exactly that average, and on one rank exactly what the inner optimizer has made.
+
+    Args:
+        optim: the inner optimizer, AdamW in the papers; its parameter groups and state are this one's.
+        named_parameters: names and parameters that are synchronised, as `model.named_parameters()` gives them; of
+            floating-point dtypes; the same on all ranks. All get the first rank's values: constructing is a collective.
+        process_group: one rank of each replica, ours or torch's; None for torch's default group. Not with `sites`.
+        sites: the ranks of a site share a replica, which averages gradients inside the site at every step (by DDP over
+            `sites.inside`); only the first rank of each site communicates with other sites.
+        sync_every: H, in inner steps; the same on all ranks.
+        outer_lr: of the outer optimizer; above 0.
+        outer_momentum: 0 or above and below 1.
+        fragments: how many; or the parameters' names in each, all of them once.
+        overlap_steps: 0 or above, below `sync_every`.
+        mixing: 0 or above and below 1; 0 unless there is an overlap. The second paper found 0.5 good.
+        compressor: of what is sent, with error feedback: `Int8()`, `Int4()`; None sends parameters as they are.
+        seed: of the compressor.
+
+    Bytes sent by each rank for each step, on average: those of one all_reduce of all parameters (halves as float32), divided by
+    H; with a compressor, of one all_gather of its message.
+
+    Extra memory: the parameters twice, in float32 at least (once without momentum); a fragment while it is under way; with a
+    compressor once more.
+
+    Raises:
+        InvalidArgumentError: a setting is out of its range, or a name is missing, unknown or there twice.
+        MisuseError: a parameter is not of a floating-point dtype, or both a group and sites are given.
+    """
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        process_group: Any = None,
+        *,
+        sites: Sites | None = None,
+        sync_every: int = 500,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int | Sequence[Sequence[str]] = 1,
+        overlap_steps: int = 0,
+        mixing: float = 0.0,
+        compressor: Compressor | None = None,
+        seed: int = 0,
+    ) -> None:
+        # Not super().__init__: the parameter groups are those of `optim`, the same objects.
+        self.optim = optim
+        self.param_groups = optim.param_groups
+        _check(sync_every, outer_lr, outer_momentum, overlap_steps, mixing)
+        parameters = dict(named_parameters)
+        _check_dtypes(parameters)
+        if sites is not None and process_group is not None:
+            raise MisuseError("expected a process_group or sites, found both: the sites say who communicates")
+        group = None if sites is not None else group_of_ranks(process_group)
+        self._exchange = (
+            OuterExchange(group, None, compressor, seed) if sites is None else OuterExchange.between(sites, compressor, seed)
+        )
+        self.sync_every = sync_every
+        self.overlap_steps = overlap_steps
+        self.steps = 0
+        for ranks in (group,) if sites is None else (sites.between, sites.inside):
+            if ranks is not None:
+                broadcast_coalesced([parameter.detach() for parameter in parameters.values()], group=ranks)
+        outer = _OuterSGD(outer_lr, outer_momentum, mixing)
+        self._fragments = [_Fragment(part, outer, self._exchange) for part in _divided(parameters, fragments)]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
+        """That of the inner optimizer."""
+        return self.optim.state
+
+    @property
+    def fragments(self) -> list[list[str]]:
+        """The names of the parameters in each fragment."""
+        return [list(fragment.parameters) for fragment in self._fragments]
+
+    @property
+    def statistics(self) -> HookStatistics:
+        """Bytes handed to collectives on this rank, and the bytes of the parameters that they stand for."""
+        return self._exchange.statistics
+
+    def __repr__(self) -> str:
+        return f"DiLoCoOptimizer({self.optim!r}, sync_every={self.sync_every}, fragments={len(self._fragments)})"
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the inner optimizer; then finish what is due, and start what is due. Every rank calls it equally often."""
+        loss = self.optim.step(closure)
+        self.steps += 1
+        for fragment in self._fragments:
+            fragment.finish_if_due(self.steps)
+        for number, fragment in enumerate(self._fragments):
+            if starts_at(self.steps, number, len(self._fragments), self.sync_every):
+                fragment.start(self.steps + self.overlap_steps)
+                fragment.finish_if_due(self.steps)
+        return loss
+
+    def synchronize(self) -> None:
+        """Finish what is under way, then take an outer step of every fragment now, without mixing. A collective.
+
+        Call it at the end of training: replicas are equal afterwards. (With one fragment and no overlap they are equal after
+        every `sync_every` steps already; another outer step right after one would only follow its momentum.)
+        """
+        for fragment in self._fragments:
+            fragment.finish_if_due(None)
+        for fragment in self._fragments:
+            fragment.start(self.steps, mixes=False)
+        for fragment in self._fragments:
+            fragment.finish_if_due(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the inner optimizer, and the outer one's as "outer"; by the parameters' names.
+
+        Waits for what is under way; with sites, all ranks of a site then call it. What a compressor has left out is each rank's
+        own: save on every rank, or see `merge_states` for another number of ranks. Between outer steps the replicas' parameters
+        differ, so a job that goes on from one rank's model goes on from that replica.
+        """
+        exchange = self._exchange
+        outer = {
+            "kind": _KIND,
+            "format": FORMAT,
+            "iter": self.steps,
+            "rank": exchange.origin.rank,
+            "world_size": exchange.origin.world_size,
+            "seeds": exchange.seeds.state(),
+            "errors": exchange.error_feedback.state_dict(),
+            "fragments": [fragment.state_dict() for fragment in self._fragments],
+        }
+        return {**self.optim.state_dict(), "outer": outer}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; load the model's parameters, too.
+
+        Raises:
+            MisuseError: there is no "outer" state, or it is of another model, or of other fragments while one was under way.
+        """
+        outer = state_dict.get("outer", {})
+        check_kind(outer, _KIND)
+        saved = {name: tensors for entry in outer["fragments"] for name, tensors in entry["parameters"].items()}
+        mine = {name: parameter for fragment in self._fragments for name, parameter in fragment.parameters.items()}
+        check_parameters({name: tensors["anchor"] for name, tensors in saved.items()}, _shapes(mine))
+        missing = mine.keys() - saved.keys()
+        if missing:
+            raise MisuseError(f"the saved state is of another model: it lacks parameter '{min(missing)}'")
+        self.optim.load_state_dict({name: value for name, value in state_dict.items() if name != "outer"})
+        self.param_groups = self.optim.param_groups  # torch's optimizers replace the list when they load
+        self.steps = outer["iter"]
+        self._exchange.seeds.restore(outer["seeds"])
+        self._exchange.error_feedback.load_state_dict(outer["errors"])
+        self._exchange.origin = Origin(outer["rank"], outer["world_size"])
+        under_way = {tuple(entry["parameters"]): entry["due"] for entry in outer["fragments"] if entry["due"] is not None}
+        for fragment in self._fragments:
+            fragment.load(saved, under_way.pop(tuple(fragment.parameters), None))
+        if under_way:
+            raise MisuseError("the state was saved while a fragment was under way, and this optimizer has other fragments")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """That of the inner optimizer."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - it is refused
+        """Refused: every rank would have to synchronise the new parameters from the same step on.
+
+        Raises:
+            MisuseError: always.
+        """
+        raise MisuseError("a DiLoCoOptimizer takes no further parameters; make a new one of the larger inner optimizer")
+
+
+class _OuterSGD:
+    """The outer optimizer: SGD with Nesterov momentum, as torch's, without state of its own."""
+
+    def __init__(self, lr: float, momentum: float, mixing: float) -> None:
+        self.lr = lr
+        self.momentum = momentum
+        self.mixing = mixing
+
+    def moved(self, anchor: torch.Tensor, average: torch.Tensor, velocity: torch.Tensor | None) -> torch.Tensor:
+        """Where the step leads from the anchor; `velocity` is updated. See Note [Bitwise outer steps]."""
+        result = torch.lerp(anchor, average, self.lr)  # exactly the average for a rate of 1
+        if velocity is not None:
+            velocity.mul_(self.momentum).add_(anchor - average)
+            result.sub_(velocity, alpha=self.lr * self.momentum)
+        return result
+
+
+class _Fragment:
+    """Parameters that are synchronised together, with the outer optimizer's state.
+
+    Attributes:
+        parameters: by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], outer: _OuterSGD, exchange: OuterExchange) -> None:
+        self.parameters = dict(parameters)
+        self._outer = outer
+        self._exchange = exchange
+        values = [parameter.detach() for parameter in parameters.values()]
+        self._anchors = [value.to(math_dtype(value.dtype), copy=True) for value in values]
+        has_velocity = outer.momentum > 0
+        self._velocities = [torch.zeros_like(anchor) if has_velocity else None for anchor in self._anchors]
+        self._pending: PendingAverage | None = None
+        self._due = 0
+        self._mixing = outer.mixing
+
+    def start(self, due: int, *, mixes: bool = True) -> None:
+        """Start to average the parameters as they are now; the outer step is due after step `due`."""
+        values = [parameter.detach() for parameter in self.parameters.values()]
+        self._pending = self._exchange.start(list(self.parameters), values, self._anchors)
+        self._due = due
+        self._mixing = self._outer.mixing if mixes else 0.0
+
+    @torch.no_grad()
+    def finish_if_due(self, step: int | None) -> None:
+        """Wait for the average and take the outer step, if that is due (None: in any case)."""
+        if self._pending is None or (step is not None and step < self._due):
+            return
+        averages, self._pending = self._pending.wait(), None
+        places = zip(self.parameters.values(), self._anchors, averages, self._velocities, strict=True)
+        for parameter, anchor, average, velocity in places:
+            anchor.copy_(self._outer.moved(anchor, average, velocity))
+            if self._mixing:
+                parameter.lerp_(anchor.to(parameter.dtype), 1 - self._mixing)
+            else:
+                parameter.copy_(anchor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of anchors and velocities by name, and of the average under way."""
+        averages = [None] * len(self._anchors) if self._pending is None else self._pending.wait()
+        saved = zip(self.parameters, self._anchors, self._velocities, averages, strict=True)
+        return {
+            "due": None if self._pending is None else [self._due, self._mixing],
+            "parameters": {
+                name: {key: tensor.clone() for key, tensor in zip(_SAVED, tensors, strict=True) if tensor is not None}
+                for name, *tensors in saved
+            },
+        }
+
+    def load(self, saved: Mapping[str, Mapping[str, torch.Tensor]], due: Sequence[Any] | None) -> None:
+        """Take over what was saved by name; `due` if the average was under way."""
+        mine = [saved[name] for name in self.parameters]
+        for anchor, velocity, tensors in zip(self._anchors, self._velocities, mine, strict=True):
+            anchor.copy_(tensors["anchor"])
+            if velocity is not None:
+                velocity.copy_(tensors.get("velocity", torch.zeros_like(anchor)))
+        self._pending = None
+        if due is not None:
+            self._due, self._mixing = due
+            averages = [tensors["average"].to(anchor) for tensors, anchor in zip(mine, self._anchors, strict=True)]
+            self._pending = KnownAverage(averages)
+
+
+_SAVED = ("anchor", "velocity", "average")
+
+
+def _shapes(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in parameters.items()}
+
+
+def _check(sync_every: int, outer_lr: float, outer_momentum: float, overlap_steps: int, mixing: float) -> None:
+    if sync_every < 1:
+        raise InvalidArgumentError(f"expected sync_every of 1 step or above, found {sync_every}")
+    if not outer_lr > 0:
+        raise InvalidArgumentError(f"expected an outer_lr above 0, found {outer_lr}")
+    if not 0 <= outer_momentum < 1:
+        raise InvalidArgumentError(f"expected an outer_momentum of 0 or above and below 1, found {outer_momentum}")
+    if not 0 <= overlap_steps < sync_every:
+        raise InvalidArgumentError(f"expected overlap_steps of 0 to {sync_every - 1}, below sync_every, found {overlap_steps}")
+    if not 0 <= mixing < 1:
+        raise InvalidArgumentError(f"expected a mixing of 0 or above and below 1, found {mixing}")
+    if mixing and not overlap_steps:
+        raise InvalidArgumentError(f"mixing={mixing} without overlap_steps: replicas would never be equal; leave it out")
+
+
+def _check_dtypes(parameters: Mapping[str, torch.Tensor]) -> None:
+    if not parameters:
+        raise MisuseError("expected named parameters to synchronise, found none")
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise MisuseError(f"expected parameters of a floating-point dtype, found '{name}' of {parameter.dtype}")
+
+
+def _divided(
+    parameters: Mapping[str, torch.nn.Parameter], fragments: int | Sequence[Sequence[str]]
+) -> list[dict[str, torch.nn.Parameter]]:
+    names = list(parameters)
+    if isinstance(fragments, int):
+        sizes = [parameter.nbytes for parameter in parameters.values()]
+        divided = [[names[index] for index in part] for part in balanced_fragments(sizes, fragments)]
+    else:
+        divided = [list(part) for part in fragments]
+        given = sorted(name for part in divided for name in part)
+        if given != sorted(names) or not all(divided):
+            wrong = sorted(set(given) ^ set(names)) or sorted({name for name in given if given.count(name) > 1})
+            raise InvalidArgumentError(
+                f"expected each parameter in exactly one fragment, and none empty; look at {', '.join(map(repr, wrong[:5]))}"
+            )
+    return [{name: parameters[name] for name in part} for part in divided]

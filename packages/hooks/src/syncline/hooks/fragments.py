@@ -1,0 +1,45 @@
+"""Which parameters are synchronised together, and when. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from syncline.collectives import InvalidArgumentError
+
+
+def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Deal items into `count` fragments of about the same size.
+
+    The largest item goes first, each to the fragment that is the smallest so far; among equals the first. (Largest processing
+    time first, Graham 1969: no fragment is larger than 4/3 of what the best division has.) Streaming DiLoCo takes every n-th
+    block of a transformer instead; blocks have one size there, so that comes to the same bytes.
+
+    Args:
+        sizes: of the items; 0 or above.
+        count: 1 or above.
+
+    Returns:
+        The items' indices, rising in each fragment. A fragment is empty only if there are fewer items than fragments.
+
+    Raises:
+        InvalidArgumentError: there are fewer items than fragments.
+    """
+    if not 1 <= count <= len(sizes):
+        raise InvalidArgumentError(f"expected 1 to {len(sizes)} fragments, one parameter in each at least, found {count}")
+    fragments: list[list[int]] = [[] for _ in range(count)]
+    filled = [(0, 0)] * count  # bytes, then items: parameters without elements are dealt out, too
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        number = min(range(count), key=lambda number: filled[number])
+        fragments[number].append(index)
+        filled[number] = filled[number][0] + sizes[index], filled[number][1] + 1
+    return [sorted(fragment) for fragment in fragments]
+
+
+def starts_at(step: int, fragment: int, fragments: int, sync_every: int) -> bool:
+    """Whether a fragment's averaging starts after this step (counted from 1).
+
+    Each fragment has its turn every `sync_every` steps; the turns of different fragments are spread evenly over them. A single
+    fragment starts at steps `sync_every`, 2 `sync_every`, ...
+    """
+    turn = sync_every * (fragment + 1) // fragments
+    return step % sync_every == turn % sync_every

@@ -1,0 +1,175 @@
+"""The average of a fragment's parameters over all replicas, started now and used some steps later."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from syncline.collectives import ProcessGroup, ReduceOp, Work, broadcast_coalesced
+
+from .compressor import Compressor
+from .error_feedback import ErrorFeedback
+from .low_precision import math_dtype
+from .saved_state import Origin
+from .seeds import SharedSeeds
+from .sites import Sites
+from .statistics import HookStatistics
+
+
+class PendingAverage(ABC):
+    """An average that may still be under way. The ranks wait for theirs in the order in which they were started."""
+
+    _averages: list[torch.Tensor] | None = None
+
+    def wait(self) -> list[torch.Tensor]:
+        """The averages, shaped like the parameters, in `math_dtype` of theirs: the same bits on every rank."""
+        if self._averages is None:
+            self._averages = self._receive()
+        return self._averages
+
+    @abstractmethod
+    def _receive(self) -> list[torch.Tensor]: ...
+
+
+class KnownAverage(PendingAverage):
+    """One that was received before a state was saved."""
+
+    def __init__(self, averages: Sequence[torch.Tensor]) -> None:
+        self._averages = list(averages)
+
+    def _receive(self) -> list[torch.Tensor]:
+        raise AssertionError("it is known")
+
+
+class OuterExchange:
+    """Averages parameters over replicas, whole or as compressed differences from what all replicas had before.
+
+    Args:
+        group: one rank of each replica; None on a rank that leaves the exchange to another one of its site.
+        inside: the ranks of this replica's site, which hold the same parameters and get the average from the first of them;
+            None if this rank is alone.
+        compressor: of the differences, with error feedback; None averages the parameters as they are.
+        seed: of the compressor; the same on every rank.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None, inside: ProcessGroup | None, compressor: Compressor | None, seed: int
+    ) -> None:
+        self.inside = inside
+        self.compressor = compressor
+        self.seeds = SharedSeeds(seed)
+        self.error_feedback = ErrorFeedback()
+        self.origin = Origin()
+        self.statistics = HookStatistics()
+        self._group = group
+
+    @classmethod
+    def between(cls, sites: Sites, compressor: Compressor | None, seed: int) -> OuterExchange:
+        """Between sites; inside each the replicas are equal already."""
+        return cls(sites.between, sites.inside, compressor, seed)
+
+    def start(
+        self, names: Sequence[str], parameters: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]
+    ) -> PendingAverage:
+        """Take the parameters' values of now, and start to average them. All ranks call it for the same parameters.
+
+        Args:
+            names: the parameters'.
+            parameters: of a floating-point dtype. Only read, and not after the call.
+            anchors: what all replicas had after the latest synchronisation, in `math_dtype`; the same on every rank.
+        """
+        seed = self.seeds.next()
+        shaped = [torch.empty_like(anchor) for anchor in anchors]
+        own: PendingAverage
+        if self._group is None:
+            own = KnownAverage(shaped)  # overwritten by the first rank's
+        elif self.compressor is None:
+            own = _WholeAverage(self._group, parameters, shaped, self.statistics)
+        else:
+            self.origin.settle(self._group.rank, self._group.size, self.error_feedback)
+            own = self._start_compressed(self._group, self.compressor, names, parameters, anchors, seed)
+        return own if self.inside is None else _SharedAverage(own, self.inside)
+
+    def _start_compressed(
+        self,
+        group: ProcessGroup,
+        compressor: Compressor,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        anchors: Sequence[torch.Tensor],
+        seed: int,
+    ) -> PendingAverage:
+        with torch.no_grad():
+            differences = [anchor - parameter for anchor, parameter in zip(anchors, parameters, strict=True)]
+            self.error_feedback.add_to(names, differences)
+            message = compressor.compress(differences, seed)
+            sent = compressor.decompress(message, differences, seed)
+            errors = [torch.nan_to_num_(whole - part, 0.0, 0.0, 0.0) for whole, part in zip(differences, sent, strict=True)]
+            self.error_feedback.remember(names, errors)
+        self.statistics.sends(sum(parameter.nbytes for parameter in parameters), message.nbytes)
+        work, messages = compressor.exchange(group, message)
+        return _CompressedAverage(work, messages, compressor, [anchor.clone() for anchor in anchors], seed)
+
+
+class _WholeAverage(PendingAverage):
+    """Of parameters as they are: one all_reduce for each dtype."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        parameters: Sequence[torch.Tensor],
+        shaped: Sequence[torch.Tensor],
+        statistics: HookStatistics,
+    ) -> None:
+        self._shaped = list(shaped)
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, parameter in enumerate(parameters):
+            by_dtype.setdefault(math_dtype(parameter.dtype), []).append(index)
+        self._parts: list[tuple[list[int], torch.Tensor, Work]] = []
+        for dtype, indices in by_dtype.items():
+            with torch.no_grad():
+                flat = torch.cat([parameters[index].to(dtype).reshape(-1) for index in indices])
+            statistics.sends(sum(parameters[index].nbytes for index in indices), flat.nbytes)
+            self._parts.append((indices, flat, group.all_reduce(flat, ReduceOp.AVG, async_op=True)))
+
+    def _receive(self) -> list[torch.Tensor]:
+        for indices, flat, work in self._parts:
+            work.wait()
+            pieces = torch.split(flat, [self._shaped[index].numel() for index in indices])
+            for index, piece in zip(indices, pieces, strict=True):
+                self._shaped[index].copy_(piece.view(self._shaped[index].shape))
+        return self._shaped
+
+
+class _CompressedAverage(PendingAverage):
+    """The anchors less the mean of the differences."""
+
+    def __init__(
+        self, work: Work, messages: torch.Tensor, compressor: Compressor, anchors: list[torch.Tensor], seed: int
+    ) -> None:
+        self._work = work
+        self._messages = messages
+        self._compressor = compressor
+        self._anchors = anchors
+        self._seed = seed
+
+    def _receive(self) -> list[torch.Tensor]:
+        self._work.wait()
+        with torch.no_grad():
+            means = self._compressor.mean(self._messages, self._anchors, self._seed)
+            return [anchor - mean for anchor, mean in zip(self._anchors, means, strict=True)]
+
+
+class _SharedAverage(PendingAverage):
+    """What the first rank of a site has received, given to the others there."""
+
+    def __init__(self, own: PendingAverage, inside: ProcessGroup) -> None:
+        self._own = own
+        self._inside = inside
+
+    def _receive(self) -> list[torch.Tensor]:
+        averages = self._own.wait()
+        broadcast_coalesced(averages, group=self._inside)
+        return averages

@@ -1,0 +1,40 @@
+"""Ranks that are near one another, and the slow links between them."""
+
+from __future__ import annotations
+
+from syncline.collectives import MisuseError, ProcessGroup, TorchGroup, exchange_objects
+
+
+class Sites:
+    """A group divided by site: a node, a rack, a data centre.
+
+    ::
+
+        site "a":  rank 0   rank 1   rank 2          inside: every step, over fast links
+                     │
+                  between: every H steps, over slow links, one rank of each site
+                     │
+        site "b":  rank 3   rank 4
+
+    Attributes:
+        inside: the ranks of this rank's site, ordered as in the group.
+        between: the first rank of each site; None on all other ranks.
+        number: how many sites there are.
+
+    Args:
+        group: to be divided; of Syncline's own. A collective: all its ranks construct it.
+        site: what this rank's site is called.
+
+    Raises:
+        MisuseError: the group is one of torch's, which does not split.
+    """
+
+    def __init__(self, group: ProcessGroup, site: str) -> None:
+        if isinstance(group, TorchGroup):
+            raise MisuseError("expected a process group of Syncline's to divide into sites, found one of torch's")
+        labels = list(dict.fromkeys(exchange_objects(site, group=group)))
+        inside = group.split(labels.index(site))
+        assert inside is not None
+        self.inside = inside
+        self.between = group.split(0 if inside.rank == 0 else None)
+        self.number = len(labels)

@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
+from syncline.collectives.testing import run_ranks
+from syncline.hooks import DiLoCoOptimizer, Int4, Int8, Sites, merge_states
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 13
+
+
+def small_model() -> torch.nn.Module:
+    """The same on every rank; from a generator of its own, since ranks are threads that share torch's."""
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter, -0.4, 0.4, generator=generator)
+    return model
+
+
+def inner(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range = range(STEPS)) -> None:
+    """Other data on each rank and in each step."""
+    for step in steps:
+        data = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * rank + step))
+        optimizer.zero_grad()
+        model(data).square().sum().backward()
+        optimizer.step()
+
+
+def values(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
+
+
+# ---- against what is written out on one process ----
+
+
+def reference(
+    ranks: int,
+    *,
+    sync_every: int,
+    turns: dict[int, list[int]],
+    overlap: int,
+    mixing: float,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+) -> list[list[torch.Tensor]]:
+    """DiLoCo of all ranks in one process, with torch's SGD as the outer optimizer. `turns`: step mod H to parameters."""
+    models = [small_model() for _ in range(ranks)]
+    optimizers = [inner(model) for model in models]
+    parameters = [list(model.parameters()) for model in models]
+    anchors = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters[0]]
+    outer = [torch.optim.SGD([anchor], lr, momentum, nesterov=momentum > 0) for anchor in anchors]
+    under_way: dict[int, tuple[int, torch.Tensor]] = {}
+    for step in range(1, STEPS + 1):
+        for rank, model in enumerate(models):
+            train(model, optimizers[rank], rank, range(step - 1, step))
+        for index in turns.get(step % sync_every, []):
+            mean = torch.stack([parameters[rank][index].detach() for rank in range(ranks)]).mean(0)
+            under_way[index] = step + overlap, mean
+        for index, (due, mean) in list(under_way.items()):
+            if due == step:
+                del under_way[index]
+                anchors[index].grad = anchors[index].detach() - mean
+                outer[index].step()
+                with torch.no_grad():
+                    for rank in range(ranks):
+                        parameters[rank][index].copy_(mixing * parameters[rank][index] + (1 - mixing) * anchors[index])
+    return [values(model) for model in models]
+
+
+@pytest.mark.parametrize(
+    ("options", "turns"),
+    [
+        ({"sync_every": 5}, {0: [0, 1, 2, 3]}),
+        ({"sync_every": 5, "outer_momentum": 0.0}, {0: [0, 1, 2, 3]}),
+        ({"sync_every": 4, "fragments": [["0.weight", "2.bias"], ["0.bias", "2.weight"]]}, {2: [0, 3], 0: [1, 2]}),
+        (
+            {"sync_every": 4, "fragments": [["0.weight", "2.bias"], ["0.bias", "2.weight"]], "overlap_steps": 2, "mixing": 0.5},
+            {2: [0, 3], 0: [1, 2]},
+        ),
+    ],
+)
+def test_it_is_what_is_written_out_on_one_process(options: dict[str, Any], turns: dict[int, list[int]]) -> None:
+    expected = reference(
+        3,
+        sync_every=options["sync_every"],
+        turns=turns,
+        overlap=options.get("overlap_steps", 0),
+        mixing=options.get("mixing", 0.0),
+        momentum=options.get("outer_momentum", 0.9),
+    )
+
+    def body(group: ProcessGroup) -> list[torch.Tensor]:
+        model = small_model()
+        optimizer = DiLoCoOptimizer(inner(model), model.named_parameters(), group, **options)
+        train(model, optimizer, group.rank)
+        return values(model)
+
+    for found, wanted in zip(run_ranks(3, body), expected, strict=True):
+        assert close(found, wanted)
+
+
+def test_one_rank_with_an_outer_step_of_one_is_the_inner_optimizer_bitwise() -> None:
+    def body(group: ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model, alone = small_model(), small_model()
+        optimizer = DiLoCoOptimizer(
+            inner(model), model.named_parameters(), group, sync_every=1, outer_lr=1.0, outer_momentum=0.0
+        )
+        train(model, optimizer, 0)
+        train(alone, inner(alone), 0)
+        return values(model), values(alone)
+
+    [(found, wanted)] = run_ranks(1, body)
+    assert equal(found, wanted)
+
+
+# ---- replicas ----
+
+
+@pytest.mark.parametrize("compressor", [None, Int8(), Int4(per_channel=True)])
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_replicas_are_bitwise_equal_after_an_outer_step(compressor: Any, fragments: int) -> None:
+    def body(group: ProcessGroup) -> tuple[bool, bool]:
+        model = small_model()
+        optimizer = DiLoCoOptimizer(
+            inner(model), model.named_parameters(), group, sync_every=6, fragments=fragments, compressor=compressor
+        )
+        train(model, optimizer, group.rank, range(7))
+        before = exchange_objects(values(model), group=group)
+        optimizer.synchronize()
+        after = exchange_objects(values(model), group=group)
+        return equal(*before), equal(*after)
+
+    assert run_ranks(2, body) == [(False, True)] * 2
+
+
+def test_every_rank_begins_with_the_first_ones_parameters() -> None:
+    def body(group: ProcessGroup) -> list[torch.Tensor]:
+        model = small_model()
+        with torch.no_grad():
+            next(model.parameters()).add_(group.rank)
+        DiLoCoOptimizer(inner(model), model.named_parameters(), group)
+        return values(model)
+
+    for found in run_ranks(3, body):
+        assert equal(found, values(small_model()))
+
+
+def test_parameters_of_several_dtypes_are_averaged_in_float32_at_least() -> None:
+    def body(group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        half = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        double = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        optim = torch.optim.SGD([half, double], lr=1.0)
+        named = {"half": half, "double": double}.items()
+        optimizer = DiLoCoOptimizer(optim, named, group, sync_every=1, outer_lr=1.0, outer_momentum=0.0)
+        half.grad = torch.full_like(half, -1.0 - group.rank)
+        double.grad = torch.full_like(double, -1e-12 * (1 + group.rank))
+        optimizer.step()
+        return half.detach(), double.detach()
+
+    for half, double in run_ranks(2, body):
+        assert half.tolist() == [1.5] * 3
+        assert double.tolist() == [1.5e-12] * 2
+
+
+def test_sites_average_between_their_first_ranks_only() -> None:
+    """Two sites of two ranks; ranks of a site see the same data, as if DDP had averaged their gradients."""
+
+    def two(group: ProcessGroup) -> list[torch.Tensor]:
+        model = small_model()
+        optimizer = DiLoCoOptimizer(inner(model), model.named_parameters(), group, sync_every=3, overlap_steps=1, fragments=2)
+        train(model, optimizer, group.rank)
+        return values(model)
+
+    def four(group: ProcessGroup) -> tuple[list[torch.Tensor], int]:
+        sites = Sites(group, "ab"[group.rank // 2])
+        assert (sites.number, sites.inside.size, sites.between is not None) == (2, 2, group.rank % 2 == 0)
+        model = small_model()
+        optimizer = DiLoCoOptimizer(
+            inner(model), model.named_parameters(), sites=sites, sync_every=3, overlap_steps=1, fragments=2
+        )
+        train(model, optimizer, group.rank // 2)
+        return values(model), optimizer.statistics.bytes_sent
+
+    expected = run_ranks(2, two)
+    for rank, (found, sent) in enumerate(run_ranks(4, four)):
+        assert equal(found, expected[rank // 2])
+        assert (sent > 0) == (rank % 2 == 0)
+
+
+# ---- bytes ----
+
+
+def test_bytes_are_those_of_all_parameters_every_h_steps() -> None:
+    def body(group: ProcessGroup) -> tuple[int, int]:
+        model = small_model()
+        optimizer = DiLoCoOptimizer(inner(model), model.named_parameters(), group, sync_every=5, fragments=2)
+        train(model, optimizer, group.rank, range(10))
+        return optimizer.statistics.bytes_sent, sum(parameter.nbytes for parameter in model.parameters())
+
+    for sent, nbytes in run_ranks(2, body):
+        assert sent == 2 * nbytes
+
+
+# ---- resuming ----
+
+
+@pytest.mark.parametrize("compressor", [None, Int8()])
+@pytest.mark.parametrize("stop", [4, 5, 6, 8])
+def test_it_resumes_with_the_same_bits(compressor: Any, stop: int) -> None:
+    """Also where an average is under way."""
+
+    def make(group: ProcessGroup) -> tuple[torch.nn.Module, DiLoCoOptimizer]:
+        model = small_model()
+        return model, DiLoCoOptimizer(
+            inner(model),
+            model.named_parameters(),
+            group,
+            sync_every=4,
+            fragments=2,
+            overlap_steps=2,
+            mixing=0.5,
+            compressor=compressor,
+        )
+
+    def body(group: ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model, optimizer = make(group)
+        train(model, optimizer, group.rank, range(stop))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, group.rank, range(stop, STEPS))
+        again, resumed = make(group)
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        train(again, resumed, group.rank, range(stop, STEPS))
+        return values(model), values(again)
+
+    for found, wanted in run_ranks(2, body):
+        assert equal(found, wanted)
+
+
+def test_it_resumes_on_another_number_of_ranks() -> None:
+    """From a state that was saved after an outer step: all replicas are equal then."""
+    saved: dict[int, Any] = {}
+
+    def first(group: ProcessGroup) -> None:
+        model = small_model()
+        optimizer = DiLoCoOptimizer(inner(model), model.named_parameters(), group, sync_every=4, compressor=Int8())
+        train(model, optimizer, group.rank, range(8))
+        saved[group.rank] = model.state_dict(), optimizer.state_dict()
+
+    def second(group: ProcessGroup) -> list[torch.Tensor]:
+        model = small_model()
+        optimizer = DiLoCoOptimizer(inner(model), model.named_parameters(), group, sync_every=4, compressor=Int8())
+        model.load_state_dict(saved[0][0])
+        outer = merge_states([saved[0][1]["outer"], saved[1][1]["outer"]])
+        optimizer.load_state_dict({**saved[0][1], "outer": outer})
+        train(model, optimizer, group.rank, range(8, 12))
+        return values(model)
+
+    run_ranks(2, first)
+    found = run_ranks(3, second)
+    assert equal(found[0], found[1])
+    assert equal(found[0], found[2])
+
+
+def test_a_state_of_another_model_or_optimizer_is_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = small_model()
+        optimizer = DiLoCoOptimizer(inner(model), model.named_parameters(), group, sync_every=4, fragments=2, overlap_steps=2)
+        with pytest.raises(MisuseError, match="expected a state of kind 'DiLoCo'"):
+            optimizer.load_state_dict(inner(model).state_dict())
+        train(model, optimizer, group.rank, range(4))
+        state = optimizer.state_dict()
+        coarser = DiLoCoOptimizer(inner(model), model.named_parameters(), group, sync_every=4)
+        with pytest.raises(MisuseError, match="has other fragments"):
+            coarser.load_state_dict(state)
+        wider = torch.nn.Linear(5, 8)
+        other = DiLoCoOptimizer(inner(wider), [(f"0.{name}", p) for name, p in wider.named_parameters()], group)
+        with pytest.raises(MisuseError, match="of another model"):
+            other.load_state_dict(state)
+
+    run_ranks(1, body)
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_every": 0}, "sync_every of 1 step or above"),
+        ({"outer_lr": 0.0}, "outer_lr above 0"),
+        ({"outer_lr": float("nan")}, "outer_lr above 0"),
+        ({"outer_momentum": 1.0}, "outer_momentum of 0 or above and below 1"),
+        ({"sync_every": 3, "overlap_steps": 3}, "overlap_steps of 0 to 2"),
+        ({"mixing": 0.5}, "without overlap_steps"),
+        ({"mixing": 1.0, "overlap_steps": 1}, "mixing of 0 or above and below 1"),
+        ({"fragments": 5}, "1 to 4 fragments"),
+        ({"fragments": 0}, "1 to 4 fragments"),
+        ({"fragments": [["0.weight"], ["0.bias", "2.bias"]]}, "look at '2.weight'"),
+        ({"fragments": [["0.weight", "2.weight"], ["0.bias", "2.bias", "0.bias"]]}, "look at '0.bias'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = small_model()
+        with pytest.raises(InvalidArgumentError, match=message):
+            DiLoCoOptimizer(inner(model), model.named_parameters(), group, **options)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda optim, _named, group: DiLoCoOptimizer(optim, [], group), "found none"),
+        (
+            lambda optim, named, group: DiLoCoOptimizer(optim, named, group, sites=Sites(group, "a")),
+            "found both",
+        ),
+        (
+            lambda optim, named, group: DiLoCoOptimizer(optim, named, group).add_param_group({"params": []}),
+            "takes no further parameters",
+        ),
+        (
+            lambda optim, _named, group: DiLoCoOptimizer(optim, [("n", torch.zeros(1, dtype=torch.int64))], group),
+            "'n' of torch.int64",
+        ),
+    ],
+)
+def test_what_it_cannot_synchronise_is_refused(make: Callable[..., object], message: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = small_model()
+        with pytest.raises(MisuseError, match=message):
+            make(inner(model), model.named_parameters(), group)
+
+    run_ranks(1, body)

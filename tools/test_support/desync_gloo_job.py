@@ -1,0 +1,82 @@
+"""Runs the desync catalogue over Gloo: `python -m test_support.desync_gloo_job FOLDER RANKS`; prints the outcomes as JSON.
+
+Each rank of each program is a process of its own, for Gloo may end it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from syncline.collectives.backends import gloo
+from syncline.collectives.host.host_group import HostGroup
+from test_support.desync_programs import ENDED, NUMELS, TIMEOUT_S, catalogue, outcome
+
+_LIMIT_S = 20.0
+_AT_ONCE = 4
+
+
+def cases() -> Iterator[tuple[str, str, bool]]:
+    """Program, size, and whether calls are checked."""
+    for name in catalogue():
+        yield from ((name, size, False) for size in NUMELS)
+        yield name, "small", True
+
+
+def run_rank(folder: Path, rank: int, ranks: int, name: str, size: str, check_calls: bool) -> None:
+    """Run one rank of a program, and leave its outcome in the folder."""
+    store = dist.FileStore(str(folder / "store"), ranks)
+    transport = gloo.connect(store, rank, ranks, "desync", _LIMIT_S, "127.0.0.1")
+    group = HostGroup(transport, rank, ranks, timeout_s=TIMEOUT_S, check_calls=check_calls)
+    said = outcome(group, catalogue()[name], NUMELS[size])
+    (folder / f"rank-{rank}").write_text(said)
+    # Gloo's sockets live until all have written, so that no rank fails because another has gone.
+    end_s = time.monotonic() + 2 * TIMEOUT_S
+    while not all((folder / f"rank-{other}").exists() for other in range(ranks)) and time.monotonic() < end_s:
+        time.sleep(0.005)
+    os._exit(0)
+
+
+def start(folder: Path, ranks: int, case: tuple[str, str, bool]) -> list[int]:
+    """The processes of a program's ranks."""
+    folder.mkdir()
+    processes = []
+    for rank in range(ranks):
+        process = os.fork()
+        if process == 0:
+            with (folder / f"output-{rank}").open("w") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                try:
+                    run_rank(folder, rank, ranks, *case)
+                finally:
+                    os._exit(1)
+        processes.append(process)
+    return processes
+
+
+def main(folder: Path, ranks: int) -> None:
+    """Run all, some at a time."""
+    waiting = [(number, case) for number, case in enumerate(cases())][::-1]
+    running: dict[int, int] = {}
+    found = []
+    while waiting or running:
+        while waiting and len(set(running.values())) < _AT_ONCE:
+            number, case = waiting.pop()
+            running |= dict.fromkeys(start(folder / str(number), ranks, case), number)
+        process, _ = os.wait()
+        del running[process]
+    for number, case in enumerate(cases()):
+        paths = [folder / str(number) / f"rank-{rank}" for rank in range(ranks)]
+        found.append((case, [path.read_text() if path.exists() else ENDED for path in paths]))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
