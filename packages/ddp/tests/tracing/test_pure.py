@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +58,12 @@ def a_step(number: int = 10, began: float = 5.0, late: float = 0.0) -> StepEvent
 
 
 def text_of(part: Part) -> str:
-    lines = [header_line(part.header), *map(clock_line, part.clocks), *map(layout_line, part.layouts), *map(step_line, part.steps)]
+    lines = [
+        header_line(part.header),
+        *map(clock_line, part.clocks),
+        *map(layout_line, part.layouts),
+        *map(step_line, part.steps),
+    ]
     return "".join([*lines, end_line() if part.is_complete else ""])
 
 
@@ -81,7 +87,7 @@ def test_steps(text: str, steps: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "0-3", "5-4", "ten", "1-2-3", "-4", "1.5"])
 def test_steps_that_make_no_sense(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="STEPS: expected the first and the last step.*such as 10-20"):
+    with pytest.raises(InvalidArgumentError, match=r"STEPS: expected the first and the last step.*such as 10-20"):
         parse_steps(text, "STEPS")
 
 
@@ -128,7 +134,9 @@ def test_of_a_job_that_died_the_whole_lines_are_read() -> None:
     assert parse_part(text_of(part)[:-40]) == replace(part, steps=part.steps[:1])
 
 
-@pytest.mark.parametrize("text", ["", "{}\n", '{"kind": "step"}\n', "no JSON\n", header_line(a_header()).replace('"version": 1', '"version": 2')])
+@pytest.mark.parametrize(
+    "text", ["", "{}\n", '{"kind": "step"}\n', "no JSON\n", header_line(a_header()).replace('"version": 1', '"version": 2')]
+)
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     part_path(tmp_path, 0).write_text(text)
     with pytest.raises(InvalidArgumentError, match=r"trace-rank-00000\.jsonl is no trace of a rank"):
@@ -154,7 +162,9 @@ def test_what_an_earlier_run_with_more_ranks_left_is_not_read(tmp_path: Path) ->
 def test_ranks_are_put_on_rank_0s_clock() -> None:
     parts = [
         Part(a_header(0), (ClockOffset(0.0, 0.0, 0.0),), (LAYOUT,), (a_step(),)),
-        Part(a_header(1), (ClockOffset(99.0, -100.0, 2e-6), ClockOffset(106.0, -100.0, 1e-6)), (LAYOUT,), (a_step(began=105.0),)),
+        Part(
+            a_header(1), (ClockOffset(99.0, -100.0, 2e-6), ClockOffset(106.0, -100.0, 1e-6)), (LAYOUT,), (a_step(began=105.0),)
+        ),
     ]
     timeline = merge(parts)
     first, second = timeline.of_step(10)
@@ -225,8 +235,7 @@ def test_slices_of_one_thread_lie_inside_or_after_one_another() -> None:
     assert len(threads) == 2 * 4  # steps, two lanes of buckets, other calls
     for spans in threads.values():
         spans.sort(key=lambda span: (span[0], -span[1]))
-        for before, after in zip(spans, spans[1:], strict=False):
-            assert after[0] >= before[1] or after[1] <= before[1] or after[0] >= before[0]
+        for before, after in itertools.pairwise(spans):
             assert not (before[0] < after[0] < before[1] < after[1])
 
 

@@ -31,7 +31,7 @@ def load_plugin(group: str, name: str, attributes: Sequence[str]) -> Any:
         plugin = point.load()
     except (ImportError, AttributeError) as error:
         raise MisuseError(
-            f"{name!r} of '{group}' cannot be loaded from {point.value!r}: {error}; this is an error of the package that offers "
+            f"{name!r} of '{group}' cannot be loaded from {point.value!r}: {error}; an error of the package that offers "
             "it, or of its installation"
         ) from error
     missing = [attribute for attribute in attributes if not hasattr(plugin, attribute)]
@@ -49,7 +49,5 @@ def _only_entry_point(group: str, name: str) -> EntryPoint:
         known = ", ".join(plugin_names(group)) or "none: is syncline-collectives installed, or only on the path?"
         raise InvalidArgumentError(f"unknown {name!r} in '{group}'; installed are: {known}")
     if len(found) > 1:
-        raise MisuseError(
-            f"several packages offer {name!r} in '{group}': {', '.join(sorted(found))}; uninstall all but one"
-        )
+        raise MisuseError(f"several packages offer {name!r} in '{group}': {', '.join(sorted(found))}; uninstall all but one")
     return next(iter(found.values()))

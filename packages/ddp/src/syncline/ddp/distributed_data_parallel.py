@@ -21,7 +21,7 @@ from .buffers import Buffers
 from .compatibility import TorchNames, ignored_names
 from .fused_optimizer import FusedOptimizer
 from .hook_annotations import check_annotations
-from .iteration_listeners import IterationListeners
+from .iteration_listeners import IterationListeners, Listener
 from .join import Join, Joinable
 from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
 from .module_state import ModuleState
@@ -364,7 +364,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             recording.abandon()
             raise
         finally:
-            self._listeners.remove(recording.note_step)
+            self._tell_no_more(recording.note_step)
             self._recordings.remove(recording)
         recording.finish()
 
@@ -382,19 +382,29 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """
         self._stop_watching_stragglers()
         self._straggler_watch = StragglerWatch(self.process_group, checked_every(every, "every"))
-        self._listeners.add(self._straggler_watch.note_step)
+        self._tell(self._straggler_watch.note_step)
 
     def _stop_watching_stragglers(self) -> None:
         if self._straggler_watch is not None:
-            self._listeners.remove(self._straggler_watch.note_step)
+            self._tell_no_more(self._straggler_watch.note_step)
             self._straggler_watch = None
 
     def _start_recording(self, settings: TraceSettings) -> TraceRecording:
         parameters = [parameter for _, parameter in self._state.parameters()]
         recording = TraceRecording(settings, self.process_group, self._reducer, parameters)
         self._recordings.append(recording)
-        self._listeners.add(recording.note_step)
+        self._tell(recording.note_step)
         return recording
+
+    def _tell(self, listener: Listener) -> None:
+        """Without anybody to tell, a step costs the reducer one comparison with None."""
+        self._listeners.add(listener)
+        self._reducer.on_iteration(self._listeners)
+
+    def _tell_no_more(self, listener: Listener) -> None:
+        self._listeners.remove(listener)
+        if not self._listeners:
+            self._reducer.on_iteration(None)
 
     def _stop_counting_steps_together(self) -> None:
         """From now on ranks may have different numbers of steps, so there is no step at which all of them do something."""
@@ -440,14 +450,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             delayed_until=self._delayed_until,
         )
         reducer.on_delivery(self.fused_optimizer.step)
-        reducer.on_iteration(self._listeners)
+        reducer.on_iteration(self._listeners if self._listeners else None)
         if self._wire_dtype is not None:
             reducer.set_hook(average_in, self._wire_dtype)
         return reducer
 
-    def _verify_options(
-        self, sync_buffers_at_first: bool, traced: TraceSettings | None, stragglers_every: int | None
-    ) -> None:
+    def _verify_options(self, sync_buffers_at_first: bool, traced: TraceSettings | None, stragglers_every: int | None) -> None:
         """Compare what decides which collectives are issued."""
         sparse = self._state.sparse_parameters()
         options = {
@@ -489,11 +497,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
                 f"a DistributedDataParallel on {self.process_group.place()} cannot be copied or pickled: only the default "
                 "group is found again. Copy or save ddp.module (or its state_dict), and wrap it anew"
             )
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in _OF_THIS_PROCESS
-        }
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the default group of this process, and build a reducer: a collective, like construction."""

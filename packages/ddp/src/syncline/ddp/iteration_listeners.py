@@ -16,7 +16,12 @@ class IterationListeners:
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
 
+    def __bool__(self) -> bool:
+        """Whether anybody is told."""
+        return bool(self._listeners)
+
     def __call__(self, statistics: IterationStatistics) -> None:
+        """A backward was reduced."""
         for listener in tuple(self._listeners):
             listener(statistics)
 

@@ -26,7 +26,7 @@ class Straggler:
         rank: of the group.
         times_last: in how many steps.
         steps: of how many.
-        late_s: by how many seconds it was behind the median of the other ranks, in the median of the steps in which it was last.
+        late_s: seconds that it was behind the median of the other ranks, in the median of the steps in which it was last.
     """
 
     rank: int
@@ -47,7 +47,9 @@ def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
             a moment that all ranks have in common.
     """
     last = [max(range(len(times)), key=times.__getitem__) for times in steps]
-    late = {rank: [_lateness(times, rank) for times, slowest in zip(steps, last, strict=True) if slowest == rank] for rank in last}
+    late = {
+        rank: [_lateness(times, rank) for times, slowest in zip(steps, last, strict=True) if slowest == rank] for rank in last
+    }
     counts = Counter(last)
     rank = max(counts, key=lambda one: (counts[one], statistics.median(late[one])))
     return Straggler(rank, counts[rank], len(steps), statistics.median(late[rank]))

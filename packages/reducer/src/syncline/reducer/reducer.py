@@ -233,9 +233,8 @@ class Reducer:
         """Call back when a backward was reduced and every gradient is in place, with what happened when.
 
         The callback runs on the thread of backward, on every rank after the same backward, so it may issue collectives. A rank
-        that takes part by `shadow_backward` is not called.
+        that takes part by `shadow_backward` is not called. None ends it; it takes effect at once, also within a backward.
         """
-        self._check_idle("on_iteration")
         self._on_iteration = callback
 
     # ---- around a backward ----

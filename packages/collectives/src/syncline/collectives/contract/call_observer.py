@@ -131,7 +131,7 @@ def _observed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             seen.note_end()
         elif name not in _TRANSFERS:  # the future of a transfer costs a thread
             work.get_future().add_done_callback(seen.note_end)
-        for observer in list(_observers):
+        for observer in tuple(_observers):
             observer(seen)
         return work
 

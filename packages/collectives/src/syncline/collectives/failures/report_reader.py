@@ -12,7 +12,9 @@ EXPECTED = "files rank-*.json (what ranks wrote when something failed), there or
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Whether stacks are shown."""
-    parser.add_argument("--stacks", type=int, metavar="RANK", help="of a failure, show the stacks of this rank's threads as well")
+    parser.add_argument(
+        "--stacks", type=int, metavar="RANK", help="of a failure, show the stacks of this rank's threads as well"
+    )
 
 
 def is_in(folder: Path) -> bool:

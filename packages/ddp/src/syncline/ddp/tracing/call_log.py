@@ -29,7 +29,9 @@ class CallLog:
         """Those since the last call."""
         seen, self._seen = self._seen, []
         return [
-            CallEvent(call.name, call.group.name, nbytes, call.started, call.started if call.finished is None else call.finished)
+            CallEvent(
+                call.name, call.group.name, nbytes, call.started, call.started if call.finished is None else call.finished
+            )
             for call, nbytes in seen
         ]
 

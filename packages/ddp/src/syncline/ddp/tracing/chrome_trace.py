@@ -1,8 +1,8 @@
 """The Chrome trace format, which ui.perfetto.dev and chrome://tracing open: a timeline as one JSON object. Pure functions.
 
 A rank is a process of the format. Its threads: `steps`, with forward, backward, waiting and optimizers inside each step;
-`buckets`, and `buckets, 2` and so on for those in flight at the same time; `other calls`. An arrow goes from a bucket's start on
-each rank to its start on the rank that came last.
+`buckets`, and `buckets, 2` and so on for those in flight at the same time; `other calls`. An arrow goes from a bucket's start
+on each rank to its start on the rank that came last.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Lanes:
     def lane(self, started: float, finished: float) -> int:
         """The thread for the next slice; slices come in the order of their start."""
         number = next((number for number, end in enumerate(self._ends) if end <= started), len(self._ends))
-        self._ends[number:number + 1] = [finished]
+        self._ends[number : number + 1] = [finished]
         return self._first + number
 
     def names(self) -> Iterator[Event]:

@@ -136,7 +136,9 @@ class TraceRecording:
         try:
             path = write_trace(self.settings.folder)
         except SynclineError as error:
-            logger.warning("the trace was not merged: %s. Bring the ranks' files into one folder, and run syncline trace", error)
+            logger.warning(
+                "the trace was not merged: %s. Bring the ranks' files into one folder, and run syncline trace", error
+            )
         else:
             logger.info("traced steps %d to %d: open %s in ui.perfetto.dev", self.settings.first, self._steps, path)
 

@@ -54,5 +54,7 @@ def parse_steps(text: str, name: str) -> tuple[int, int]:
     first = int(match[1]) if match else 0
     last = int(match[2] or match[1]) if match else 0
     if not 1 <= first <= last:
-        raise InvalidArgumentError(f"{name}: expected the first and the last step, counted from 1, such as 10-20; found {text!r}")
+        raise InvalidArgumentError(
+            f"{name}: expected the first and the last step, counted from 1, such as 10-20; found {text!r}"
+        )
     return first, last
