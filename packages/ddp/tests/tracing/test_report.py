@@ -28,6 +28,8 @@ def a_step(number: int, late: float) -> StepEvent:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two ranks, steps 10 to 12; rank 1 is late."""
+    for library in ("plotly", "rich"):
+        pytest.importorskip(library, reason=f"{library} is not installed: syncline-ddp[report]")
     traces = tmp_path / "traces"
     traces.mkdir()
     for rank in range(2):

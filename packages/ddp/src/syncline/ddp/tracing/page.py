@@ -99,7 +99,9 @@ def _exposed(steps: Sequence[StepSummary]) -> list[dict[str, Any]]:
 def _figure(name: str, data: list[dict[str, Any]], title: str, x: str, y: str, **layout: Any) -> str:
     import plotly.graph_objects as graphs
 
-    figure = graphs.Figure(data=data, layout={"title": title, "xaxis": {"title": x}, "yaxis": {"title": y}, **layout})
+    figure = graphs.Figure(
+        data=data, layout={"title": title, "height": 420, "xaxis": {"title": x}, "yaxis": {"title": y}, **layout}
+    )
     if name == "timeline":
         figure.update_yaxes(autorange="reversed")
     return str(figure.to_html(full_html=False, include_plotlyjs=False, div_id=f"trace-{name}"))
