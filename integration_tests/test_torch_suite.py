@@ -1,5 +1,6 @@
 """Torch's own distributed tests, from the installed wheel, with our backend and our DDP in place of torch's.
 
+Our backend with our DDP runs all of them; the other variants a sample, and with `dev.py test --full` all that concern them.
 SYNCLINE_TEST_RANKS says how many ranks (2), SYNCLINE_TEST_MPIEXEC with which mpiexec.
 """
 
@@ -17,13 +18,13 @@ pytest.importorskip("expecttest")  # which torch's tests import
 sys.path.insert(0, str(Path(__file__).with_name("torch_suite")))
 
 from driver import Outcome, run_tests
-from expectations import ABOUT_DDP, NOT_PASSING, PASSING_ON_GLOO
+from expectations import NOT_PASSING, tests_of
 from variants import VARIANTS
 
 pytestmark = pytest.mark.launch
 
 RANKS = int(os.environ.get("SYNCLINE_TEST_RANKS", "2"))
-TESTS = {variant: PASSING_ON_GLOO if variant == "syncline-mpi, our DDP" else ABOUT_DDP for variant in NOT_PASSING}
+FULL = os.environ.get("SYNCLINE_TEST_FULL") == "1"
 
 
 def surprises(outcomes: dict[str, Outcome], expected: dict[str, str]) -> list[str]:
@@ -41,8 +42,9 @@ def test_as_the_table_says(variant: str, tmp_path: Path) -> None:
     mpiexec = shlex.split(os.environ.get("SYNCLINE_TEST_MPIEXEC", str(Path(sys.executable).parent / "mpiexec")))
     if VARIANTS[variant].needs_mpi and not Path(mpiexec[0]).exists():
         pytest.skip(f"there is no {mpiexec[0]}; install the extra [mpich], or set SYNCLINE_TEST_MPIEXEC")
-    outcomes = run_tests(variant, TESTS[variant], RANKS, tmp_path, mpiexec)
-    expected = {test: why for test, why in NOT_PASSING[variant].items() if test in TESTS[variant]}
+    tests = tests_of(variant, everything=FULL)
+    outcomes = run_tests(variant, tests, RANKS, tmp_path, mpiexec)
+    expected = {test: why for test, why in NOT_PASSING[variant].items() if test in tests}
     assert surprises(outcomes, expected) == []
 
 

@@ -13,6 +13,7 @@ if sys.version_info < (3, 10):  # noqa: UP036, the one place that may meet an ol
 
 import argparse
 import os
+import re
 import signal
 import tempfile
 import time
@@ -29,7 +30,7 @@ import wheels
 from chaos import WAYS
 from chaos import chaos as play_all
 from commands import ROOT, ToolError, capture, run
-from environment import BASE, DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, InstallSet, ensure, require
+from environment import BASE, DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, TORCH, InstallSet, ensure, require
 from side_by_side import Ended, Job, cores, run_side_by_side
 
 DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
@@ -42,7 +43,7 @@ DEFAULT_SIZES = {"mpich": (1, 2, 4), "openmpi": (3,), "impi": (2,), "system": (2
 # shown to be found and to work. Four ranks are needed for two nodes of two.
 DEFAULT_FILES = {
     ("mpich", 1): ("test_collectives_mpi.py", "test_ddp_mpi.py"),
-    ("mpich", 4): ("test_collectives_mpi.py", "test_shared_memory_mpi.py", "test_sharing_mpi.py"),
+    ("mpich", 4): ("test_collectives_mpi.py", "test_shared_memory_mpi.py", "test_sharing_mpi.py", "test_transport_mpi.py"),
     ("system", 2): ("test_collectives_mpi.py", "test_ddp_mpi.py"),
 }
 # Parts of the unit tests, and files of tests that start jobs: the longest first, so that none is left over at the end.
@@ -176,13 +177,14 @@ def gpu(options: argparse.Namespace) -> int:
 def test(options: argparse.Namespace) -> int:
     """Run everything, even after a failure, and end with a table.
 
-    What starts few processes runs side by side; the ranks under mpiexec, which take all cores, run after it.
+    What starts few processes runs side by side; the ranks under mpiexec, which take all cores, run after it. With
+    `--torch`, all tests in an environment of that version; style, types and documentation do not depend on it.
     """
     full = ("--full",) if options.full else ()
     start_s = time.monotonic()
     collectives, *units = _unit_jobs(UNIT_PARTS)
     slurm, *launches = _launch_jobs([])
-    checks = (_verb("wheels", *full), _verb("types"), _verb("docs"), _verb("lint"))
+    checks = (_verb("wheels", *full),) if TORCH else (_verb("wheels", *full), _verb("types"), _verb("docs"), _verb("lint"))
     ended = run_side_by_side([collectives, slurm, *launches, *units, *checks], options.jobs)
     ended += run_side_by_side([_verb("ranks", *full)], 1)
     _summarize(ended, time.monotonic() - start_s)
@@ -269,6 +271,10 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    wanted = getattr(options, "torch", None) or TORCH
+    if wanted and wanted != TORCH:  # where everything is depends on it, from the imports on
+        words = sys.argv[1:] if arguments is None else arguments
+        os.execve(sys.executable, [sys.executable, __file__, *words], {**os.environ, "SYNCLINE_DEV_TORCH": wanted})
     if getattr(options, "full", False):
         os.environ["SYNCLINE_TEST_FULL"] = "1"  # for the tests that take minutes
     try:
@@ -348,6 +354,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_demo(_add(verbs, "demo", demo, "train handwritten digits on several ranks"))
     everything = _add(verbs, "test", test, "everything: lint, types, docs, unit, launch, ranks, wheels")
     _add_full(everything)
+    with_torch = "unit tests, ranks and wheels with this version of torch from PyPI (5 GB), in an environment of its own"
+    everything.add_argument("--torch", type=_version, metavar="VERSION", help=with_torch)
     _add_jobs(everything)
     checks = _add(verbs, "check", check, "lint, types, and the tests of what changed since main")
     checks.add_argument("--since", default="main", metavar="BRANCH", help="or since this branch or commit (default: main)")
@@ -403,6 +411,12 @@ def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
     return int(text)
+
+
+def _version(text: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)+", text):
+        raise argparse.ArgumentTypeError(f"expected a version such as 2.15.0, found {text!r}")
+    return text
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

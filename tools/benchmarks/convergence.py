@@ -124,7 +124,7 @@ def train(name: str, seed: int, epochs: int) -> Training:
     def body(group: ProcessGroup) -> Training:
         counting, network = CountingGroup(group), networks[group.rank]
         hook, make_state = HOOKS[name]
-        model = DistributedDataParallel(network, process_group=group, bucket_cap_mb=BUCKET_CAP_MB, broadcast_buffers=False)
+        model = DistributedDataParallel(network, process_group=group, bucket_cap_mb=BUCKET_CAP_MB, forward_sync_buffers=False)
         state = make_state(list(network.named_parameters()))
         if state is None:
             state = counting

@@ -85,7 +85,8 @@ class FakeNccl:
 
     As in NCCL: calls in a group start at its end, sends and receives together; the first send from one rank to another, and the
     first receive, keep the CPU until the other rank has called its counterpart; a send is over when it was received; sums are
-    rounded to the dtype at each step; AVG multiplies by 1/size first; MIN and MAX drop a not-a-number; a communicator is not
+    rounded to the dtype at each step; AVG multiplies by 1/size first, and of
+    integers divides in the end, rounding towards zero; MIN and MAX drop a not-a-number; a communicator is not
     given back while a CUDA graph refers to it.
 
     Args:
@@ -329,9 +330,10 @@ def _reduce(op: int, terms: list[torch.Tensor]) -> torch.Tensor:
         3: torch.fmin,
         4: torch.add,
     }
+    is_exact = not terms[0].is_floating_point()
     factor = 1 / len(terms)
-    scaled = [term * torch.tensor(factor, dtype=term.dtype) for term in terms] if op == 4 else terms
+    scaled = [term * torch.tensor(factor, dtype=term.dtype) for term in terms] if op == 4 and not is_exact else terms
     total = scaled[0].clone()
     for term in scaled[1:]:
         total = combine[op](total, term)
-    return total
+    return total.div_(len(terms), rounding_mode="trunc") if op == 4 and is_exact else total

@@ -11,6 +11,7 @@ import syncline.collectives
 import syncline.ddp
 import syncline.hooks
 import syncline.reducer
+from syncline.collectives.doctor import torch_versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -22,6 +23,11 @@ def test_every_environment_variable_is_documented() -> None:
     text = (REFERENCE / "settings.md").read_text()
     assert "SYNCLINE_BACKEND" in named
     assert sorted(name for name in named if f"`{name}`" not in text) == []
+
+
+def test_the_table_of_versions_is_what_the_doctor_knows() -> None:
+    rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \|", (REFERENCE / "versions.md").read_text(), re.MULTILINE)
+    assert sorted(set(rows)) == sorted(torch_versions.RUN_WITH)
 
 
 def test_every_error_is_documented() -> None:

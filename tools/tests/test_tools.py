@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,36 @@ def test_a_demo_of_no_ranks_is_refused(ranks: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         dev.main(["demo", "--ranks", ranks])
     assert f"--ranks: expected 1 or more, found {ranks}" in capsys.readouterr().err
+
+
+def test_another_torch_has_an_environment_of_its_own() -> None:
+    ask = "import environment as e; print(e.VENV.name, e.PYTHON.parent.parent.name, e._constraints().strip())"
+    environ = {**os.environ, "SYNCLINE_DEV_TORCH": "2.15.0"}
+    found = subprocess.run(
+        [sys.executable, "-c", ask], cwd=ROOT / "tools", env=environ, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == [".venv-torch-2.15.0", ".venv-torch-2.15.0", "torch==2.15.0"]
+
+
+def test_tests_with_another_torch_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replaced(Exception):
+        pass
+
+    def execve(_: str, words: list[str], environ: dict[str, str]) -> None:
+        assert words[2:] == ["test", "--torch", "2.15.0"]
+        assert environ["SYNCLINE_DEV_TORCH"] == "2.15.0"
+        raise Replaced
+
+    monkeypatch.setattr(os, "execve", execve)
+    with pytest.raises(Replaced):
+        dev.main(["test", "--torch", "2.15.0"])
+
+
+@pytest.mark.parametrize("version", ["newest", "2", "2.15.0; rm"])
+def test_a_torch_that_is_no_version_is_refused(version: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        dev.main(["test", "--torch", version])
+    assert "expected a version such as 2.15.0" in capsys.readouterr().err
 
 
 def test_only_the_demo_passes_arguments_on(capsys: pytest.CaptureFixture[str]) -> None:

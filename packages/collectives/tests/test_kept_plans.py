@@ -140,8 +140,8 @@ def test_bad_arguments_are_refused_as_ever() -> None:
         group.all_reduce(torch.ones(6), "sum")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="found list"):
         group.all_reduce([1.0] * 6)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match=r"AVG is not defined for torch\.int64"):
-        group.all_reduce(torch.ones(6, dtype=torch.int64), ReduceOp.AVG)
+    with pytest.raises(InvalidArgumentError, match=r"BAND is not defined for torch\.float32"):
+        group.all_reduce(torch.ones(6), ReduceOp.BAND)
     group.all_reduce(torch.ones(6), premul_sum(2.0))
     assert transport.log == ["made", "run", "made", "run"]
 

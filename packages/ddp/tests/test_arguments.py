@@ -24,7 +24,7 @@ from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel
 from syncline.reducer import GradBucket
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:broadcast_buffers is deprecated:FutureWarning")]
 
 
 class WithBuffer(torch.nn.Module):
@@ -139,7 +139,6 @@ def test_arguments_may_be_passed_by_position() -> None:
     ("arguments", "complaint"),
     [
         ({"dim": 1}, "dim=0, found 1.*Leave dim out"),
-        ({"broadcast_buffers": True, "forward_sync_buffers": True}, "found both.*leave out the older"),
         ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1]}, "found both"),
         ({"bucket_cap_mb_list": []}, "at least one size"),
         ({"bucket_cap_mb_list": [1, 0]}, "finite bucket_cap_mb_list above 0 MiB, found 0"),
@@ -179,6 +178,8 @@ def test_check_reduction_is_explained() -> None:
         ({"broadcast_buffers": False}, False, False),
         ({"forward_sync_buffers": True}, True, True),
         ({"forward_sync_buffers": False}, True, False),
+        ({"broadcast_buffers": False, "forward_sync_buffers": True}, True, True),
+        ({"broadcast_buffers": True, "forward_sync_buffers": False}, True, False),
         ({"init_sync": False}, False, True),
     ],
 )
@@ -193,6 +194,14 @@ def test_when_buffers_are_broadcast(arguments: dict[str, Any], at_first: bool, a
         assert model.buffer.tolist() == [5.0 if at_forward else group.rank + 5.0] * 2
 
     run_ranks(2, body)
+
+
+def test_broadcast_buffers_by_name_is_deprecated_as_in_torch() -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.warns(FutureWarning, match="broadcast_buffers is deprecated.*forward_sync_buffers"):
+            DistributedDataParallel(WithBuffer(), process_group=group, broadcast_buffers=True)
+
+    only_rank(body)
 
 
 def test_without_init_sync_modules_are_not_compared() -> None:
@@ -347,7 +356,9 @@ def test_torchs_groups_are_taken() -> None:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         for arguments in ({}, {"process_group": dist.group.WORLD}, {"device_mesh": mesh}):
             ddp = DistributedDataParallel(WithBuffer(), **arguments)  # type: ignore[arg-type]
-            assert isinstance(ddp.process_group, TorchGroup)
+            assert ddp.process_group is dist.group.WORLD, "what the script knows"
+            dist.all_reduce(torch.ones(1), group=ddp.process_group)
+            assert isinstance(ddp._group, TorchGroup)
             ddp(torch.ones(1, 2)).sum().backward()
             assert ddp.module.layer.bias.grad.item() == 1.0  # type: ignore[union-attr]
         ours = init_process_group("in_process", world_size=1)

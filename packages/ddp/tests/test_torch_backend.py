@@ -13,7 +13,7 @@ import syncline.collectives.torch_backend  # noqa: F401 - registers
 from syncline.collectives import TorchGroup
 from syncline.collectives.startup.launch import detect_launch
 from syncline.ddp import DistributedDataParallel
-from syncline.ddp.process_groups import resolve_group
+from syncline.ddp.process_groups import as_ours, choose_group, resolve_group
 
 pytestmark = pytest.mark.skipif(detect_launch(os.environ) is not None, reason="about a process that nothing launched")
 
@@ -30,7 +30,7 @@ def test_a_group_of_ours_is_unwrapped() -> None:
     assert resolve_group(group) is group.syncline_group
     assert resolve_group(None) is group.syncline_group, "torch's default group"
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    assert not isinstance(resolve_group(None, mesh), TorchGroup)
+    assert as_ours(choose_group(None, mesh)) is group.syncline_group
 
 
 def test_a_group_of_torchs_is_wrapped() -> None:

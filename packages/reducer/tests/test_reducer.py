@@ -767,16 +767,41 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_create_graph_is_refused_by_name() -> None:
+@pytest.mark.filterwarnings("ignore:backward.create_graph=True.*not differentiated through:UserWarning")
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("shape", [(3,), (300, 300)])  # of these, gradients would lie in the bucket's memory
+def test_create_graph_averages_and_keeps_the_graph(shape: tuple[int, ...], as_view: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        named = make_parameters(shape, (2,))
+        reducer = Reducer(named, group, gradient_as_bucket_view=as_view)
+        (_, parameter), (_, other) = named
+        for _ in range(3):
+            with torch.no_grad():
+                parameter.fill_(2.0)
+            reducer.prepare_for_backward()
+            ((group.rank + 1) * parameter**3).sum().add(other.sum()).backward(create_graph=True)
+            gradient = parameter.grad
+            assert gradient is not None
+            assert torch.equal(gradient, torch.full(shape, 1.5 * 3 * 4)), "the mean over both ranks"
+            (second,) = torch.autograd.grad(gradient.sum(), parameter)
+            assert torch.equal(second, torch.full(shape, (group.rank + 1) * 6 * 2.0 / 2)), "of this rank's part of the mean"
+            assert not other.grad.requires_grad, "no graph leads to a constant"  # type: ignore[union-attr]
+            parameter.grad = other.grad = None  # torch's own warning: the gradient and its graph refer to one another
+
+    run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_create_graph_says_what_it_does_not_do() -> None:
     def body(group: ProcessGroup) -> None:
         parameters = make_parameters((3,))
         reducer = Reducer(parameters, group)
         reducer.prepare_for_backward()
-        with pytest.raises(MisuseError, match=r"'p0' itself requires a gradient.*create_graph=True"):
+        with pytest.warns(UserWarning, match="the reduction is not differentiated through"):
             (parameters[0][1] ** 3).sum().backward(create_graph=True)
-        parameters[0][1].grad = None  # torch's own warning: the gradient and its graph refer to one another
+        parameters[0][1].grad = None
 
-    run_ranks(2, body)
+    run_ranks(1, body)
 
 
 def test_an_error_in_backward_is_the_callers_and_is_remembered() -> None:

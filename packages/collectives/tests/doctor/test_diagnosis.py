@@ -82,6 +82,12 @@ ROWS = {
         "ranks 0, 2: torch 2.13.0, Python 3.11.7; ranks 1: torch 2.6.0",
         "same versions",
     ),
+    "a torch that was not run": (
+        lambda: d.software([replace(FINE, software=(("torch", "2.6.1+cpu"),))]),
+        Status.WARN,
+        "torch 2.6.1+cpu; the tests of this version of Syncline were not run with torch 2.6.1+cpu",
+        "try torch 2.13 or 2.15",
+    ),
     "launcher": (
         lambda: d.launcher([FINE, replace(FINE, launch_problem="PMI_RANK=1 and RANK=0")]),
         Status.WRONG,

@@ -66,7 +66,7 @@ def test_cupy_has_every_call_that_is_made() -> None:
 
 NATIVE = {
     ReduceOp.SUM: FLOATS | {torch.complex64, torch.complex128, torch.int8, torch.uint8, torch.int32, torch.int64},
-    ReduceOp.AVG: FLOATS | {torch.complex64, torch.complex128},
+    ReduceOp.AVG: FLOATS | {torch.complex64, torch.complex128, torch.int8, torch.uint8, torch.int32, torch.int64},
     ReduceOp.PRODUCT: FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64},
     ReduceOp.MIN: {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool},
     ReduceOp.MAX: {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool},

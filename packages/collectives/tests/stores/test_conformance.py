@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from syncline.collectives import StoreError
 from syncline.collectives.stores import (
     AsTorchStore,
     FileStore,
@@ -125,10 +126,16 @@ MAKERS = [
     *(there_and_back(make) for make in (in_memory, file, tcp)),
     *(through_torch_prefix(make) for make in (in_memory, file, tcp)),
 ]
+# Torch's FileStore loses what is appended to an absent key, and does not list its keys.
+TORCH_FILE_LACKS = {"every_append_counts_once", "keys_are_listed"}
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
 def test_store(make: Maker, check: StoreCheck, tmp_path: Path) -> None:
     with make(tmp_path) as open_store:
-        check(open_store)
+        if make is torch_file and check.__name__ in TORCH_FILE_LACKS:
+            with pytest.raises(StoreError, match=r"has no append|does not list its keys"):
+                check(open_store)
+        else:
+            check(open_store)

@@ -83,18 +83,24 @@ def test_a_limit_of_zero_is_none_to_torch() -> None:
         waiting.result(60)
 
 
-def test_the_rest_of_torchs_interface_works_or_refuses() -> None:
+def test_the_rest_of_torchs_interface_works() -> None:
     store = AsTorchStore(InMemoryStore())
     for handle in (store, dist.PrefixStore("part", store)):
         handle.multi_set(["a", "b"], ["1", "2"])
         assert handle.multi_get(["a", "b"]) == [b"1", b"2"]
         handle.barrier("gate", 1, timedelta(seconds=60))
-        assert handle.has_extended_api() is False
-        with pytest.raises((NotImplementedError, RuntimeError), match="no append"):
-            handle.append("absent", "1")
-        assert not handle.check(["absent"])
-        with pytest.raises(NotImplementedError):
-            handle.queue_push("queue", "1")
+        assert handle.has_extended_api() is True
+        handle.append("absent", "1")
+        handle.append("absent", "2")
+        assert handle.get("absent") == b"12"
+        for value in ("first", "second"):
+            handle.queue_push("queue", value)
+        assert handle.queue_len("queue") == 2
+        assert handle.queue_pop("queue") == b"first"
+        assert handle.queue_pop("queue", False) == b"second"
+        assert {"a", "b", "absent"} <= set(handle.list_keys())
+        with pytest.raises(RuntimeError, match="is empty"):
+            handle.queue_pop("queue", False)
 
 
 def all_reduce_over(stores: list[dist.Store]) -> list[list[float]]:

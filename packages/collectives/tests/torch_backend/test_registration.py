@@ -195,3 +195,49 @@ def test_our_group_ends_with_torchs() -> None:
     assert "syncline" not in _everybody
     with pytest.raises(GroupClosedError):
         ours.barrier()
+
+
+def test_several_tensors_are_reduced_together() -> None:
+    group = init()
+    first, second = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
+    group.allreduce([first, second]).wait()
+    assert (first.tolist(), second.tolist()) == ([11.0, 22.0], [11.0, 22.0])
+    with pytest.raises(InvalidArgumentError, match="alike in shape and dtype"):
+        group.allreduce([torch.ones(1), torch.ones(2)])
+    with pytest.raises(InvalidArgumentError, match="does not scale, found AVG"):
+        group.allreduce([first, second], op=dist.ReduceOp.AVG)
+
+
+def test_empty_lists_and_wrong_roots_are_refused() -> None:
+    group = init()
+    with pytest.raises(InvalidArgumentError, match="at least one tensor, found an empty list"):
+        group.allreduce([])
+    for call, options in ((group.broadcast, dist.BroadcastOptions()), (group.reduce, dist.ReduceOptions())):
+        options.rootTensor = 1
+        with pytest.raises(InvalidArgumentError, match=r"expected rootTensor in 0\.\.0, found 1"):
+            call([torch.ones(1)], options)
+
+
+def test_groups_have_sequence_numbers() -> None:
+    group = init()
+    before = group._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(1))
+    dist.barrier()
+    assert group._get_sequence_number_for_group() == before + 2
+
+
+def test_integers_are_averaged_and_bools_are_summed() -> None:
+    init()
+    mean, either = torch.tensor([-3, 4]), torch.tensor([True, False])
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    dist.all_reduce(either)
+    assert (mean.tolist(), either.tolist()) == ([-3, 4], [True, False])
+
+
+def test_torchs_profiler_shows_each_collective_once() -> None:
+    init()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(2, 3))
+        dist.broadcast(torch.ones(4), 0, async_op=True).wait()
+    events = [(event.name, event.input_shapes) for event in profile.events() if event.name.startswith("syncline")]
+    assert [event for event in events if event[1]] == [("syncline:all_reduce", [[2, 3]]), ("syncline:broadcast", [[4]])]

@@ -5,6 +5,7 @@
     SynclineError
     ├── MisuseError                  this call cannot be right, whatever the other ranks do
     │   ├── InvalidArgumentError     a value that no rank may pass (also a ValueError)
+    │   │   └── InvalidTypeError     what is no function where one is wanted (also a TypeError)
     │   ├── NotInitializedError      there is no default group yet, or not any more
     │   ├── GroupClosedError         the group was closed or aborted
     │   ├── UnknownBackendError      no backend of that name is installed
@@ -50,6 +51,10 @@ class MisuseError(SynclineError):
 
 class InvalidArgumentError(MisuseError, ValueError):
     """An argument has a value that no rank may pass."""
+
+
+class InvalidTypeError(InvalidArgumentError, TypeError):
+    """An argument is no function, where torch raises a TypeError."""
 
 
 class NotInitializedError(MisuseError):

@@ -48,18 +48,20 @@ def bucket_caps_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[
 def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """Whether buffers are broadcast at construction, and before forwards.
 
-    `broadcast_buffers=False` means neither, `forward_sync_buffers=False` only not before forwards; as in torch.
-
-    Raises:
-        InvalidArgumentError: both were given.
+    `broadcast_buffers=False` means neither, `forward_sync_buffers=False` only not before forwards, and counts if both are
+    given; as in torch.
     """
+    if broadcast_buffers is not None:
+        warnings.warn(
+            "broadcast_buffers is deprecated, as in torch: pass forward_sync_buffers, which counts if both are given. With "
+            "forward_sync_buffers=False buffers are still broadcast at construction; to keep each rank's own from the start, "
+            "broadcast_buffers=False stays the way",
+            FutureWarning,
+            stacklevel=4,
+        )
     if forward_sync_buffers is None:
         both = broadcast_buffers is None or broadcast_buffers
         return both, both
-    if broadcast_buffers is not None:
-        raise InvalidArgumentError(
-            "expected broadcast_buffers or forward_sync_buffers, found both: leave out the older one, broadcast_buffers"
-        )
     return True, forward_sync_buffers
 
 

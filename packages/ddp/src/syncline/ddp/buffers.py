@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from syncline.collectives import InvalidArgumentError, ProcessGroup, broadcast_coalesced
+from syncline.collectives import InvalidTypeError, ProcessGroup, broadcast_coalesced
 
 from .module_state import ModuleState
 
@@ -37,7 +37,7 @@ class BufferHook:
 
     def __post_init__(self) -> None:
         if not callable(self.hook):
-            raise InvalidArgumentError(f"expected a function hook(state, buffers), found {type(self.hook).__name__}")
+            raise InvalidTypeError(f"expected a function hook(state, buffers), found {type(self.hook).__name__}")
 
 
 class Buffers:

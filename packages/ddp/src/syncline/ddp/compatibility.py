@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from syncline.collectives import InvalidArgumentError, ProcessGroup
+from syncline.collectives import InvalidArgumentError, ProcessGroup, broadcast_coalesced
 
 from .buffers import BufferHook, Buffers
 from .builtin_hooks import builtin_hook
@@ -19,9 +20,13 @@ from .module_state import ModuleState
 if TYPE_CHECKING:
     from syncline.reducer import Reducer
 
+    from .logging_data import RuntimeSamples
+
 # How torch says which parameters and buffers a module leaves to itself: attributes of the module, and of each of them.
 _NAMES_TO_IGNORE = "_ddp_params_and_buffers_to_ignore"
 _IS_IGNORED = "_ddp_ignored"
+
+_BROADCAST_BYTES = 250 * 1024 * 1024
 
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
@@ -29,11 +34,97 @@ def ignored_names(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(getattr(module, _NAMES_TO_IGNORE, ()))
 
 
+class JoinConfig(NamedTuple):
+    """What torch's `_join_config` tells.
+
+    Attributes:
+        enable: whether the module is within `join()`.
+        throw_on_early_termination: whether that raises an error when a rank is out of inputs.
+        is_first_joinable: whether the module is the first of the context's joinables.
+    """
+
+    enable: bool
+    throw_on_early_termination: bool
+    is_first_joinable: bool
+
+
+class ReducerNames:
+    """Torch's names for a reducer, `ddp.reducer`, as far as others read them.
+
+    Args:
+        reducer: what is asked.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def prepare_for_forward(self) -> None:
+        """Nothing: the wrapped module's forward prepares."""
+
+    def prepare_for_backward(self, tensors: Any) -> None:
+        """Nothing: autograd says which parameters a backward reaches."""
+
+    def _rebuild_buckets(self) -> bool:
+        """Build the buckets in the order in which gradients arrived, if that is due: a collective. Whether it was."""
+        return self._reducer.rebuild_buckets()
+
+    def _set_static_graph(self) -> None:
+        self._reducer.set_static_graph()
+
+    def _ddp_graph_static(self) -> bool:
+        return self._reducer.seems_static
+
+    def _check_reducer_finalized(self) -> None:
+        self._reducer.check_finalized()
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        self._reducer.wait_at_end(futures)
+
+    def _remove_autograd_hooks(self) -> None:
+        self._reducer.close()
+
+
+class LoggerNames:
+    """Torch's names for a logger, `ddp.logger`, as far as others read them.
+
+    Args:
+        ddp: what is asked.
+    """
+
+    def __init__(self, ddp: TorchNames) -> None:
+        self._ddp = ddp
+
+    def _get_ddp_logging_data(self) -> LoggerData:
+        return LoggerData(self._ddp.logging_data())
+
+    def set_error_and_log(self, error: str) -> None:
+        """Remember an error, for the logging data."""
+        self._ddp._reducer.note_error(RuntimeError(error))
+
+
+class LoggerData:
+    """Logging data in torch's two tables.
+
+    Attributes:
+        strs_map: those that are texts.
+        ints_map: those that are numbers.
+    """
+
+    def __init__(self, data: dict[str, int | str]) -> None:
+        self.strs_map = {name: value for name, value in data.items() if isinstance(value, str)}
+        self.ints_map = {name: value for name, value in data.items() if isinstance(value, int)}
+
+
 class TorchNames:
     """A mixin: torch's underscored methods and its switches, in terms of ours."""
 
     if TYPE_CHECKING:
-        process_group: ProcessGroup
+        _group: ProcessGroup
+        _join: Any
+        _bucket_caps_bytes: int | list[int]
+        _runtime: RuntimeSamples
+        device: torch.device
+        find_unused_parameters: bool
         static_graph: bool
         _reducer: Reducer
         _state: ModuleState
@@ -59,7 +150,74 @@ class TorchNames:
 
     @property
     def _distributed_rank(self) -> int:
-        return self.process_group.rank
+        return self._group.rank
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """How many bytes a bucket has at most; of several limits the first."""
+        caps = self._bucket_caps_bytes
+        return caps if isinstance(caps, int) else caps[0]
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """The limits of the first, second, ... bucket; empty if one holds for all."""
+        return [] if isinstance(self._bucket_caps_bytes, int) else self._bucket_caps_bytes
+
+    @property
+    def broadcast_bucket_size(self) -> int:
+        """How many bytes are broadcast at once."""
+        return _BROADCAST_BYTES
+
+    @property
+    def device_type(self) -> str:
+        """The type of the module's device."""
+        return self.device.type
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The buffers that the replicas share."""
+        return [buffer for _, buffer in self._state.buffers()]
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The same, by name."""
+        return dict(self._state.buffers())
+
+    @property
+    def reducer(self) -> ReducerNames:
+        """The reducer, under torch's names."""
+        return ReducerNames(self._reducer)
+
+    @property
+    def logger(self) -> LoggerNames:
+        """What tells the logging data, under torch's names."""
+        return LoggerNames(self)
+
+    @property
+    def _join_config(self) -> JoinConfig:
+        join = self._join
+        if join is None:
+            return JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+        return JoinConfig(True, join.throws, join.is_first(self))
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward synchronises buffers."""
+        return self._buffer_sync.are_due
+
+    def _sync_buffers(self) -> None:
+        self._buffer_sync.broadcast(self._group, 0)
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        buffers = self.modules_buffers if bufs is None else bufs
+        self._distributed_broadcast_coalesced(buffers, bucket_size or _BROADCAST_BYTES, authoritative_rank)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        detached = [tensor.detach() for tensor in tensors]
+        broadcast_coalesced(detached, group=self._group, root=authoritative_rank, buffer_size_bytes=buffer_size)
 
     def _get_ddp_logging_data(self) -> dict[str, int | str]:
         return self.logging_data()
@@ -67,12 +225,14 @@ class TorchNames:
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             raise InvalidArgumentError(f"expected a sample_rate of at least 1, found {sample_rate}")
-        # Every iteration is measured anyway.
+        self._runtime.sample_rate = sample_rate
 
     def _set_static_graph(self) -> None:
-        if not self.static_graph:
-            self._reducer.set_static_graph()
-            self.static_graph = True
+        if self.static_graph:
+            warnings.warn("the graph is static already: _set_static_graph() changes nothing", stacklevel=2)
+            return
+        self._reducer.set_static_graph()
+        self.static_graph = True
 
     def _check_reducer_finalized(self) -> None:
         self._reducer.check_finalized()

@@ -18,11 +18,11 @@ from . import arguments, logging_data
 from .buffers import Buffers
 from .compatibility import TorchNames, ignored_names
 from .fused_optimizer import FusedOptimizer
-from .hook_annotations import check_annotations
+from .hook_annotations import check_hook
 from .join import Join, Joinable
 from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
 from .module_state import ModuleState
-from .process_groups import default_group, resolve_group
+from .process_groups import as_ours, choose_default_group, choose_group
 from .uneven_inputs import Replica, UnevenInputs
 
 if TYPE_CHECKING:
@@ -114,8 +114,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.parameters_to_ignore = ignored_names(module)
         self._state = ModuleState(module, self.parameters_to_ignore)
         self._is_default_group = process_group is None and device_mesh is None
-        self.process_group = resolve_group(process_group, device_mesh)
-        parameters = self._state.trainable_parameters(self.process_group)
+        self.process_group = choose_group(process_group, device_mesh)
+        self._group = as_ours(self.process_group)
+        self.device_mesh = device_mesh
+        parameters = self._state.trainable_parameters(self._group)
         self._input_device = arguments.placement(device_ids, output_device, [p for _, p in self._state.parameters()])
         self._delayed, self._delayed_until = arguments.delayed_names(
             delay_all_reduce_named_params, param_to_hook_all_reduce, parameters
@@ -133,12 +135,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.output_device = None if self._input_device is None else self._input_device.index
         self.require_backward_grad_sync = True
         self._buffer_sync = Buffers(self._state, enabled=forward_sync_buffers)
+        self._runtime = logging_data.RuntimeSamples()
         self.fused_optimizer = FusedOptimizer()
         self._has_adopted_optimizers = False
         if init_sync:
             self._verify_options(sync_buffers_at_first)
-            self._state.verify(self.process_group, buffers=sync_buffers_at_first)
-            self._state.broadcast(self.process_group, 0, buffers=sync_buffers_at_first)
+            self._state.verify(self._group, buffers=sync_buffers_at_first)
+            self._state.broadcast(self._group, 0, buffers=sync_buffers_at_first)
         self._low_precision = lower_precision(self.mixed_precision, module, self._state)
         self._reducer = self._make_reducer()
 
@@ -170,6 +173,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """
         has_backward = torch.is_grad_enabled()
         will_reduce = has_backward and self.require_backward_grad_sync
+        if will_reduce:
+            self._runtime.forward_begins(self._reducer.statistics)
         inputs, kwargs, pending = self._before_forward(inputs, kwargs, has_backward, will_reduce)
         try:
             outputs = self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
@@ -186,7 +191,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
         """Inputs on their device, and what the end of backward shall wait for."""
         root = self._sync_with_joined_ranks(will_reduce)
-        pending = self._buffer_sync.before_forward(self.process_group, root)
+        pending = self._buffer_sync.before_forward(self._group, root)
         if has_backward:
             self._adopt_optimizers()
             self._reducer.prepare_for_backward(synchronizes=will_reduce)
@@ -240,7 +245,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
         """What a rank without inputs does in place of this module; takes `divide_by_initial_world_size`."""
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        replica = Replica(self.module, self._state, self._buffer_sync, self._reducer, self.process_group, self.device)
+        replica = Replica(self.module, self._state, self._buffer_sync, self._reducer, self._group, self.device)
         self._uneven_inputs = UnevenInputs(replica, divide_by_initial_world_size=divide_by_initial_world_size)
         return self._uneven_inputs
 
@@ -252,7 +257,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     @property
     def join_process_group(self) -> ProcessGroup:
         """The group over which gradients are averaged."""
-        return self.process_group
+        return self._group
 
     def _sync_with_joined_ranks(self, will_reduce: bool) -> int:
         """The rank whose buffers all shall have. In a join context a collective."""
@@ -285,12 +290,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             raise MisuseError(
                 "update_process_group within join(): leave the context first, for its ranks are those of the group"
             )
-        group = resolve_group(process_group)
+        chosen = choose_group(process_group)
+        group = as_ours(chosen)
         self._state.verify(group, buffers=self.forward_sync_buffers)
         hook, state = self._reducer.hook
         self._reducer.close()
         self._uneven_inputs = None  # it holds the reducer that was
-        self.process_group = group
+        self.process_group, self._group = chosen, group
         self._is_default_group = process_group is None
         self._reducer = self._make_reducer()
         self._reducer.set_hook(hook, state)
@@ -303,13 +309,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             hook: returns a future of the flat tensor that all ranks shall have. It gets undivided gradients.
 
         Raises:
-            InvalidArgumentError: the hook cannot be called, or its annotations say that it takes or returns something else.
+            InvalidTypeError: the hook cannot be called.
+            InvalidArgumentError: its annotations say that it takes or returns something else.
             MisuseError: a backward is under way, or has failed; or mixed precision says already how gradients are reduced.
         """
         self._check_no_wire_dtype()
-        if not callable(hook):
-            raise InvalidArgumentError(f"expected a function hook(state, bucket), found {type(hook).__name__}")
-        check_annotations(hook)
+        try:
+            check_hook(hook)
+        except InvalidArgumentError as error:
+            self._reducer.note_error(error)
+            raise
         self._reducer.set_hook(hook, state)
 
     def iteration_statistics(self) -> IterationStatistics:
@@ -317,11 +326,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._reducer.statistics
 
     def logging_data(self) -> dict[str, int | str]:
-        """Arguments, sizes in bytes and the latest iteration's times in nanoseconds, under the names that torch's DDP uses."""
+        """Arguments, sizes in bytes and times in nanoseconds, under the names that torch's DDP uses.
+
+        Times are of the latest iteration; those that begin with "avg" are means over the iterations that torch would sample:
+        the first ten, and then one in a hundred, or as `_set_ddp_runtime_logging_sample_rate` says.
+        """
         caps = self._bucket_caps_bytes
         parameters = [parameter for _, parameter in self._state.parameters() if parameter.requires_grad]
         return {
-            **logging_data.describe_module(self.module, parameters, self.process_group),
+            **logging_data.describe_module(self.module, parameters, self._group, self.process_group),
+            **logging_data.describe_environment(),
             "device_ids": ", ".join(str(index) for index in self.device_ids or ()),
             "output_device": -1 if self.output_device is None else self.output_device,
             "broadcast_buffers": int(self.forward_sync_buffers),
@@ -329,17 +343,21 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
+            "comm_hook": logging_data.name_of_hook(self._reducer.hook[0]),
+            "join_uneven_inputs": int(self._join is not None),
+            **logging_data.describe_error(self._reducer),
             **logging_data.describe_buckets(self._reducer),
-            **logging_data.describe_algorithms(self._reducer, self.process_group),
+            **self._runtime.describe(),
+            **logging_data.describe_algorithms(self._reducer, self._group),
             **logging_data.describe_iteration(self._reducer.statistics),
         }
 
     def _make_reducer(self) -> Reducer:
-        parameters = self._state.trainable_parameters(self.process_group)
+        parameters = self._state.trainable_parameters(self._group)
         sparse = self._state.sparse_parameters()
         reducer = Reducer(
             parameters,
-            self.process_group,
+            self._group,
             bucket_cap_bytes=self._bucket_caps_bytes,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             sparse=[id(parameter) in sparse for _, parameter in parameters],
@@ -370,7 +388,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             "param_to_hook_all_reduce": self._delayed_until,
             "sparse=True (in embeddings)": [name for name, parameter in self._state.parameters() if id(parameter) in sparse],
         }
-        verify_same_options(options, group=self.process_group)
+        verify_same_options(options, group=self._group)
 
     # ---- mixed precision ----
 
@@ -391,17 +409,18 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """All but the group and the reducer, which stay with the process. Hooks are not kept, as in torch."""
         if not self._is_default_group:
             raise MisuseError(
-                f"a DistributedDataParallel on {self.process_group.place()} cannot be copied or pickled: only the default "
+                f"a DistributedDataParallel on {self._group.place()} cannot be copied or pickled: only the default "
                 "group is found again. Copy or save ddp.module (or its state_dict), and wrap it anew"
             )
         return {
             name: value
             for name, value in self.__dict__.items()
-            if name not in ("process_group", "_reducer", "_join", "_uneven_inputs")
+            if name not in ("process_group", "_group", "_reducer", "_join", "_uneven_inputs")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the default group of this process, and build a reducer: a collective, like construction."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
-        self.process_group = default_group()
+        self.process_group = choose_default_group()
+        self._group = as_ours(self.process_group)
         self._reducer = self._make_reducer()

@@ -9,17 +9,22 @@ from typing import Any, get_origin
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError
+from syncline.collectives import InvalidArgumentError, InvalidTypeError
 from syncline.reducer import GradBucket
 
 
-def check_annotations(hook: Callable[..., Any]) -> None:
+def check_hook(hook: Callable[..., Any]) -> None:
     """Refuse a hook that cannot be one by its own words, as torch does. One without annotations is believed.
 
     Raises:
+        InvalidTypeError: it cannot be called.
         InvalidArgumentError: its second parameter is annotated by a class that no bucket is of, or its return value by one
             that no future is of.
     """
+    if not callable(hook):
+        raise InvalidTypeError(
+            f"Communication hook must be callable. Expected a function hook(state, bucket), found {type(hook).__name__}"
+        )
     try:
         signature = inspect.signature(hook, eval_str=True)
     except (NameError, TypeError, ValueError, AttributeError, SyntaxError):  # written in C, or names what is not there

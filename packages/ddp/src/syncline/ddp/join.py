@@ -110,6 +110,15 @@ class Join:
         self._present: tuple[int, ...] = tuple(range(self._group.size))
         self._hooks: list[JoinHook] = []
 
+    @property
+    def throws(self) -> bool:
+        """Whether it raises an error when a rank is out of inputs."""
+        return self._throws
+
+    def is_first(self, joinable: object) -> bool:
+        """Whether a joinable is the first of the context."""
+        return joinable is self._joinables[0]
+
     @staticmethod
     def notify_join_context(joinable: Joinable) -> tuple[int, ...] | None:
         """Say that this rank has inputs; a joinable calls it before what it communicates in an iteration.

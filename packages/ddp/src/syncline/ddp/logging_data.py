@@ -2,40 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup
 from syncline.reducer import IterationStatistics, Reducer
 
+from .process_groups import AnyGroup
+from .sync_batch_norm import SyncBatchNorm
+
 LoggingData = dict[str, int | str]
 
+# torch's data have the names of C++'s types.
+_CPP_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+_ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
 
-def describe_module(module: torch.nn.Module, parameters: Sequence[torch.Tensor], group: ProcessGroup) -> LoggingData:
-    """What does not change: module, ranks, sizes in bytes."""
+_ALWAYS_SAMPLED = 10
+_DEFAULT_SAMPLE_RATE = 100
+
+
+class RuntimeSamples:
+    """Means of the times of some iterations: the first ten, and then one in `sample_rate`, as torch takes them.
+
+    Attributes:
+        sample_rate: at least 1.
+    """
+
+    def __init__(self) -> None:
+        self.sample_rate = _DEFAULT_SAMPLE_RATE
+        self._forwards = 0  # that were reduced, or are about to be
+        self._iteration: int | None = None
+        self._samples: list[tuple[float, float, float, float]] = []
+
+    def forward_begins(self, before: IterationStatistics) -> None:
+        """Note the iteration before this one, if it is sampled."""
+        iteration = self._forwards
+        self._forwards += 1
+        if iteration > 0 and (iteration <= _ALWAYS_SAMPLED or iteration % self.sample_rate == 0):
+            self._iteration = iteration
+            if before.finished:
+                self._samples.append(_durations(before))
+
+    def describe(self) -> LoggingData:
+        """The number of the latest iteration that was sampled, from 0, and means in nanoseconds, if there are some."""
+        if self._iteration is None:
+            return {"iteration": 0}
+        names = ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
+        means = [sum(column) / len(column) for column in zip(*self._samples, strict=True)]
+        return {
+            "iteration": self._iteration,
+            **{f"avg_{name}_time": round(mean * 1e9) for name, mean in zip(names, means, strict=False)},
+        }
+
+
+def describe_error(reducer: Reducer) -> LoggingData:
+    """Whether there was an error, and the latest; nothing if there was none."""
+    return {} if reducer.latest_error is None else {"has_error": 1, "error": reducer.latest_error}
+
+
+def name_of_hook(hook: Callable[..., Any] | None) -> str:
+    """A communication hook's name, with that of the function around it, if it is a closure; empty if there is none."""
+    return "" if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def describe_environment() -> LoggingData:
+    """Variables of the environment that torch looks at; "N/A" for those that are not set."""
+    return {name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT}
+
+
+def describe_module(
+    module: torch.nn.Module, parameters: Sequence[torch.Tensor], group: ProcessGroup, given: AnyGroup
+) -> LoggingData:
+    """What does not change: module, ranks, sizes in bytes.
+
+    Args:
+        module: the module.
+        parameters: those whose gradients are averaged.
+        group: the ranks.
+        given: the same group, as the script knows it.
+    """
     return {
         "module_name": type(module).__name__,
         "rank": group.rank,
         "world_size": group.size,
-        "backend_name": group.backend_name,
+        "backend_name": dist.get_backend(given) if isinstance(given, dist.ProcessGroup) else group.backend_name,
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
-        "dtypes": ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
+        "dtypes": ", ".join(sorted({_name_of_dtype(parameter.dtype) for parameter in parameters})),
         "is_multi_device_module": int(len({parameter.device for parameter in parameters}) > 1),
-        "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in module.modules())),
+        "has_sync_bn": int(any(isinstance(m, (SyncBatchNorm, torch.nn.SyncBatchNorm)) for m in module.modules())),
     }
+
+
+def _name_of_dtype(dtype: torch.dtype) -> str:
+    return _CPP_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def describe_buckets(reducer: Reducer) -> LoggingData:
-    """How gradients are grouped now: bytes, and how many."""
-    sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets)
-    rebuilt = int(reducer.has_rebuilt_buckets)
-    return {
-        "rebuilt_bucket_sizes" if rebuilt else "bucket_sizes": sizes,
-        "has_rebuilt_buckets": rebuilt,
+    """How gradients are grouped, at first and now: bytes, indices of parameters, and how many; and when they came."""
+    now = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets)
+    data: LoggingData = {
+        "bucket_sizes": ", ".join(map(str, reducer.first_bucket_sizes)),
+        "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
         "num_buckets_reduced": len(reducer.statistics.buckets),
+        "unused_parameter_size": sum(reducer.parameters[index].nbytes for index in reducer.absent),
+        "can_set_static_graph": int(reducer.seems_static),
     }
+    if reducer.has_rebuilt_buckets:
+        data["rebuilt_bucket_sizes"] = now
+        data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(map(str, bucket.indices)) for bucket in reducer.buckets)
+    if reducer.arrival_order is not None:
+        data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.arrival_order))
+    return data
 
 
 def describe_algorithms(reducer: Reducer, group: ProcessGroup) -> LoggingData:
@@ -48,19 +137,30 @@ def describe_iteration(times: IterationStatistics) -> LoggingData:
     """The latest iteration, in nanoseconds of `time.perf_counter`, under torch's names; without those that are not known."""
     if not times.finished:
         return {}
+    forward, backward, comm, overlap = _durations(times)
     found: dict[str, float] = {
         "forward_compute_time_start": times.forward_started,
         "backward_compute_time_start": times.backward_started,
         "backward_compute_time_end": times.last_gradient,
-        "backward_compute_time": times.last_gradient - times.backward_started,
+        "backward_compute_time": backward,
     }
     if times.forward_ended:
-        found["forward_compute_time"] = times.forward_ended - times.forward_started
+        found["forward_compute_time"] = forward
     ends = [bucket.finished for bucket in times.buckets if bucket.finished is not None]
     if ends:
-        start, end = times.buckets[0].started, max(ends)
-        found["backward_comm_time_start"] = start
-        found["backward_comm_time_end"] = end
-        found["backward_comm_time"] = end - start
-        found["backward_compute_comm_overlap_time"] = max(0.0, min(end, times.last_gradient) - start)
+        found["backward_comm_time_start"] = times.buckets[0].started
+        found["backward_comm_time_end"] = max(ends)
+        found["backward_comm_time"] = comm
+        found["backward_compute_comm_overlap_time"] = overlap
     return {name: round(seconds * 1e9) for name, seconds in found.items()}
+
+
+def _durations(times: IterationStatistics) -> tuple[float, float, float, float]:
+    """Of a finished iteration: forward, backward, communication, and how long the last two overlapped, in seconds."""
+    forward = times.forward_ended - times.forward_started if times.forward_ended else 0.0
+    backward = times.last_gradient - times.backward_started
+    ends = [bucket.finished for bucket in times.buckets if bucket.finished is not None]
+    if not ends:
+        return forward, backward, 0.0, 0.0
+    start, end = times.buckets[0].started, max(ends)
+    return forward, backward, end - start, max(0.0, min(end, times.last_gradient) - start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -15,12 +15,14 @@ from syncline.collectives import (
     is_initialized,
 )
 
+AnyGroup: TypeAlias = ProcessGroup | dist.ProcessGroup
 
-def resolve_group(process_group: object, device_mesh: Any = None) -> ProcessGroup:
-    """The group that the arguments mean.
+
+def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
+    """The group that the arguments mean, as the script knows it.
 
     Args:
-        process_group: ours, or torch.distributed's, which is wrapped (ours underneath: unwrapped); None for the default.
+        process_group: ours, or torch.distributed's; None for the default.
         device_mesh: a one-dimensional `torch.distributed.DeviceMesh`, instead.
 
     Raises:
@@ -36,25 +38,33 @@ def resolve_group(process_group: object, device_mesh: Any = None) -> ProcessGrou
             )
         process_group = device_mesh.get_group(mesh_dim=0)
     if process_group is None:
-        return default_group()
-    if isinstance(process_group, ProcessGroup):
+        return choose_default_group()
+    if isinstance(process_group, ProcessGroup | dist.ProcessGroup):
         return process_group
-    if isinstance(process_group, dist.ProcessGroup):
-        return as_process_group(process_group)
     raise InvalidArgumentError(
         f"expected a process group of syncline.collectives or of torch.distributed, found {type(process_group).__name__}"
         + (": this rank is not a member of that group" if process_group is dist.GroupMember.NON_GROUP_MEMBER else "")
     )
 
 
-def default_group() -> ProcessGroup:
+def as_ours(group: AnyGroup) -> ProcessGroup:
+    """A group as one of ours: torch.distributed's is wrapped, one that has ours underneath is unwrapped."""
+    return group if isinstance(group, ProcessGroup) else as_process_group(group)
+
+
+def resolve_group(process_group: object) -> ProcessGroup:
+    """The group that the argument means, as one of ours; see `choose_group`."""
+    return as_ours(choose_group(process_group))
+
+
+def choose_default_group() -> AnyGroup:
     """Our default group; if there is none, torch's; if there is none either, our default group is made."""
     if is_initialized():
         return get_default_group()
     if dist.is_available() and dist.is_initialized():
         world = dist.group.WORLD
         assert world is not None
-        return as_process_group(world)
+        return world
     return init_process_group()
 
 

@@ -13,6 +13,7 @@ import torch
 from syncline.collectives import ProcessGroup
 
 from . import error_messages
+from .differentiable_gradients import averaged, warn_of_graph
 from .gradient_aliasing import GradientAliasing
 
 _dtype_of = operator.attrgetter("dtype")
@@ -52,7 +53,9 @@ class Bucket:
         self.parameters = list(parameters)
         self.names = list(names)
         self._place = group.place()
+        self._world_size = group.size
         self._as_view = as_view
+        self._has_graph = False  # some gradients of this backward are part of a graph: `create_graph=True`
         self._kept: dict[int, torch.Tensor] = {}
         first = self.parameters[0]
         numel = sum(parameter.numel() for parameter in self.parameters)
@@ -88,9 +91,10 @@ class Bucket:
                 shall stay as they are: `deliver` sees to it. Here they are worth what they hold, and zero if they are None.
 
         Raises:
-            MisuseError: a gradient has another dtype or layout than its parameter had, or is part of a graph.
+            MisuseError: a gradient has another dtype or layout than its parameter had.
         """
         self._choose_memory()
+        self._has_graph = False
         gradients = list(map(_grad_of, self.parameters))
         in_place = self._positions_in_place(gradients)
         for position in in_place:
@@ -101,7 +105,7 @@ class Bucket:
         else:
             self._copy(self.views, cast("list[torch.Tensor]", gradients))
         if self._as_view:
-            self._set_views(gradients, unused)
+            self._set_views(gradients, {*unused, *self._differentiable(gradients)} if self._has_graph else unused)
 
     def collect_nothing(self) -> None:
         """Fill the buffer with zeros, on a rank that has no gradients; `deliver` must leave all of them as they are."""
@@ -171,8 +175,11 @@ class Bucket:
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         # What would be copied without a word is asked for at once; the rest is looked into if copying fails.
-        if set(map(_dtype_of, sources)) != {self.buffer.dtype} or any(map(_requires_grad_of, sources)):
+        if set(map(_dtype_of, sources)) != {self.buffer.dtype}:
             self._refuse_gradients()
+        if any(map(_requires_grad_of, sources)):
+            self._has_graph = True
+            warn_of_graph()
         with torch.inference_mode():  # passes autograd by, which takes a sixth less time for small ones than `no_grad`
             if self._holds_vectors and sum(map(torch.Tensor.numel, sources)) == self.buffer.numel():
                 with suppress(RuntimeError):  # it refuses what lies in the buffer already, in other tensors than the views
@@ -221,11 +228,26 @@ class Bucket:
             may_alias: whether large ones may lie in the bucket's memory, because nobody else knows of it.
         """
         gradients = list(map(_grad_of, self.parameters))
+        done = {*untouched, *self._deliver_into_graph(gradients, untouched)} if self._has_graph else untouched
         if self._as_view:
-            self._set_views(gradients, untouched)
+            self._set_views(gradients, done)
         else:
-            self._copy_out(gradients, untouched, may_alias=may_alias)
+            self._copy_out(gradients, done, may_alias=may_alias)
         self._restore(untouched)
+
+    def _differentiable(self, gradients: Sequence[torch.Tensor | None]) -> set[int]:
+        """The parameters, by index, whose gradients are part of a graph."""
+        found = zip(self.indices, gradients, strict=True)
+        return {index for index, gradient in found if gradient is not None and gradient.requires_grad}
+
+    def _deliver_into_graph(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
+        """Give reduced gradients to the parameters, by index, whose gradients are part of a graph, and shall stay so."""
+        chosen = self._differentiable(gradients).difference(untouched)
+        for index, parameter, gradient, view in zip(self.indices, self.parameters, gradients, self.views, strict=True):
+            if index in chosen:
+                assert gradient is not None
+                parameter.grad = averaged(gradient, view, self._world_size)
+        return chosen
 
     def _set_views(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> None:
         """Make each parameter's gradient the view itself, except those given by index."""

@@ -28,8 +28,9 @@ def marked_twice(name: str, place: str, hint: str) -> MisuseError:
 def not_expected(name: str, place: str) -> MisuseError:
     """A gradient arrived that no backward would reduce."""
     return MisuseError(
-        f"found a gradient of parameter '{name}' on {place}, which had none in the first backward that was reduced. The graph "
-        "is not static: pass static_graph=False and find_unused_parameters=True"
+        f"found a gradient of parameter '{name}' on {place}, which had none in the first backward that was reduced. "
+        "Your training graph has changed in this iteration, so it is not static: pass static_graph=False and "
+        "find_unused_parameters=True"
     )
 
 
@@ -94,14 +95,12 @@ def check_gradient(
     """Raise if a bucket for gradients of this dtype and layout cannot take this one.
 
     Raises:
-        MisuseError: it has another dtype or layout, or is part of a graph.
+        MisuseError: it has another dtype or layout.
     """
     if gradient.layout is not layout:
         raise wrong_layout(name, gradient, place)
     if gradient.dtype is not expected:
         raise wrong_dtype(name, gradient, expected, place)
-    if gradient.requires_grad:
-        raise differentiable(name)
 
 
 def check_shape(name: str, gradient: torch.Tensor, expected: torch.Size, place: str) -> None:
@@ -118,10 +117,10 @@ def check_shape(name: str, gradient: torch.Tensor, expected: torch.Size, place: 
 
 
 def differentiable(name: str) -> MisuseError:
-    """A gradient is part of a graph."""
+    """A sparse gradient is part of a graph."""
     return MisuseError(
-        f"the gradient of parameter '{name}' itself requires a gradient (backward with create_graph=True); the reduction "
-        "is not differentiable. Use torch.autograd.grad for the inner derivative, and backward() for the outer one"
+        f"the sparse gradient of parameter '{name}' itself requires a gradient (backward with create_graph=True): use "
+        "sparse=False in its embedding, or torch.autograd.grad for the inner derivative, and backward() for the outer one"
     )
 
 

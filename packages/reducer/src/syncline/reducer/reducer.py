@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import logging
 import threading
@@ -36,6 +37,21 @@ DEFAULT_BUCKET_CAP_BYTES = 25 * 1024 * 1024
 DEFAULT_FIRST_BUCKET_CAP_BYTES = 1024 * 1024
 
 T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _noting_errors(method: Method) -> Method:
+    """A decorator: remember the text of what a reducer's method raises."""
+
+    @functools.wraps(method)
+    def call(reducer: Reducer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(reducer, *args, **kwargs)
+        except Exception as error:
+            reducer.note_error(error)
+            raise
+
+    return call  # type: ignore[return-value]  # the method's own signature
 
 
 class _Phase(enum.Enum):
@@ -92,6 +108,11 @@ class Reducer:
             backward ends; they are reduced last.
         delayed_until: the name of one parameter; None waits for the end of backward.
 
+    Attributes:
+        statistics: what happened when in the latest iteration.
+        first_bucket_sizes: bytes of the buckets as they were first.
+        seems_static: whether all backwards so far have left out the same parameters.
+
     Extra memory: the buckets, as large as all gradients together, in which large gradients stay until the next backward; none
     with `gradient_as_bucket_view`.
 
@@ -147,6 +168,9 @@ class Reducer:
         self._extra_futures: list[AnyFuture] = []
         self._verification: Work | None = None
         self._arrival_order: list[int] | None = None
+        self._absent: Sequence[int] | None = None
+        self._latest_error: str | None = None
+        self.seems_static = True
         self._has_accumulated = False
         self._counts_at_end = False
         self._rebuilt = False
@@ -162,6 +186,7 @@ class Reducer:
         self._awaiting_hooks: dict[PendingGradients, tuple[int, int]] = {}
         self._arrivals: list[int] = []
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
+        self.first_bucket_sizes = [bucket.nbytes for bucket in self._buckets]
         weakref.finalize(self, self._hooks.close)
 
     @property
@@ -175,6 +200,30 @@ class Reducer:
         return self._names
 
     @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters, by index."""
+        return self._parameters
+
+    @property
+    def absent(self) -> Sequence[int]:
+        """The parameters, by index, that the latest backward has not reached on this rank, as far as it was asked for."""
+        return self._absent or ()
+
+    @property
+    def arrival_order(self) -> Sequence[int] | None:
+        """The parameters in the order of their gradients, in the backward after which buckets are rebuilt; None before."""
+        return self._arrival_order
+
+    @property
+    def latest_error(self) -> str | None:
+        """Type and text of the latest error that was raised here or noted; None if there was none."""
+        return self._latest_error
+
+    def note_error(self, error: Exception) -> None:
+        """Remember type and text of an error."""
+        self._latest_error = f"{type(error).__name__}: {error}"
+
+    @property
     def has_rebuilt_buckets(self) -> bool:
         """Whether the buckets are in the order in which gradients arrived."""
         return self._rebuilt
@@ -186,6 +235,7 @@ class Reducer:
 
     # ---- settings ----
 
+    @_noting_errors
     def set_static_graph(self) -> None:
         """From now on every backward is like the next one; see `StaticUsage`.
 
@@ -230,6 +280,7 @@ class Reducer:
 
     # ---- around a backward ----
 
+    @_noting_errors
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
         """Call before each forward. After the first backward it rebuilds the buckets, which is a collective.
 
@@ -248,6 +299,17 @@ class Reducer:
         if synchronizes:
             self._rebuild_if_due()
             self.statistics = IterationStatistics(time.perf_counter())
+
+    def rebuild_buckets(self) -> bool:
+        """Build the buckets in the order in which gradients arrived, if that is due; the next forward would. A collective.
+
+        Returns:
+            Whether it was due.
+        """
+        self._check_idle("rebuild_buckets")
+        before = self._buckets
+        self._rebuild_if_due()
+        return self._buckets is not before
 
     def cancel_forward(self) -> None:
         """The forward that was prepared for last raised an error, and there will be no backward."""
@@ -301,6 +363,7 @@ class Reducer:
 
     # ---- during backward ----
 
+    @_noting_errors
     def _on_wake(self, pending: PendingGradients) -> None:
         """Called inside a hook, on the thread of backward; see Notes [What one gradient costs], [After all users' hooks]."""
         self._has_accumulated = True
@@ -320,6 +383,7 @@ class Reducer:
             if pending.are_enough:
                 self._awaiting_hooks[pending] = _here()
 
+    @_noting_errors
     def _on_node_done(self, index: int) -> None:
         """Called on the thread of backward when all hooks on a parameter have run that was expected to complete its bucket."""
         with self._lock:
@@ -352,6 +416,8 @@ class Reducer:
             self.statistics = IterationStatistics(time.perf_counter())
         self.statistics.backward_started = time.perf_counter()
         absent = self._usage.begin()
+        self.seems_static &= self._absent is None or absent == self._absent
+        self._absent = absent
         for pending, bucket in zip(self._pending, self._buckets, strict=True):
             pending.expect(self._usage.needed(bucket.indices), watch_all=self._learns_order)
         self._mark_ready(absent)
@@ -420,6 +486,7 @@ class Reducer:
         """Whether no later bucket is reduced in this backward; the same on every rank."""
         return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
+    @_noting_errors
     def _end(self) -> None:
         """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward].
 
@@ -436,6 +503,7 @@ class Reducer:
             names = [self._names[index] for index in self._readiness.missing()]
             raise error_messages.never_ready(names, self._group.place(), self._usage.hint_missing)
 
+    @_noting_errors
     def _finish(self) -> None:
         """Called by autograd after `_end` of all reducers: another one may have to collect what this one overwrites."""
         finalize(

@@ -51,6 +51,8 @@ class SparseBucket:
             self.buffer = self._nothing()
             return
         error_messages.check_gradient(self.names[0], gradient, self.parameters[0].dtype, self._place, layout=torch.sparse_coo)
+        if gradient.requires_grad:
+            raise error_messages.differentiable(self.names[0])
         coalesced = gradient.detach().coalesce()
         self.buffer = coalesced.clone() if gradient.is_coalesced() else coalesced
 

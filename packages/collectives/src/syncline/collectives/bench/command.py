@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from ..contract.process_group import ProcessGroup
-from ..contract.reduce_op import DTYPES_OF, ReduceOp
+from ..contract.reduce_op import BOOL, DTYPES_OF, ReduceOp
 from ..default_group.default_device import default_device
 from ..default_group.default_group import destroy_process_group, init_process_group
 from ..default_group.placement import placement_of
@@ -29,7 +29,7 @@ TIMEOUT_S = 120.0
 DEFAULT_SIZES = ("4", "64M")
 DDP_BUCKET_BYTES = 25 * 2**20
 _FLOAT8 = frozenset(getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"))
-_DTYPES = DTYPES_OF[ReduceOp.SUM] | _FLOAT8
+_DTYPES = (DTYPES_OF[ReduceOp.SUM] - BOOL) | _FLOAT8
 
 Judge = Callable[[Sequence[Measurement]], Sequence[str]]
 

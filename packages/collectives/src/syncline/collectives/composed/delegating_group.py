@@ -20,6 +20,10 @@ class DelegatingGroup(ProcessGroup):
     def _choose(self, tensor: torch.Tensor | None) -> ProcessGroup:
         """The group for a collective on this tensor, or for one without a tensor."""
 
+    @property
+    def profiled_as(self) -> None:
+        """Nobody: the groups that it hands the collectives to do."""
+
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
         return self._choose(tensor).all_reduce(tensor, op, async_op=async_op)
 

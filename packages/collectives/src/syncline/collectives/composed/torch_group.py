@@ -15,7 +15,7 @@ from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction
 from ..contract.work import Work
 from ..errors import InvalidArgumentError
-from ..host.reduction import core_op, reduce_in_rank_order
+from ..host.reduction import core_op, divide, reduce_in_rank_order
 from ..host.transfer import TransferWork
 from .torch_work import TorchRequest, TorchWork
 
@@ -68,6 +68,10 @@ class TorchGroup(ProcessGroup):
     def device_types(self) -> frozenset[str]:
         """All that torch may serve; the torch group itself refuses those that it does not."""
         return frozenset({"cpu", "cuda"})
+
+    @property
+    def profiled_as(self) -> None:
+        """Nobody: torch shows its own."""
 
     def describe(self) -> str:
         """The torch group's own name and torch's version."""
@@ -235,7 +239,7 @@ class TorchGroup(ProcessGroup):
 
     def _deliver_reduced(self, wire: torch.Tensor, tensor: torch.Tensor, op: Reduction) -> None:
         if op is ReduceOp.AVG:
-            wire.div_(self.size)
+            divide(wire, self.size)
         result = torch.view_as_complex(wire) if tensor.is_complex() else wire
         if result.data_ptr() != tensor.data_ptr():
             tensor.copy_(result)

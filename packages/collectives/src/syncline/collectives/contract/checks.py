@@ -83,6 +83,16 @@ def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor,
     return None
 
 
+def not_one_each_like(what: str, tensors: Sequence[torch.Tensor], mine: torch.Tensor, rank: int, size: int) -> str | None:
+    """The problem if a list has not one tensor for each rank, all of one dtype, that of this rank with the shape of `mine`."""
+    if len(tensors) != size:
+        return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != mine.dtype or (index == rank and tensor.shape != mine.shape):
+            return f"expected {what} {index} to be {in_words(mine)} as the other side is, found {in_words(tensor)}"
+    return None
+
+
 def not_times(large: torch.Tensor, small: torch.Tensor, size: int, what: str) -> str | None:
     """The problem if `large` does not hold `size` times the elements of `small`, in the same dtype."""
     if large.dtype != small.dtype or large.numel() != size * small.numel():

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from . import checks, sparse
+from . import checks, sparse, uneven
 from .membership import Membership
+from .profiling import recorded
 from .reduce_op import ReduceOp, Reduction
 from .torch_reduction import checked_reduction
 from .work import Work
@@ -19,6 +20,7 @@ class GroupCollectives(Membership):
 
     # ---- one tensor on each rank ----
 
+    @recorded("all_reduce")
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
         """Combine the tensors of all ranks; every rank ends with the same bits.
 
@@ -39,6 +41,7 @@ class GroupCollectives(Membership):
         op = checked_reduction(op, tensor.dtype)
         return self._all_reduce(tensor, op, async_op)
 
+    @recorded("reduce")
     def reduce(self, tensor: torch.Tensor, root: int = 0, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
         """Combine the tensors of all ranks on the root.
 
@@ -53,6 +56,7 @@ class GroupCollectives(Membership):
         op = checked_reduction(op, tensor.dtype)
         return self._reduce(tensor, root, op, async_op)
 
+    @recorded("broadcast")
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Work:
         """Copy the root's tensor to every rank.
 
@@ -67,6 +71,7 @@ class GroupCollectives(Membership):
 
     # ---- one tensor on one side, one for each rank on the other ----
 
+    @recorded("all_gather")
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Work:
         """Give every rank the tensors of all ranks.
 
@@ -82,6 +87,7 @@ class GroupCollectives(Membership):
         self._check_tensors("all_gather", reads=(tensor,), writes=outputs)
         return self._all_gather(list(outputs), tensor, async_op)
 
+    @recorded("_all_gather_base")
     def all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Work:
         """Give every rank the tensors of all ranks, one after the other in one tensor.
 
@@ -96,6 +102,7 @@ class GroupCollectives(Membership):
         self._refuse_if("all_gather_into_tensor", checks.not_own_part(tensor, output, self.rank))
         return self._all_gather_into_tensor(output, tensor, async_op)
 
+    @recorded("gather")
     def gather(
         self,
         tensor: torch.Tensor,
@@ -118,6 +125,7 @@ class GroupCollectives(Membership):
         self._check_tensors("gather", reads=(tensor,), writes=outputs or ())
         return self._gather(tensor, None if outputs is None else list(outputs), root, async_op)
 
+    @recorded("scatter")
     def scatter(
         self,
         tensor: torch.Tensor,
@@ -140,14 +148,16 @@ class GroupCollectives(Membership):
         self._check_tensors("scatter", reads=inputs or (), writes=(tensor,))
         return self._scatter(tensor, None if inputs is None else list(inputs), root, async_op)
 
+    @recorded("reduce_scatter")
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction = ReduceOp.SUM, *, async_op: bool = False
     ) -> Work:
         """Combine the lists of all ranks, tensor by tensor, and give rank r the r-th result.
 
         Args:
-            output: any shape, the same on every rank; a dtype that `op` is defined for. Overwritten.
-            inputs: `size` tensors like `output`. Only read.
+            output: like `inputs[rank]`; a dtype that `op` is defined for. Overwritten.
+            inputs: `size` tensors; number r has the same shape on every rank. Only read. They may differ in shape, also in
+                whether they have elements at all: that costs one `reduce` for each rank.
             op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
             async_op: return at once, before the collective has finished.
 
@@ -155,10 +165,16 @@ class GroupCollectives(Membership):
         """
         self._refuse_if("reduce_scatter", checks.no_tensors({"output": output, "inputs": inputs}))
         op = checked_reduction(op, output.dtype)
+        if uneven.is_uneven(inputs):
+            self._refuse_if("reduce_scatter", checks.not_one_each_like("input", inputs, output, self.rank, self.size))
+            self._refuse_if("reduce_scatter", checks.overlapping((output,), inputs))
+            self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
+            return uneven.reduce_scatter(self, output, inputs, op, async_op)
         self._refuse_if("reduce_scatter", checks.not_one_each("input", inputs, output, self.size))
         self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
         return self._reduce_scatter(output, list(inputs), op, async_op)
 
+    @recorded("_reduce_scatter_base")
     def reduce_scatter_tensor(
         self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False
     ) -> Work:

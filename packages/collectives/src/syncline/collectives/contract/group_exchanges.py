@@ -10,6 +10,7 @@ import torch
 from . import checks
 from .collective import in_words
 from .membership import Membership
+from .profiling import recorded
 from .work import Work
 
 
@@ -18,6 +19,7 @@ class GroupExchanges(Membership):
 
     # ---- one tensor for each rank on both sides ----
 
+    @recorded("all_to_all")
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False) -> Work:
         """Send `inputs[r]` to rank r and receive `outputs[r]` from it.
 
@@ -38,6 +40,7 @@ class GroupExchanges(Membership):
         self._check_tensors("all_to_all", reads=inputs, writes=outputs)
         return self._all_to_all(list(outputs), list(inputs), async_op)
 
+    @recorded("all_to_all")
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -74,6 +77,7 @@ class GroupExchanges(Membership):
 
     # ---- two ranks ----
 
+    @recorded("send")
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Work:
         """Send a tensor to one rank, which calls `recv`.
 
@@ -87,6 +91,7 @@ class GroupExchanges(Membership):
         self._check_tensors("send", reads=(tensor,))
         return self._send(tensor, dst, tag, async_op)
 
+    @recorded("recv")
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, async_op: bool = False) -> Work:
         """Receive a tensor from one rank, which calls `send`.
 

@@ -48,6 +48,11 @@ class Membership(ABC):
     def describe(self) -> str:
         """The library underneath and its version in a few words, such as "mpi: MPICH 5.0.2"."""
 
+    @property
+    def profiled_as(self) -> str | None:
+        """With what the names begin under which torch's profiler shows the collectives; None if somebody else shows them."""
+        return f"syncline-{self.backend_name}"
+
     # ---- checks of arguments ----
 
     def place(self) -> str:

@@ -10,6 +10,7 @@ import torch
 from ..errors import BackendUnavailableError, InvalidArgumentError
 from .group_collectives import GroupCollectives
 from .group_exchanges import GroupExchanges
+from .profiling import recorded
 from .work import Work
 
 DEFAULT_PATIENCE_S = 30.0
@@ -49,6 +50,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
 
     # ---- no tensor ----
 
+    @recorded("barrier")
     def barrier(self, *, async_op: bool = False) -> Work:
         """Return on any rank only after all ranks have called it."""
         return self._barrier(async_op)

@@ -16,9 +16,9 @@ class ReduceOp(enum.Enum):
     """How the tensors of all ranks are combined, element by element.
 
     =========== ====================================================================
-    SUM         sum over the ranks
-    AVG         sum divided by the number of ranks; floating point and complex only
-    PRODUCT     product over the ranks
+    SUM         sum over the ranks; of bool the logical or
+    AVG         sum divided by the number of ranks, integers rounded towards zero; not for bool
+    PRODUCT     product over the ranks; of bool the logical and
     MIN, MAX    smallest, largest value; not for complex numbers
     BAND        bitwise and (logical and for bool); integers and bool only
     BOR         bitwise or; integers and bool only
@@ -76,9 +76,9 @@ BOOL = frozenset({torch.bool})
 REDUCIBLE = FLOATS | COMPLEX | INTEGERS | BOOL
 
 DTYPES_OF: dict[ReduceOp, frozenset[torch.dtype]] = {
-    ReduceOp.SUM: FLOATS | COMPLEX | INTEGERS,
-    ReduceOp.AVG: FLOATS | COMPLEX,
-    ReduceOp.PRODUCT: FLOATS | COMPLEX | INTEGERS,
+    ReduceOp.SUM: FLOATS | COMPLEX | INTEGERS | BOOL,
+    ReduceOp.AVG: FLOATS | COMPLEX | INTEGERS,
+    ReduceOp.PRODUCT: FLOATS | COMPLEX | INTEGERS | BOOL,
     ReduceOp.MIN: FLOATS | INTEGERS | BOOL,
     ReduceOp.MAX: FLOATS | INTEGERS | BOOL,
     ReduceOp.BAND: INTEGERS | BOOL,

@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 
 from ..torch_internals import premul_factor
-from .reduce_op import PremulSum, ReduceOp, Reduction, check_reduction, premul_sum
+from .reduce_op import BOOL, PremulSum, ReduceOp, Reduction, check_reduction, premul_sum
 
 _OURS: dict[Any, Reduction] = (
     {getattr(dist.ReduceOp, op.name): op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM} if dist.is_available() else {}
 )
+
+# What a sum and a product of truth values are: a backend need not know.
+_ON_BOOL: dict[Reduction, Reduction] = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
 
 _PREMUL_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None) if dist.is_available() else None
 
@@ -29,7 +32,7 @@ def from_torch(op: Any) -> Reduction | None:
 
 
 def checked_reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """Ours or torch's, in our words.
+    """Ours or torch's, as a backend carries it out: sums and products of bool are BOR and BAND.
 
     Raises:
         InvalidArgumentError: it is no reduction, or not one that `dtype` has; see `check_reduction`.
@@ -37,4 +40,4 @@ def checked_reduction(op: Any, dtype: torch.dtype) -> Reduction:
     if not isinstance(op, ReduceOp | PremulSum):
         op = from_torch(op) or op
     check_reduction(op, dtype)
-    return op  # type: ignore[no-any-return]  # else it was refused
+    return _ON_BOOL.get(op, op) if dtype in BOOL else op  # type: ignore[no-any-return]  # what is no reduction was refused

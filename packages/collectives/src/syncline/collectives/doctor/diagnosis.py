@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..startup.backend_choice import BackendChoice
 from ..startup.nodes import place
+from . import torch_versions
 from .finding import Finding, Status, ok, worst
 from .memory import memory
 from .observation import Observation
@@ -40,11 +41,16 @@ def diagnose(
 
 
 def software(ranks: Observations) -> Finding:
-    """The same versions everywhere?"""
+    """The same versions everywhere, and a torch that our tests were run with?"""
     versions = [", ".join(f"{name} {version}" for name, version in rank.software) for rank in ranks]
-    if len(set(versions)) == 1:
+    if len(set(versions)) > 1:
+        return Finding("software", Status.WRONG, _differing(versions), "install the same versions on every node")
+    torch = dict(ranks[0].software)["torch"]
+    if torch_versions.was_run(torch):
         return ok("software", versions[0])
-    return Finding("software", Status.WRONG, _differing(versions), "install the same versions on every node")
+    found = f"{versions[0]}; the tests of this version of Syncline were not run with torch {torch}"
+    remedy = f"if something fails, try torch {' or '.join(torch_versions.RUN_WITH)}, and tell us"
+    return Finding("software", Status.WARN, found, remedy)
 
 
 def launcher(ranks: Observations) -> Finding:

@@ -14,6 +14,7 @@ from ..contract.layout import flat, in_plain_order, mark_written
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import ReduceOp, Reduction
 from ..contract.work import FinishedWork, Work
+from ..torch_internals import profiler_runs
 from .host_exchanges import HostExchanges
 from .packing import copy_back, empty_block, flat_copy, unpack
 from .transport import CallKind, Plan
@@ -51,11 +52,8 @@ class HostGroup(HostExchanges):
         the first of them, and the group keeps the plan. For an `all_reduce` that comes again on a simple tensor, what was
         checked then holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
         """
-        if (
-            not (async_op or self._check_calls or self._closed or self._callbacks.is_inside)
-            and type(op) is ReduceOp
-            and checks.is_simple(tensor)
-        ):
+        is_usual = not (async_op or self._check_calls or self._closed or self._callbacks.is_inside or profiler_runs())
+        if is_usual and type(op) is ReduceOp and checks.is_simple(tensor):
             plan = self._plans.get(("all_reduce", op, None, tensor.dtype, tensor.numel()))
             if plan is not None and self._progress.run_here(self._run_plan, plan, tensor, op):
                 return FinishedWork([tensor])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..contract.reduce_op import HALVES, PremulSum, ReduceOp, Reduction
+from ..contract.reduce_op import HALVES, INTEGERS, PremulSum, ReduceOp, Reduction
 
 _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -110,13 +110,16 @@ def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> 
 
 
 def divide(total: torch.Tensor, count: int) -> None:
-    """Divide in place. By a power of two it is multiplied, which gives the same bits in half the time."""
+    """Divide in place; integers are rounded towards zero.
+
+    By a power of two floating point is multiplied, which gives the same bits in half the time.
+    """
     if count == 1:
         return
     if total.dtype in _EXACTLY_HALVED and count & (count - 1) == 0:
         total.mul_(1 / count)
     else:
-        total.div_(count)
+        total.div_(count, rounding_mode="trunc" if total.dtype in INTEGERS else None)
 
 
 def _mean_of_two(first: torch.Tensor, second: torch.Tensor, *, out: torch.Tensor) -> None:

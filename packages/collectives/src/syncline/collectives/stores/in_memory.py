@@ -52,6 +52,11 @@ class InMemoryStore(LockedStore):
         with self._changed:
             return len(self._values)
 
+    @override
+    def list_keys(self) -> list[str]:
+        with self._changed:
+            return list(self._values)
+
     def _apply(self, key: str, change: mutations.Mutation[mutations.Answer]) -> mutations.Answer:
         with self._changed:
             answer = mutations.apply(self._values, key, change)

@@ -12,7 +12,7 @@ from .store import Store, as_bytes, as_key
 
 
 class LockedStore(Store):
-    """The four changing methods, on top of one: `_apply`."""
+    """The changing methods, on top of one: `_apply`."""
 
     @abstractmethod
     def _apply(self, key: str, change: mutations.Mutation[mutations.Answer]) -> mutations.Answer:
@@ -21,6 +21,10 @@ class LockedStore(Store):
     @override
     def set(self, key: str, value: bytes | str) -> None:
         self._apply(as_key(key), mutations.setting(as_bytes(value)))
+
+    @override
+    def append(self, key: str, value: bytes | str) -> None:
+        self._apply(as_key(key), mutations.appending(as_bytes(value)))
 
     @override
     def add(self, key: str, amount: int) -> int:

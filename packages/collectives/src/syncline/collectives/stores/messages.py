@@ -29,6 +29,8 @@ class Op(IntEnum):
     COMPARE_SET = 6  # key, expected, desired -> value
     DELETE_KEY = 7  # key -> 0 or 1
     NUM_KEYS = 8  # (nothing) -> number
+    APPEND = 9  # key, value -> (nothing)
+    LIST_KEYS = 10  # (nothing) -> keys...
 
 
 class Status(IntEnum):

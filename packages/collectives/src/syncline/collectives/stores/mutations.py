@@ -21,6 +21,11 @@ def setting(value: bytes) -> Mutation[None]:
     return lambda _: (value, None)
 
 
+def appending(value: bytes) -> Mutation[None]:
+    """What was there, then `value`."""
+    return lambda old: ((old or b"") + value, None)
+
+
 def adding(key: str, amount: int) -> Mutation[int]:
     """Decimal text plus `amount`."""
 

@@ -24,6 +24,11 @@ class PrefixStore(Store):
         self._prefix = f"{as_key(prefix)}/"
         self._store = store
 
+    @property
+    def underlying_store(self) -> Store:
+        """The store of which this is a part."""
+        return self._store
+
     def describe(self) -> str:
         """The store, and which part of it."""
         return f"{self._store.describe()}, keys {self._prefix}*"
@@ -31,6 +36,10 @@ class PrefixStore(Store):
     @override
     def set(self, key: str, value: bytes | str) -> None:
         self._store.set(self._full(key), value)
+
+    @override
+    def append(self, key: str, value: bytes | str) -> None:
+        self._store.append(self._full(key), value)
 
     @override
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
@@ -59,6 +68,10 @@ class PrefixStore(Store):
     def num_keys(self) -> int:
         """How many keys the whole store has, as torch's PrefixStore says too."""
         return self._store.num_keys()
+
+    def list_keys(self) -> list[str]:
+        """The keys of this part, without what they begin with."""
+        return [key.removeprefix(self._prefix) for key in self._store.list_keys() if key.startswith(self._prefix)]
 
     def _full(self, key: str) -> str:
         return self._prefix + as_key(key)

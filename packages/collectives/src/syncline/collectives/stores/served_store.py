@@ -24,6 +24,10 @@ class ServedStore(Store):
         self._call(Op.SET, as_key(key).encode(), as_bytes(value))
 
     @override
+    def append(self, key: str, value: bytes | str) -> None:
+        self._call(Op.APPEND, as_key(key).encode(), as_bytes(value))
+
+    @override
     def add(self, key: str, amount: int) -> int:
         return int(self._call(Op.ADD, as_key(key).encode(), b"%d" % index(amount))[0])
 
@@ -42,3 +46,7 @@ class ServedStore(Store):
     @override
     def num_keys(self) -> int:
         return int(self._call(Op.NUM_KEYS)[0])
+
+    @override
+    def list_keys(self) -> list[str]:
+        return [key.decode() for key in self._call(Op.LIST_KEYS)]

@@ -42,6 +42,8 @@ class Service(Generic[Client]):
             Op.COMPARE_SET: self._compare_set,
             Op.DELETE_KEY: self._delete_key,
             Op.NUM_KEYS: self._num_keys,
+            Op.APPEND: self._append,
+            Op.LIST_KEYS: self._list_keys,
         }
 
     def request(self, client: Client, message: bytes, now: float) -> list[tuple[Client, bytes]]:
@@ -98,6 +100,11 @@ class Service(Generic[Client]):
         mutations.apply(self._values, unpack_text(key), mutations.setting(value))
         return pack(Status.DONE)
 
+    def _append(self, fields: list[bytes]) -> bytes:
+        key, value = _take(fields, 2)
+        mutations.apply(self._values, unpack_text(key), mutations.appending(value))
+        return pack(Status.DONE)
+
     def _check(self, fields: list[bytes]) -> bytes:
         return pack(Status.DONE, b"%d" % (not mutations.missing(map(unpack_text, fields), self._values)))
 
@@ -118,6 +125,10 @@ class Service(Generic[Client]):
     def _num_keys(self, fields: list[bytes]) -> bytes:
         _take(fields, 0)
         return pack(Status.DONE, b"%d" % len(self._values))
+
+    def _list_keys(self, fields: list[bytes]) -> bytes:
+        _take(fields, 0)
+        return pack(Status.DONE, *(key.encode() for key in self._values))
 
 
 def _waiting(op: int, fields: list[bytes], now: float) -> _Waiting:

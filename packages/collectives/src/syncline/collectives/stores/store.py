@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-from ..contract.deadline import seconds
+from typing_extensions import Self
+
+from ..contract.deadline import Deadline, seconds
 from ..errors import InvalidArgumentError, StoreTimeout
 
 DEFAULT_STORE_TIMEOUT_S = 300.0
@@ -23,9 +27,9 @@ class Store(ABC):
     no method is a collective. A call that waits in one thread holds up neither other threads of the same handle nor
     other processes.
 
-    **Atomicity:** each of `set`, `add`, `compare_set` and `delete_key` happens at one instant between call and return, in
-    one order that all handles agree on. When it has returned, every handle sees its effect. `check` and `wait` look at
-    several keys, possibly one after the other.
+    **Atomicity:** each of `set`, `append`, `add`, `compare_set` and `delete_key` happens at one instant between call and
+    return, in one order that all handles agree on. When it has returned, every handle sees its effect. `check` and `wait` look
+    at several keys, possibly one after the other.
 
     **Values** are bytes. A str is stored as UTF-8. Numbers are stored as decimal text, so `get` after `add` returns
     ``b"3"``, as in torch.
@@ -60,6 +64,10 @@ class Store(ABC):
     @abstractmethod
     def set(self, key: str, value: bytes | str) -> None:
         """Store `value` under `key`, in place of what was there."""
+
+    @abstractmethod
+    def append(self, key: str, value: bytes | str) -> None:
+        """Put `value` behind what is stored under `key`; an absent key counts as an empty value."""
 
     @abstractmethod
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
@@ -106,12 +114,101 @@ class Store(ABC):
     def num_keys(self) -> int:
         """How many keys there are. A store may count keys of its own, as torch's FileStore does."""
 
+    @abstractmethod
+    def list_keys(self) -> list[str]:
+        """The keys that there are, in no order. A store may list keys of its own, as `barrier` and the queues keep some."""
+
+    # ---- made of the others ----
+
+    def multi_get(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> list[bytes]:
+        """The values of several keys, one after the other; waits until all are there.
+
+        Raises:
+            StoreTimeout: they did not all come in time.
+        """
+        self.wait(keys, timeout)
+        return [self.get(key, timeout) for key in as_keys(keys)]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        """Set several keys, one after the other, in this order.
+
+        Raises:
+            InvalidArgumentError: there are more keys than values, or fewer. Nothing was stored.
+        """
+        if len(as_keys(keys)) != len(values):
+            raise InvalidArgumentError(f"multi_set: expected a value for each of {len(keys)} keys, found {len(values)} values")
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def barrier(self, key: str, world_size: int, timeout: timedelta | float | None = None) -> None:
+        """Return when `world_size` callers have come to the barrier of this name; it may be used again after that.
+
+        Raises:
+            StoreTimeout: they did not all come in time. The barrier cannot be used any more.
+            InvalidArgumentError: `world_size` is below 1.
+        """
+        if world_size < 1:
+            raise InvalidArgumentError(f"barrier({key!r}): expected a world_size of at least 1, found {world_size}")
+        came = self.add(f"{as_key(key)}/came", 1)
+        opened = f"{key}/opened {(came - 1) // world_size}"
+        if came % world_size == 0:
+            self.set(opened, b"")
+        self.wait([opened], timeout)
+
+    def queue_push(self, key: str, value: bytes | str) -> None:
+        """Put a value at the end of the queue of this name. The items of a queue are keys of their own, beside `key`."""
+        number = self.add(f"{as_key(key)}/pushed", 1)
+        self.set(_item(key, number), value)
+
+    def queue_pop(self, key: str, block: bool = True, timeout: timedelta | float | None = None) -> bytes:
+        """Take the first value out of a queue; no two callers get the same.
+
+        Args:
+            key: the queue's name.
+            block: wait for one, if there is none.
+            timeout: seconds or a timedelta; None takes that of the handle.
+
+        Raises:
+            StoreTimeout: there was none, or with `block` none came in time.
+        """
+        deadline, taken, me = Deadline(self._limit_s(timeout)), f"{as_key(key)}/taken", uuid.uuid4().hex
+        while True:
+            before = self.get(taken) if self.check([taken]) else b""
+            number = _count(before) + 1
+            if not block and not self.check([_item(key, number)]):
+                raise StoreTimeout(f"{self.describe()}: queue {key!r} is empty; wait for an item with block=True (no timeout)")
+            self.wait([_item(key, number)], deadline.remaining_s() or 1e-3)
+            mine = f"{number} {me}".encode()  # unlike whatever another caller stores
+            if self.compare_set(taken, before, mine) == mine:
+                value = self.get(_item(key, number))
+                self.delete_key(_item(key, number))
+                return value
+
+    def queue_len(self, key: str) -> int:
+        """How many values a queue has."""
+        taken = f"{as_key(key)}/taken"
+        pushed = self.add(f"{key}/pushed", 0)
+        return pushed - _count(self.get(taken) if self.check([taken]) else b"")
+
+    def clone(self) -> Self:
+        """Another handle on the same table, with a time limit of its own. Close them when neither is in use any more."""
+        return copy.copy(self)
+
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
         """Release what this handle holds; the keys stay for the others. Calls after it are errors where it held anything."""
 
     def _limit_s(self, timeout: timedelta | float | None) -> float:
         """The limit of one call, in seconds."""
         return _limited(timeout, self._timeout_s)
+
+
+def _item(queue: str, number: int) -> str:
+    return f"{queue}/item {number}"
+
+
+def _count(taken: bytes) -> int:
+    """How many items of a queue are taken, by what the latest who took one has stored."""
+    return int(taken.split()[0]) if taken else 0
 
 
 def _limited(timeout: timedelta | float | None, default_s: float) -> float:

@@ -10,12 +10,17 @@ import torch
 import torch.distributed as dist
 
 from ..contract.process_group import ProcessGroup
+from ..contract.profiling import record
 from ..contract.work import FinishedWork, Work
 from ..errors import MisuseError
+from ..torch_internals import profiler_runs
 from .options import time_limit_s
-from .works import CoalescedWork, TorchSideWork, profiled
+from .works import CoalescedWork, TorchSideWork
 
 Issue = Callable[[bool], Work]
+
+# These concern two ranks, and are not counted: the ranks' counts would differ.
+_TRANSFERS = frozenset({"send", "recv", "recvAnySource"})
 
 # What a call that has finished returns: torch asks it for nothing but `wait`.
 _FINISHED = TorchSideWork(FinishedWork([]))
@@ -34,15 +39,20 @@ class CallIssuer(dist.ProcessGroup):
         self.syncline_group = ours
         self._backend_name = backend_name
         self._coalesced: list[Work] | None = None
+        self._collectives_issued = 0
 
-    def _issue(self, title: str, issue: Issue, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def _issue(
+        self, title: str, inputs: list[torch.Tensor], issue: Issue, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         if isinstance(opts, timedelta):  # in the place of the options, as some of torch's forms have it
             opts, timeout = None, opts
         is_async = getattr(opts, "asyncOp", True)
         limit_s = time_limit_s(getattr(opts, "timeout", None) if timeout is None else timeout)
+        if title not in _TRANSFERS:
+            self._collectives_issued += 1
         starts_only = is_async or limit_s is not None or self._coalesced is not None
-        if torch._C._autograd._profiler_enabled():
-            work = profiled(f"{self._backend_name}:{title}", lambda: issue(starts_only), is_async=starts_only)
+        if profiler_runs():
+            work = record(f"{self._backend_name}:{title}", inputs, lambda: issue(starts_only), is_async=starts_only)
         else:
             work = issue(starts_only)
         if self._coalesced is not None:

@@ -35,6 +35,17 @@ def root_of(options: Any) -> int:
     return options if isinstance(options, int) else int(options.rootRank)
 
 
+def check_first_device(options: Any, tensors: Sequence[torch.Tensor], call: str) -> None:
+    """Refuse a root tensor other than the first: each process has one device, and one tensor.
+
+    Raises:
+        InvalidArgumentError: the options name another one.
+    """
+    index = getattr(options, "rootTensor", 0)
+    if not 0 <= index < len(tensors):
+        raise InvalidArgumentError(f"{call}: expected rootTensor in 0..{len(tensors) - 1}, found {index}")
+
+
 def time_limit_s(timeout: timedelta | None) -> float | None:
     """A time limit of torch's in seconds; None if it stands for the group's own (torch then says zero or less)."""
     if timeout is None or timeout.days < 0 or not timeout:
@@ -45,6 +56,18 @@ def time_limit_s(timeout: timedelta | None) -> float | None:
 def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors of a call: torch's groups take one tensor, or a list of those of several devices."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def some(tensors: Any, call: str) -> list[Any]:
+    """The entries of a list.
+
+    Raises:
+        InvalidArgumentError: there are none.
+    """
+    entries = list(tensors)
+    if not entries:
+        raise InvalidArgumentError(f"{call}: expected at least one tensor, found an empty list")
+    return entries
 
 
 def only(tensors: Any, what: str) -> Any:

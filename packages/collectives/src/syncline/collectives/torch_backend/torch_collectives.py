@@ -17,7 +17,8 @@ from ..default_group.coalescing import all_gather_coalesced, all_reduce_coalesce
 from ..default_group.monitored_barrier import monitored_barrier
 from ..torch_internals import disable_dynamo
 from .call_issuer import CallIssuer
-from .options import listed, only, reduction_of, root_of, time_limit_s
+from .options import check_first_device, listed, only, reduction_of, root_of, some, time_limit_s
+from .together import all_reduce_together
 from .works import CoalescedWork
 
 
@@ -28,19 +29,23 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> dist.Work:
-        """Combine the tensors of all ranks, in place."""
+        """Combine the tensors of all ranks, in place; if a rank has several, these too: all end with the same values."""
         reduction = reduction_of(opts if op is None else op)
         mine = listed(tensors)
         if len(mine) != 1:
-            return self.allreduce_coalesced(mine, opts if op is None else op)
+            return self._issue(
+                "all_reduce", mine, lambda _: all_reduce_together(self.syncline_group, mine, reduction), opts, timeout
+            )
         group, tensor = self.syncline_group, mine[0]
-        return self._issue("all_reduce", lambda is_async: group.all_reduce(tensor, reduction, async_op=is_async), opts, timeout)
+        return self._issue(
+            "all_reduce", [tensor], lambda is_async: group.all_reduce(tensor, reduction, async_op=is_async), opts, timeout
+        )
 
     @disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
         """Combine many tensors, in one collective for each dtype."""
-        mine, reduction = list(tensors), reduction_of(opts)
-        return self._issue("all_reduce_coalesced", lambda _: self._reduced_together(mine, reduction), opts)
+        mine, reduction = some(tensors, "allreduce_coalesced"), reduction_of(opts)
+        return self._issue("all_reduce_coalesced", mine, lambda _: self._reduced_together(mine, reduction), opts)
 
     @disable_dynamo
     def broadcast(
@@ -48,8 +53,11 @@ class TorchCollectives(CallIssuer):
     ) -> dist.Work:
         """Copy the root's tensor to every rank."""
         group, tensor = self.syncline_group, only(listed(tensors), "tensor")
+        check_first_device(opts, [tensor], "broadcast")
         source = root_of(opts) if root is None else root
-        return self._issue("broadcast", lambda is_async: group.broadcast(tensor, source, async_op=is_async), opts, timeout)
+        return self._issue(
+            "broadcast", [tensor], lambda is_async: group.broadcast(tensor, source, async_op=is_async), opts, timeout
+        )
 
     @disable_dynamo
     def reduce(
@@ -57,9 +65,12 @@ class TorchCollectives(CallIssuer):
     ) -> dist.Work:
         """Combine the tensors of all ranks on the root."""
         group, tensor = self.syncline_group, only(listed(tensors), "tensor")
+        check_first_device(opts, [tensor], "reduce")
         target = root_of(opts) if root is None else root
         reduction = reduction_of(op if isinstance(opts, int) or op is not None else opts)
-        return self._issue("reduce", lambda is_async: group.reduce(tensor, target, reduction, async_op=is_async), opts, timeout)
+        return self._issue(
+            "reduce", [tensor], lambda is_async: group.reduce(tensor, target, reduction, async_op=is_async), opts, timeout
+        )
 
     # ---- one tensor on one side, one for each rank on the other ----
 
@@ -70,14 +81,16 @@ class TorchCollectives(CallIssuer):
         """Give every rank the tensors of all ranks."""
         group, tensor = self.syncline_group, only(listed(input_tensors), "input")
         outputs = _rows(output_tensors)
-        return self._issue("all_gather", lambda is_async: group.all_gather(outputs, tensor, async_op=is_async), opts, timeout)
+        return self._issue(
+            "all_gather", [tensor], lambda is_async: group.all_gather(outputs, tensor, async_op=is_async), opts, timeout
+        )
 
     @disable_dynamo
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Give every rank the tensors of all ranks, in one tensor; the input may be a part of it."""
         group = self.syncline_group
         return self._issue(
-            "_all_gather_base", lambda is_async: group.all_gather_into_tensor(output, input, async_op=is_async), opts
+            "_all_gather_base", [input], lambda is_async: group.all_gather_into_tensor(output, input, async_op=is_async), opts
         )
 
     @disable_dynamo
@@ -89,7 +102,7 @@ class TorchCollectives(CallIssuer):
         def issue(_: bool) -> Work:
             return _there(all_gather_coalesced(output_lists, input_list, self.syncline_group, async_op=True))
 
-        return self._issue("all_gather_coalesced", issue, opts)
+        return self._issue("all_gather_coalesced", list(input_list), issue, opts)
 
     @disable_dynamo
     def all_gather_single_coalesced(
@@ -101,7 +114,7 @@ class TorchCollectives(CallIssuer):
         def issue(_: bool) -> Work:
             return CoalescedWork([group.all_gather_into_tensor(into, tensor, async_op=True) for into, tensor in pairs])
 
-        return self._issue("all_gather_into_tensor_coalesced", issue, opts)
+        return self._issue("all_gather_into_tensor_coalesced", list(inputs), issue, opts)
 
     @disable_dynamo
     def gather(
@@ -117,7 +130,9 @@ class TorchCollectives(CallIssuer):
         group, tensor = self.syncline_group, only(listed(input_tensors), "input")
         target = root_of(opts) if root is None else root
         outputs = _rows(output_tensors) if group.rank == target else None
-        return self._issue("gather", lambda is_async: group.gather(tensor, outputs, target, async_op=is_async), opts, timeout)
+        return self._issue(
+            "gather", [tensor], lambda is_async: group.gather(tensor, outputs, target, async_op=is_async), opts, timeout
+        )
 
     @disable_dynamo
     def scatter(
@@ -133,7 +148,9 @@ class TorchCollectives(CallIssuer):
         group, tensor = self.syncline_group, only(listed(output_tensors), "output")
         source = root_of(opts) if root is None else root
         inputs = _rows(input_tensors) if group.rank == source else None
-        return self._issue("scatter", lambda is_async: group.scatter(tensor, inputs, source, async_op=is_async), opts, timeout)
+        return self._issue(
+            "scatter", inputs or [], lambda is_async: group.scatter(tensor, inputs, source, async_op=is_async), opts, timeout
+        )
 
     @disable_dynamo
     def reduce_scatter(
@@ -144,6 +161,7 @@ class TorchCollectives(CallIssuer):
         inputs, reduction = _rows(input_tensors), reduction_of(opts if op is None else op)
         return self._issue(
             "reduce_scatter",
+            inputs,
             lambda is_async: group.reduce_scatter(output, inputs, reduction, async_op=is_async),
             opts,
             timeout,
@@ -155,6 +173,7 @@ class TorchCollectives(CallIssuer):
         group, reduction = self.syncline_group, reduction_of(opts)
         return self._issue(
             "_reduce_scatter_base",
+            [input],
             lambda is_async: group.reduce_scatter_tensor(output, input, reduction, async_op=is_async),
             opts,
         )
@@ -171,7 +190,7 @@ class TorchCollectives(CallIssuer):
                 [group.reduce_scatter_tensor(into, tensor, reduction, async_op=True) for into, tensor in pairs]
             )
 
-        return self._issue("reduce_scatter_tensor_coalesced", issue, opts)
+        return self._issue("reduce_scatter_tensor_coalesced", list(inputs), issue, opts)
 
     # ---- no tensor ----
 
@@ -179,7 +198,7 @@ class TorchCollectives(CallIssuer):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Return on any rank only after all ranks have called it."""
         group = self.syncline_group
-        return self._issue("barrier", lambda is_async: group.barrier(async_op=is_async), opts, timeout)
+        return self._issue("barrier", [], lambda is_async: group.barrier(async_op=is_async), opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that do not come."""
@@ -198,6 +217,7 @@ class TorchCollectives(CallIssuer):
 
 def _rows(tensors: Any) -> list[torch.Tensor]:
     """The tensors for all ranks, from a list of them or a list of such lists for several devices."""
+    some(tensors, "this collective")
     rows = only(tensors, "list of tensors") if isinstance(tensors[0], (list, tuple)) else tensors
     return list(rows)
 

@@ -36,6 +36,7 @@ class TorchExchanges(CallIssuer):
         group, sizes = self.syncline_group, (output_split_sizes or None, input_split_sizes or None)
         return self._issue(
             "all_to_all",
+            [input],
             lambda is_async: group.all_to_all_single(output, input, *sizes, async_op=is_async),
             opts,
             timeout,
@@ -52,7 +53,11 @@ class TorchExchanges(CallIssuer):
         """Send a tensor to each rank and receive one from each."""
         group = self.syncline_group
         return self._issue(
-            "all_to_all", lambda is_async: group.all_to_all(output_tensors, input_tensors, async_op=is_async), opts, timeout
+            "all_to_all",
+            list(input_tensors),
+            lambda is_async: group.all_to_all(output_tensors, input_tensors, async_op=is_async),
+            opts,
+            timeout,
         )
 
     # ---- two ranks ----
@@ -61,18 +66,18 @@ class TorchExchanges(CallIssuer):
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """Begin to send a tensor to one rank."""
         group, tensor = self.syncline_group, only(tensors, "tensor")
-        return self._issue("send", lambda _: group.send(tensor, dst, tag, async_op=True))
+        return self._issue("send", [tensor], lambda _: group.send(tensor, dst, tag, async_op=True))
 
     @disable_dynamo
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from one rank."""
         group, tensor = self.syncline_group, only(tensors, "tensor")
-        return self._issue("recv", lambda _: group.recv(tensor, src, tag, async_op=True))
+        return self._issue("recv", [tensor], lambda _: group.recv(tensor, src, tag, async_op=True))
 
     @disable_dynamo
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from any rank; the work's `source_rank` says from which."""
         group, tensor = self.syncline_group, only(tensors, "tensor")
-        return self._issue("recvAnySource", lambda _: group.recv(tensor, None, tag, async_op=True))
+        return self._issue("recvAnySource", [tensor], lambda _: group.recv(tensor, None, tag, async_op=True))
 
     alltoall_base = all_to_all_single  # its older name, by which C++ calls it

@@ -125,6 +125,10 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to do: our groups count from 0 on every rank."""
 
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has issued on this group: where ranks differ, one has left out a call."""
+        return self._collectives_issued
+
     # ---- the end ----
 
     def shutdown(self) -> None:

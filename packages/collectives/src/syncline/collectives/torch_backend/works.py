@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -110,12 +109,3 @@ class CoalescedWork(Work):
             return [tensor for future in done.value() for tensor in future.value()]
 
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(outputs)
-
-
-def profiled(title: str, issue: Callable[[], Work], *, is_async: bool) -> Work:
-    """Issue a collective inside a range of torch's profiler, which lasts until the collective has finished."""
-    with torch.autograd.profiler.record_function(title) as span:
-        work = issue()
-        if is_async:
-            span._call_end_callbacks_on_future(work.get_future())
-    return work

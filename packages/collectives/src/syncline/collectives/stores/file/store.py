@@ -93,6 +93,10 @@ class FileStore(LockedStore):
     def num_keys(self) -> int:
         return len(self._values())
 
+    @override
+    def list_keys(self) -> list[str]:
+        return list(self._values())
+
     def remove(self) -> None:
         """Delete the folder of this run. Call it in one process, when all of them are done with the store.
 

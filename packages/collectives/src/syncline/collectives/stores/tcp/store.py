@@ -76,6 +76,10 @@ class TCPStore(ServedStore):
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         self._call_waiting(Op.WAIT, as_keys(keys), self._limit_s(timeout))
 
+    def clone(self) -> TCPStore:
+        """Another handle on the same table, with connections and a time limit of its own."""
+        return TCPStore(self._host, self._port, secret=self._secret, timeout=self.timeout)
+
     def close(self) -> None:
         """Hang up. Calls after it are errors; those under way in other threads end as they would have. May be repeated."""
         with self._lock:

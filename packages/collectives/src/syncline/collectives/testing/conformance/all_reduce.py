@@ -84,7 +84,7 @@ def _check_cell(group: ProcessGroup, op: ReduceOp, dtype: torch.dtype) -> None:
         for index in range(_NUMEL)
     ]
     if op is ReduceOp.AVG:
-        expected = [total / group.size for total in expected]
+        expected = [int(total / group.size) if dtype in INTEGERS else total / group.size for total in expected]
     if op is ReduceOp.PREMUL_SUM:
         expected = [total * _FACTOR for total in expected]
     what = f"{op.name} of {dtype}"
@@ -193,6 +193,24 @@ def infinities_and_nans(group: ProcessGroup) -> None:
                 expect_equal(bool(tensor[0].isnan()), True, f"{op.name} of {dtype} keeps not-a-number")
 
 
+def integers_are_averaged_towards_zero(group: ProcessGroup) -> None:
+    """The mean of integers loses its fraction, on either side of zero."""
+    for dtype in (torch.int8, torch.int32, torch.int64):
+        tensor = torch.tensor([7, -7, 3 * group.size], dtype=dtype) if group.rank == 0 else torch.zeros(3, dtype=dtype)
+        group.all_reduce(tensor, ReduceOp.AVG)
+        found = int(7 / group.size)
+        expect(tensor, torch.tensor([found, -found, 3], dtype=dtype), f"AVG of {dtype}")
+
+
+def truth_values(group: ProcessGroup) -> None:
+    """The sum of truth values is their or, the product their and, as torch has it."""
+    mine = torch.tensor([group.rank == 0, True, False])
+    for op, expected in ((ReduceOp.SUM, [True, True, False]), (ReduceOp.PRODUCT, [group.size == 1, True, False])):
+        tensor = mine.clone()
+        group.all_reduce(tensor, op)
+        expect(tensor, torch.tensor(expected), f"{op.name} of bool")
+
+
 def lazily_conjugated(group: ProcessGroup) -> None:
     """Where torch only marks a tensor as conjugate or negative, the values count, not what lies in memory."""
     numbers = torch.complex(terms((6,), group.rank), terms((6,), group.rank + 1))
@@ -221,6 +239,8 @@ CHECKS: dict[str, Check] = {
     "all_reduce_same_bits_everywhere": same_bits_everywhere,
     "all_reduce_halves_round_once": halves_round_once,
     "all_reduce_infinities_and_nans": infinities_and_nans,
+    "all_reduce_integers_are_averaged_towards_zero": integers_are_averaged_towards_zero,
+    "all_reduce_truth_values": truth_values,
     "all_reduce_lazily_conjugated": lazily_conjugated,
     "all_reduce_parameters": parameters,
 }

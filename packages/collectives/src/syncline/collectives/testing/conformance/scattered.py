@@ -71,10 +71,24 @@ def reduce_scatter_in_place(group: ProcessGroup) -> None:
     expect(whole[group.rank], sum_of_terms((9,), group.size) * (group.rank + 1), "reduce_scatter_tensor in place")
 
 
+def reduce_scatter_of_different_sizes(group: ProcessGroup) -> None:
+    """The ranks' parts have 0, 3, 6, ... elements, and some more shapes; inputs are only read."""
+    for is_async in (False, True):
+        inputs = [terms((part, 3), group.rank) * (part + 1) for part in range(group.size)]
+        before = [entry.clone() for entry in inputs]
+        output = torch.zeros(group.rank, 3)
+        work = group.reduce_scatter(output, inputs, async_op=is_async)
+        work.wait()
+        expect(output, sum_of_terms((group.rank, 3), group.size) * (group.rank + 1), "reduce_scatter of different sizes")
+        for entry, original in zip(inputs, before, strict=True):
+            expect(entry, original, "input of reduce_scatter of different sizes")
+
+
 CHECKS: dict[str, Check] = {
     "all_gather_into_tensor": into_tensor,
     "all_gather_into_tensor_in_place": into_tensor_in_place,
     "reduce_scatter_every_dtype_and_reduction": reduce_scatter_every_dtype_and_reduction,
     "reduce_scatter_sum": reduce_scatter_sum,
     "reduce_scatter_in_place": reduce_scatter_in_place,
+    "reduce_scatter_of_different_sizes": reduce_scatter_of_different_sizes,
 }

@@ -1,0 +1,77 @@
+"""What torch's profilers show of our groups' collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from syncline.collectives import ProcessGroup
+from syncline.collectives.contract import profiling
+from syncline.collectives.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def shown(use: Callable[[], object]) -> list[tuple[str, list[list[int]]]]:
+    with torch.profiler.profile(record_shapes=True) as profile:
+        use()
+    return [(event.name, event.input_shapes) for event in profile.events() if event.name.startswith("syncline")]
+
+
+def test_each_collective_is_shown_with_name_and_shapes() -> None:
+    def body(group: ProcessGroup) -> None:
+        def use() -> None:
+            group.all_reduce(torch.ones(2, 3))
+            group.broadcast(torch.ones(4), 0, async_op=True).wait()
+            group.barrier()
+
+        name = f"syncline-{group.backend_name}"
+        assert shown(use) == [(f"{name}:all_reduce", [[2, 3]]), (f"{name}:broadcast", [[4]]), (f"{name}:barrier", [])]
+
+    run_ranks(1, body)
+
+
+def test_what_a_collective_is_made_of_is_not_shown_again() -> None:
+    def body(group: ProcessGroup) -> None:
+        inputs = [torch.ones(rank + 1) for rank in range(group.size)]
+
+        def use() -> None:
+            group.reduce_scatter(torch.ones(group.rank + 1), inputs)
+
+        if group.rank == 0:  # one profiler in a process
+            assert [name.rpartition(":")[2] for name, _ in shown(use)] == ["reduce_scatter"]
+        else:
+            use()
+
+    run_ranks(2, body)
+
+
+def test_the_range_of_an_asynchronous_collective_ends_when_it_has_finished() -> None:
+    def body(group: ProcessGroup) -> None:
+        peer_may_come = group.all_reduce  # rank 1 comes later than the range begins
+        if group.rank == 1:
+            group.recv(torch.zeros(1), 0)
+            peer_may_come(torch.ones(1))
+            return
+        with torch.profiler.profile() as profile:
+            work = peer_may_come(torch.ones(1), async_op=True)
+            with torch.profiler.record_function("meanwhile"):
+                pass
+            group.send(torch.zeros(1), 1)
+            work.wait()
+        events = {event.name: event for event in profile.events()}
+        (collective,) = (event for name, event in events.items() if name.endswith(":all_reduce"))
+        assert collective.time_range.end > events["meanwhile"].time_range.end
+
+    run_ranks(2, body)
+
+
+def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "record", lambda *_, **__: pytest.fail("recorded"))
+
+    def body(group: ProcessGroup) -> None:
+        group.all_reduce(torch.ones(1))
+
+    run_ranks(1, body)

@@ -1,0 +1,42 @@
+"""Gradients that are part of a graph themselves, after `backward(create_graph=True)`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+
+class _Average(torch.autograd.Function):
+    """The reduced gradient, which depends on this rank's as a mean does. What the other ranks add is a constant to it."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> torch.Tensor:  # noqa: ARG004 - torch's
+        ctx.world_size = world_size
+        return reduced.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient / ctx.world_size, None, None
+
+
+def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> torch.Tensor:
+    """A copy of the reduced gradient, in the graph of this rank's.
+
+    Args:
+        local: this rank's gradient, which requires a gradient.
+        reduced: the mean over the ranks, in the same shape; memory of a bucket, which will be overwritten.
+        world_size: the number of ranks.
+    """
+    with torch.enable_grad():
+        return _Average.apply(local, reduced.detach(), world_size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def warn_of_graph() -> None:
+    """Say what a second derivative lacks, as torch's DistributedDataParallel does."""
+    warnings.warn(
+        "backward(create_graph=True): the gradients are averaged, but the reduction is not differentiated through. What is "
+        "derived from them is derived from this rank's loss alone, and has to be averaged by its own backward",
+        stacklevel=2,
+    )
