@@ -194,12 +194,12 @@ class SerialGroup(ProcessGroup):
         self._issue(Collective("close"), [], (), body, async_op=False, is_numbered=False)
 
     def _reason_not_to_wait(self) -> TransportError | None:
-        """Why a rank that shall send something will not: it has left the job, or is lost."""
-        if self._calls is None:
-            return self.reason_to_give_up()
+        """Why a rank that shall send something will not: it is lost, or has left the job."""
+        lost = self.reason_to_give_up()
+        if lost is not None or self._calls is None:
+            return lost
         others = (peer for peer in range(self.size) if peer != self.rank)
-        left = next(filter(None, (self._calls.transfer_reason_to_give_up([peer]) for peer in others)), None)
-        return left or self.reason_to_give_up()
+        return next(filter(None, (self._calls.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
     def _close(self) -> None:
         self._closed = True
