@@ -40,8 +40,10 @@ class CallLog:
         self._stop()
 
     def _note(self, call: ObservedCall) -> None:
+        if call.group.ranks[call.group.rank] != self._rank:
+            return
         tensor, call.tensor = call.tensor, None
-        if call.group.ranks[call.group.rank] != self._rank or (call.name == "all_reduce" and self._is_bucket(tensor)):
+        if call.name == "all_reduce" and self._is_bucket(tensor):
             return
         self._seen.append((call, 0 if tensor is None or tensor.is_sparse else tensor.nbytes))
 
