@@ -227,20 +227,3 @@ def test_tensors_larger_than_a_piece(mpi_group: ProcessGroup, monkeypatch: pytes
     assert len(chosen) >= 8
     for name in chosen:
         CHECKS[name](mpi_group)
-
-
-def test_reproducible_reductions_are_in_rank_order(mpi_group: ProcessGroup) -> None:
-    from mpi4py import MPI
-
-    from syncline.collectives.backends.mpi.transport import MPITransport
-    from syncline.collectives.host.host_group import HostGroup
-    from syncline.collectives.host.reduction import reduce_in_rank_order
-
-    transport = MPITransport(MPI.COMM_WORLD.Dup(), reproducible=True)
-    group = HostGroup(transport, mpi_group.rank, mpi_group.size, timeout_s=30)
-    for numel in (1, 2, 1000, 70_001):
-        terms = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
-        tensor = terms[group.rank].clone()
-        group.all_reduce(tensor)
-        assert torch.equal(tensor, reduce_in_rank_order(sc.ReduceOp.SUM, terms))
-    group.close()

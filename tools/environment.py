@@ -60,7 +60,7 @@ PACKAGES = InstallSet(
         *_editable("collectives", "[mpich]"),
         *_editable("reducer"),
         *_editable("hooks"),
-        *_editable("ddp", "[examples]"),
+        *_editable("ddp", "[examples,report]"),
     ),
     tuple(ROOT / "packages" / layer / "pyproject.toml" for layer in LAYERS),
 )

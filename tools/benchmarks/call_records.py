@@ -20,6 +20,7 @@ import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp
 from syncline.collectives.contract.collective import digest
+from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.failures.call_digest import CallDigest
 from syncline.collectives.failures.call_record import DONE
 from syncline.collectives.failures.flight_recorder import STATE, FlightRecorder
@@ -129,7 +130,9 @@ def over_backends(rounds: int) -> None:
     store = dist.FileStore(world.bcast(tempfile.mkdtemp() + "/store"), size)
 
     def over_gloo(name: str) -> HostGroup:
-        return HostGroup(gloo.connect(store, rank, size, name, 60.0, "127.0.0.1"), rank, size, name=name, timeout_s=60)
+        return HostGroup(
+            gloo.connect(store, rank, size, name, Deadline(60.0), "127.0.0.1"), rank, size, name=name, timeout_s=60
+        )
 
     def over_mpi(name: str) -> HostGroup:
         transport = NodeTransport(world.Dup(), split=lambda communicator: communicator.Split(communicator.Get_rank(), 0))

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from syncline.collectives import InvalidArgumentError
+from syncline.collectives import InvalidArgumentError, TransportError
 from syncline.collectives.contract.deadline import DEFAULT_TIMEOUT_S, Deadline, seconds
 
 
@@ -41,7 +41,8 @@ def test_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wait_in_vain_ends_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    reasons = [None, "rank 1 left", "asked too often"]
+    left = TransportError("rank 1 left")
+    reasons = [None, left, TransportError("asked too often")]
     monkeypatch.setattr("syncline.collectives.contract.deadline.monotonic", lambda: now_s)
     deadline = Deadline(5.0, lambda: reasons.pop(0))
     assert not deadline.expired()
@@ -50,4 +51,4 @@ def test_a_wait_in_vain_ends_the_deadline(monkeypatch: pytest.MonkeyPatch) -> No
     assert not deadline.expired()
     now_s += 1.0
     assert deadline.expired()
-    assert (deadline.was_cancelled, deadline.reason, deadline.remaining_s()) == (True, "rank 1 left", 0.0)
+    assert (deadline.was_cancelled, deadline.reason, deadline.remaining_s()) == (True, left, 0.0)

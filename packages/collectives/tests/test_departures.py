@@ -58,10 +58,10 @@ def test_notices_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.reason_to_give_up() is None
     post.append(Departure(5, {next(iter(departures.own())): 1}))
     for _ in range(2):
-        assert "rank(s) 5 of the job left" in (calls.reason_to_give_up() or "")
+        assert "rank(s) 5 of the job left" in str(calls.reason_to_give_up())
     calls.started = 1
     assert calls.reason_to_give_up() is None
     assert calls.transfer_reason_to_give_up([1]) is None  # what it sent may be on its way
     now_s += module.TRANSFER_GRACE_S + 1.0
-    assert "rank(s) 5 of the job left" in (calls.transfer_reason_to_give_up([1]) or "")
+    assert "rank(s) 5 of the job left" in str(calls.transfer_reason_to_give_up([1]))
     assert calls.transfer_reason_to_give_up([0, 1]) is None  # rank 4 may still send

@@ -163,7 +163,7 @@ def test_at_least_one_rank() -> None:
 
 def test_description() -> None:
     (group,) = create_groups(1, name="alone")
-    assert repr(group) == "<HostGroup 'alone' (in_process: 1 rank(s) as threads), rank 0 of 1>"
+    assert repr(group) == "<InProcessGroup 'alone' (in_process: 1 rank(s) as threads), rank 0 of 1>"
     assert (group.backend_name, group.device_types) == ("in_process", frozenset({"cpu"}))
     group.close()
 

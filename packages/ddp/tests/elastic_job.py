@@ -105,7 +105,7 @@ def instrument(model: DistributedDataParallel, kill: Killer) -> None:
             reunion.is_instrumented = True
             around(reunion, "connect", "shrink, before connecting", "shrink, after connecting", at_any_step=True)
 
-    each_group(model.process_group)
+    each_group(model.join_process_group)
     update = model.update_process_group
 
     def updated(group: ProcessGroup | None) -> None:
@@ -131,7 +131,7 @@ def elastic_training(rank: int, world_size: int, folder: Path, plan: dict[str, o
         sampler.set_epoch(epoch)
         for images, labels in elastic.batches(loader):
             kill.step = elastic.applied_steps
-            size = model.process_group.size
+            size = model.join_process_group.size
             with elastic.step():
                 optimizer.zero_grad()
                 (F.cross_entropy(model(images), labels) * sampler.weight).backward()

@@ -150,7 +150,7 @@ def train_and_lose(
 
         def at(moment: str, step: int) -> None:
             if victims.get(rank) == (moment, step):
-                present = training.model.process_group
+                present = training.model.join_process_group
                 assert isinstance(present, InProcessGroup)
                 present.lose()
                 raise Lost
@@ -181,7 +181,7 @@ def test_who_is_left_applies_each_batch_once(moment: str, victim: int) -> None:
         assert training is not None
         assert (training.elastic.lost_ranks, training.elastic.applied_steps) == ([victim], STEPS)
         assert len(training.elastic.recovery_s) == 1
-        assert training.model.process_group.size == 2
+        assert training.model.join_process_group.size == 2
 
 
 def test_losses_one_after_the_other_down_to_a_single_rank() -> None:

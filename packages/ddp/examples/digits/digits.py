@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ from syncline.ddp import DistributedDataParallel
 from timeline import draw, record
 
 MAX_LEARNING_RATE = 0.1
+TRACED_STEPS = 10, 20
 
 
 def main() -> int:
@@ -60,7 +62,8 @@ def main() -> int:
     model = DistributedDataParallel(network, bucket_cap_mb=BUCKET_CAP_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=MAX_LEARNING_RATE, momentum=0.9, weight_decay=5e-4, nesterov=True)
 
-    measurement = fit(model, optimizer, loader, options)
+    with model.trace(options.trace, *TRACED_STEPS) if options.trace else nullcontext():
+        measurement = fit(model, optimizer, loader, options)
     steps = record(model, *next(iter(loader)), group=group) if options.timeline else []
     accuracy = evaluate(model, test)
     report = Report(

@@ -27,6 +27,7 @@ class Options:
     backend: str | None
     report: Path | None
     timeline: Path | None
+    trace: Path | None
 
     def batch_size_for(self, ranks: int) -> int:
         """What was asked for, or a multiple of the number of ranks near the default."""
@@ -48,6 +49,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--backend", choices=backend_names(), help="communication backend (default: automatic)")
     add("--report", type=Path, metavar="PATH", help="also write the report there, as JSON")
     add("--timeline", type=Path, metavar="PATH", help="draw one step on every rank there, as PNG")
+    add("--trace", type=Path, metavar="FOLDER", help="trace steps 10 to 20 on every rank there; see `syncline report`")
     options = Options(**vars(parser.parse_args(arguments)))
     if options.report and options.report == options.timeline:
         parser.error(f"--report and --timeline both name {options.report}; expected two files")

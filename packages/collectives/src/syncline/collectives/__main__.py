@@ -1,22 +1,30 @@
-"""The command line: `python -m syncline.collectives`, also installed as `syncline`."""
+"""The command line: `python -m syncline.collectives`, also installed as `syncline`.
+
+Commands come from the group of entry points `syncline.commands`. Each names a module, or an object, with
+
+- `HELP`: what it does, in one line;
+- `add_arguments(parser)`: adds its options to an `argparse.ArgumentParser`;
+- `run(arguments) -> int`: does it, and returns the exit status; a `SynclineError` is printed, with status 2.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from .bench import command as bench
-from .doctor import command as doctor
 from .errors import SynclineError
-from .failures import command as report
+from .plugins import load_plugin, plugin_names
 from .version import __version__
+
+ENTRY_POINT_GROUP = "syncline.commands"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; under mpirun every rank does. Returns the exit status."""
-    arguments = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        arguments = _parser(_wanted(words)).parse_args(words)
         status: int = arguments.run(arguments)
     except SynclineError as error:
         print(f"syncline: {error}", file=sys.stderr)
@@ -33,18 +41,21 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _wanted(words: Sequence[str]) -> list[str]:
+    """The command that is asked for, so that a broken one keeps no other from working; or all of them."""
+    names = plugin_names(ENTRY_POINT_GROUP)
+    return [words[0]] if words and words[0] in names else names
+
+
+def _parser(names: Iterable[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="syncline", description="Check and measure process groups. Start it with mpirun or alone."
+        prog="syncline", description="Check and measure process groups, and see where training steps go."
     )
     parser.add_argument("--version", action="version", version=f"syncline-collectives {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for name, module, help_text in (
-        ("doctor", doctor, "print and check what a job needs: MPI, nodes, cores, memory, GPUs, backends"),
-        ("bench", bench, "measure latency and bandwidth of collectives, backends side by side"),
-        ("report", report, "merge what the ranks wrote when a job failed: what each was in, who is behind, where they part"),
-    ):
-        command = commands.add_parser(name, help=help_text, description=help_text, formatter_class=_HelpFormatter)
+    for name in names:
+        module = load_plugin(ENTRY_POINT_GROUP, name, ("HELP", "add_arguments", "run"))
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP, formatter_class=_HelpFormatter)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser

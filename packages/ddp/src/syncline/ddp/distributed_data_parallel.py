@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +21,24 @@ from .buffers import Buffers
 from .compatibility import TorchNames, ignored_names
 from .fused_optimizer import FusedOptimizer
 from .hook_annotations import check_hook
+from .iteration_listeners import IterationListeners, Listener
 from .join import Join, Joinable
 from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
 from .module_state import ModuleState
 from .process_groups import as_ours, choose_default_group, choose_group
+from .stragglers import StragglerWatch, checked_every, every_from
+from .tracing import TraceRecording, TraceSettings, is_first_to_trace, settings_from
 from .uneven_inputs import Replica, UnevenInputs
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.nn.parallel.distributed import _MixedPrecision
+
+
+# What stays behind when a model is copied or pickled.
+_OF_THIS_PROCESS = frozenset(
+    {"process_group", "_group", "_reducer", "_join", "_uneven_inputs", "_listeners", "_recordings", "_straggler_watch"}
+)
 
 
 class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
@@ -138,12 +149,20 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._runtime = logging_data.RuntimeSamples()
         self.fused_optimizer = FusedOptimizer()
         self._has_adopted_optimizers = False
+        trace_settings, stragglers_every = settings_from(os.environ), every_from(os.environ)
         if init_sync:
-            self._verify_options(sync_buffers_at_first)
+            self._verify_options(sync_buffers_at_first, trace_settings, stragglers_every)
             self._state.verify(self._group, buffers=sync_buffers_at_first)
             self._state.broadcast(self._group, 0, buffers=sync_buffers_at_first)
         self._low_precision = lower_precision(self.mixed_precision, module, self._state)
+        self._listeners = IterationListeners()
+        self._recordings: list[TraceRecording] = []
+        self._straggler_watch: StragglerWatch | None = None
         self._reducer = self._make_reducer()
+        if trace_settings is not None and is_first_to_trace(trace_settings, self._group):
+            self._start_recording(trace_settings)
+        if stragglers_every is not None:
+            self.watch_stragglers(stragglers_every)
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -247,6 +266,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         replica = Replica(self.module, self._state, self._buffer_sync, self._reducer, self._group, self.device)
         self._uneven_inputs = UnevenInputs(replica, divide_by_initial_world_size=divide_by_initial_world_size)
+        self._stop_counting_steps_together()
         return self._uneven_inputs
 
     @property
@@ -295,6 +315,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._state.verify(group, buffers=self.forward_sync_buffers)
         hook, state = self._reducer.hook
         self._reducer.close()
+        self._stop_counting_steps_together()
+        for recording in self._recordings:
+            recording.abandon()
         self._uneven_inputs = None  # it holds the reducer that was
         self.process_group, self._group = chosen, group
         self._is_default_group = process_group is None
@@ -320,6 +343,83 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._reducer.note_error(error)
             raise
         self._reducer.set_hook(hook, state)
+
+    # ---- looking at steps ----
+
+    @contextmanager
+    def trace(self, folder: str | Path, first: int = 1, last: int | None = None) -> Iterator[None]:
+        """Trace the steps of this model within it; every rank enters and leaves it, both of which are collectives.
+
+        Each rank writes a file in the folder; rank 0 merges them into `trace.json`, which ui.perfetto.dev opens, when the last
+        step is over. `syncline report` shows them. The same without a change to the script: `SYNCLINE_TRACE`.
+
+        Args:
+            folder: for the files; made if it is missing.
+            first: the first step that is traced; a step is a backward that is reduced, and the first one within is number 1.
+            last: the last one; None: all.
+
+        Raises:
+            MisuseError: it is entered within `join()`, where ranks may have different numbers of steps.
+            InvalidArgumentError: `first` is below 1 or above `last`.
+        """
+        if self._join is not None:
+            raise MisuseError(f"trace on {self._group.place()} within join(): enter it before, around join()")
+        if first < 1 or (last is not None and last < first):
+            raise InvalidArgumentError(f"trace: expected 1 <= first <= last, found first={first}, last={last}")
+        recording = self._start_recording(TraceSettings(Path(folder), first, last))
+        try:
+            yield
+        except BaseException:
+            recording.abandon()
+            raise
+        finally:
+            self._tell_no_more(recording.note_step)
+            self._recordings.remove(recording)
+        recording.finish()
+
+    def watch_stragglers(self, every: int) -> None:
+        """From now on log a line on rank 0 every so many steps: which rank was last most often, and by how much.
+
+        Every rank calls it, with the same number; also done by `SYNCLINE_STRAGGLERS`. It ends when ranks may have different
+        numbers of steps: in a join context, or when the group changes.
+
+        Args:
+            every: steps from one line to the next.
+
+        Raises:
+            InvalidArgumentError: it is below 1.
+        """
+        self._stop_watching_stragglers()
+        self._straggler_watch = StragglerWatch(self._group, checked_every(every, "every"))
+        self._tell(self._straggler_watch.note_step)
+
+    def _stop_watching_stragglers(self) -> None:
+        if self._straggler_watch is not None:
+            self._tell_no_more(self._straggler_watch.note_step)
+            self._straggler_watch = None
+
+    def _start_recording(self, settings: TraceSettings) -> TraceRecording:
+        parameters = [parameter for _, parameter in self._state.parameters()]
+        recording = TraceRecording(settings, self._group, self._reducer, parameters)
+        self._recordings.append(recording)
+        self._tell(recording.note_step)
+        return recording
+
+    def _tell(self, listener: Listener) -> None:
+        """Without anybody to tell, a step costs the reducer one comparison with None."""
+        self._listeners.add(listener)
+        self._reducer.on_iteration(self._listeners)
+
+    def _tell_no_more(self, listener: Listener) -> None:
+        self._listeners.remove(listener)
+        if not self._listeners:
+            self._reducer.on_iteration(None)
+
+    def _stop_counting_steps_together(self) -> None:
+        """From now on ranks may have different numbers of steps, so there is no step at which all of them do something."""
+        self._stop_watching_stragglers()
+        for recording in self._recordings:
+            recording.ranks_may_differ = True
 
     def iteration_statistics(self) -> IterationStatistics:
         """What happened when in the latest iteration on this rank."""
@@ -368,11 +468,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             delayed_until=self._delayed_until,
         )
         reducer.on_delivery(self.fused_optimizer.step)
+        reducer.on_iteration(self._listeners if self._listeners else None)
         if self._wire_dtype is not None:
             reducer.set_hook(average_in, self._wire_dtype)
         return reducer
 
-    def _verify_options(self, sync_buffers_at_first: bool) -> None:
+    def _verify_options(self, sync_buffers_at_first: bool, traced: TraceSettings | None, stragglers_every: int | None) -> None:
         """Compare what decides which collectives are issued."""
         sparse = self._state.sparse_parameters()
         options = {
@@ -386,6 +487,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             "mixed_precision": None if self.mixed_precision is None else str(self.mixed_precision),
             "delay_all_reduce_named_params": self._delayed,
             "param_to_hook_all_reduce": self._delayed_until,
+            "SYNCLINE_TRACE, SYNCLINE_TRACE_STEPS": None if traced is None else f"{traced.first}-{traced.last}",
+            "SYNCLINE_STRAGGLERS": stragglers_every,
             "sparse=True (in embeddings)": [name for name, parameter in self._state.parameters() if id(parameter) in sparse],
         }
         verify_same_options(options, group=self._group)
@@ -412,15 +515,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
                 f"a DistributedDataParallel on {self._group.place()} cannot be copied or pickled: only the default "
                 "group is found again. Copy or save ddp.module (or its state_dict), and wrap it anew"
             )
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("process_group", "_group", "_reducer", "_join", "_uneven_inputs")
-        }
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the default group of this process, and build a reducer: a collective, like construction."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = choose_default_group()
         self._group = as_ours(self.process_group)
+        self._listeners, self._recordings, self._straggler_watch = IterationListeners(), [], None
         self._reducer = self._make_reducer()

@@ -78,8 +78,8 @@ class Elastic:
 
     A `TransportError` inside `with elastic.step():` ends the body there, and the loop goes on with what `batches` gives next:
     the same batch, divided anew, if the step was not applied. Outside of it, in an evaluation for instance, a loss is an error
-    as ever. The model's group is another object after a loss: ask `model.process_group`. If the group was the default group,
-    the new one takes its place.
+    as ever. The model's group is another object after a loss: ask `model.join_process_group`. If the group was the default
+    group, the new one takes its place.
 
     Args:
         model: on a group that can shrink.
@@ -113,13 +113,14 @@ class Elastic:
         patience_s: float = 30.0,
         give_up_s: float = 300.0,
     ) -> None:
-        group = model.process_group
+        group = model.join_process_group
         lack = group.missing_for_shrink()
         if lack is not None:
             raise BackendUnavailableError(f"elastic training on {group.place()}: {lack}")
         if not 1 <= min_ranks <= group.size:
             raise InvalidArgumentError(f"expected min_ranks from 1 to the {group.size} ranks of the group, found {min_ranks}")
         self._model = model
+        self._group = group
         self._sampler = sampler
         self._min_ranks = min_ranks
         self._max_failures = max_failures
@@ -145,11 +146,11 @@ class Elastic:
             MisuseError: a batch was taken without a step.
         """
         while not self._sampler.is_exhausted:
-            group = self._model.process_group
+            group = self._group
             for batch in loader:
                 applied = self._sampler.applied
                 yield batch
-                if self._model.process_group is not group:
+                if self._group is not group:
                     break
                 if self._sampler.applied == applied:
                     raise MisuseError("a batch was taken, and no step: put what is done with it into `with elastic.step():`")
@@ -195,7 +196,7 @@ class Elastic:
             return
         self._phase = _Phase.AGREEING
         try:
-            self._model.process_group.barrier()
+            self._group.barrier()
         except TransportError as error:
             if not self._recover(error):
                 raise _NotAppliedError from None
@@ -232,15 +233,10 @@ class Elastic:
         Returns:
             For each rank that is left, as it was numbered at first, how many steps it has applied.
         """
-        old = self._model.process_group
-        new = old.shrink(patience_s=self._patience_s)
-        is_default = replace_default_group(old, new)
-        try:
-            present = dict(exchange_objects((self._first_rank, self.applied_steps), group=new))
-            self._model.update_process_group(None if is_default else new)
-        except TransportError:
-            self._model.process_group = new  # it is broken, too, and is shrunk next
-            raise
+        old, self._group = self._group, self._group.shrink(patience_s=self._patience_s)
+        is_default = replace_default_group(old, self._group)
+        present = dict(exchange_objects((self._first_rank, self.applied_steps), group=self._group))
+        self._model.update_process_group(None if is_default else self._group)
         return present
 
     def _settle_step(self, most_applied: int) -> bool:
@@ -248,7 +244,7 @@ class Elastic:
         if most_applied > self.applied_steps:
             if self._phase is not _Phase.AGREEING:
                 raise MisuseError(
-                    f"{self._model.process_group.place()} has applied {self.applied_steps} steps, and another rank "
+                    f"{self._group.place()} has applied {self.applied_steps} steps, and another rank "
                     f"{most_applied}: all ranks must take the same steps"
                 )
             self._count_step()
@@ -259,7 +255,7 @@ class Elastic:
 
     def _check_limits(self, present: Collection[int]) -> None:
         """The same verdict on all ranks that are left."""
-        group = self._model.process_group
+        group = self._group
         self.lost_ranks = sorted(set(range(self._first_size)) - set(present))
         if group.size < self._min_ranks:
             problem = f"{group.size} rank(s) are left, and min_ranks is {self._min_ranks}"
@@ -279,6 +275,6 @@ class Elastic:
             raise error
         if time.perf_counter() - began_s > self._give_up_s:
             raise TransportError(
-                f"the training ends on {self._model.process_group.place()} after {self.applied_steps} applied steps: the ranks "
+                f"the training ends on {self._group.place()} after {self.applied_steps} applied steps: the ranks "
                 f"did not come together again within {self._give_up_s:g} s (give_up_s). The last problem: {error}"
             ) from error

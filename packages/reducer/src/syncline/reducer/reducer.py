@@ -165,6 +165,7 @@ class Reducer:
         self._backward: Callable[[], _RunningBackward | None] = lambda: None
         self._reductions: list[PendingReduction] = []
         self._on_delivery: OnDelivery | None = None
+        self._on_iteration: Callable[[IterationStatistics], None] | None = None
         self._extra_futures: list[AnyFuture] = []
         self._verification: Work | None = None
         self._arrival_order: list[int] | None = None
@@ -277,6 +278,14 @@ class Reducer:
         """
         self._check_idle("on_delivery")
         self._on_delivery = callback
+
+    def on_iteration(self, callback: Callable[[IterationStatistics], None] | None) -> None:
+        """Call back when a backward was reduced and every gradient is in place, with what happened when.
+
+        The callback runs on the thread of backward, on every rank after the same backward, so it may issue collectives. A rank
+        that takes part by `shadow_backward` is not called. None ends it; it takes effect at once, also within a backward.
+        """
+        self._on_iteration = callback
 
     # ---- around a backward ----
 
@@ -478,7 +487,7 @@ class Reducer:
             bucket.collect_nothing()
         else:
             bucket.collect(self._usage.locally_unused(bucket.indices))
-        times = BucketTimes(bucket.nbytes, ready, time.perf_counter())
+        times = BucketTimes(bucket.nbytes, ready, time.perf_counter(), number=number)
         self.statistics.buckets.append(times)
         self._reductions.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
 
@@ -519,6 +528,8 @@ class Reducer:
         self._extra_futures = []
         self._sync_policy.reduced()
         self._reset()
+        if self._on_iteration is not None:
+            self._on_iteration(self.statistics)
 
     def _reset(self) -> None:
         self._reductions = []

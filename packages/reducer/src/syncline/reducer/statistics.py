@@ -14,12 +14,14 @@ class BucketTimes:
         ready: it could start: its last gradient was there, and all earlier buckets had started.
         started: its reduction was issued.
         finished: its reduction was over, or None while it is not.
+        number: which bucket it was, by `Reducer.buckets`.
     """
 
     nbytes: int
     ready: float
     started: float
     finished: float | None = None
+    number: int = 0
 
 
 @dataclass

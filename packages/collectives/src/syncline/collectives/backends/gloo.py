@@ -7,8 +7,10 @@ import ctypes
 import itertools
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,20 +18,24 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ..composed.torch_group import TorchGroup
+from ..composed.torch_work import TorchWork
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import HALVES, Reduction
 from ..contract.work import Work
-from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, TransportError
+from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, SynclineError, TransportError
+from ..failures.detached_call import DetachedCall
+from ..failures.liveness import Liveness
 from ..failures.stall_watch import StatusPost
 from ..host.host_group import HostGroup
 from ..host.progress import finish_all
 from ..host.transport import Request, Transport
 from ..host.wire_tag import sized_wire_tag
 from ..startup.backend import Backend, ConnectRequest
+from ..startup.meeting import meet
 from ..startup.registry import load_backend
 from ..startup.rendezvous import loopback_host, store_at, tcp_store_of_rank_0
-from ..stores import AsTorchStore, Store
+from ..stores import AsTorchStore, FromTorchStore, Store
 from ..survivors.reunion import Generation
 from ..survivors.shrinkable_group import ShrinkableGroup
 from .gloo_reunion import GlooReunion, store_lack
@@ -39,8 +45,8 @@ from .gloo_reunion import GlooReunion, store_lack
 _generations = itertools.count()
 # Below it two collectives take longer than one of twice the bytes.
 _SCATTER_HALVES_FROM_BYTES = 64 * 1024
-# A collective that takes long looks whether another rank has said that it will not end; rarer the longer it takes.
-_FIRST_LOOK_S, _LOOK_S = 0.1, 1.0
+# A collective that takes long looks whether waiting is in vain; rarer the longer it takes.
+_FIRST_LOOK_S, _LOOK_S = 0.1, 0.5
 _LARGEST_TAG = 2**31 - 1
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
@@ -52,12 +58,16 @@ class GlooTransport(Transport):
         group: the torch group.
         store: where subsets of its ranks find one another.
         host: whose address alone Gloo shall use; None for its choice.
+        liveness: says which of the ranks are lost; None where nobody can know.
     """
 
     backend_name = "gloo"
 
-    def __init__(self, group: TorchGroup, store: dist.Store, host: str | None = None) -> None:
+    def __init__(
+        self, group: TorchGroup, store: dist.Store, host: str | None = None, *, liveness: Liveness | None = None
+    ) -> None:
         self._group = group
+        self.liveness = liveness
         self._store = store
         self._host = host
         _open.add(self)
@@ -136,7 +146,7 @@ class GlooTransport(Transport):
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """Another Gloo group, which meets in the same store under its own name."""
         rank = list(members).index(self._group.rank)
-        return connect(self._store, rank, len(members), name, max(deadline.remaining_s(), 1.0), self._host)
+        return connect(self._store, rank, len(members), name, deadline, self._host)
 
     def outlive(self, store: dist.Store, timeout_s: float) -> None:
         """After connecting under a shorter limit: let subsets meet in this store, and collectives take so many seconds."""
@@ -185,16 +195,59 @@ class _StorePost(StatusPost):
         return {rank: self._store.get(str(rank)).decode() for rank in present}
 
 
-def connect(store: dist.Store, rank: int, size: int, name: str, timeout_s: float, host: str | None = None) -> GlooTransport:
-    """Connect with the other ranks, who call it with the same store, size and name; over one address of a host, or Gloo's."""
+def connect(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    name: str,
+    deadline: Deadline,
+    host: str | None = None,
+    liveness: Liveness | None = None,
+) -> GlooTransport:
+    """Connect with the other ranks, who call it with the same store, size and name; over one address of a host, or Gloo's.
+
+    Gloo's own limit holds for each of its steps, and not for connecting as a whole. So the ranks meet in the store first, which
+    is where one that does not come is found, and Gloo connects on a thread that is left behind when the time is up. Ranks that
+    know one another (`liveness`) do not meet before.
+
+    Raises:
+        CollectiveTimeout: not all ranks came, or Gloo did not connect them in time.
+        RankLostError: a rank ended while they connected.
+        TransportError: Gloo failed.
+    """
+    place = f"Gloo could not connect rank {rank} of {size} in group '{name}'"
+    ours = dist.PrefixStore(name, store)
+    try:
+        known = liveness or Liveness(meet(FromTorchStore(ours), rank, size, deadline), rank)
+        gloo = _connect_patiently(partial(_connected, ours, rank, size, deadline.timeout_s, host), known, deadline)
+    except SynclineError as error:
+        raise error.reworded(f"{place}: {error}") from error.__cause__
+    except TimeoutError as error:
+        raise CollectiveTimeout(f"{place} within {deadline.timeout_s:g} s (timeout): {error}") from error
+    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=deadline.timeout_s), store, host, liveness=known)
+
+
+def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, deadline: Deadline) -> Any:
+    connecting = DetachedCall(connect, nullcontext, "syncline-gloo-connect")
+    while not connecting.done.wait(_FIRST_LOOK_S):
+        lost = liveness.reason_to_give_up()
+        if lost is not None:
+            raise lost
+        if deadline.expired():
+            raise TimeoutError("it takes too long, though all ranks have come; can they reach one another's addresses?")
+    try:
+        return connecting.result()
+    except SynclineError:
+        raise
+    except RuntimeError as error:
+        raise (liveness.loss_behind(error) or TransportError(str(error))) from error
+
+
+def _connected(store: dist.Store, rank: int, size: int, timeout_s: float, host: str | None) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
     options._timeout = timedelta(seconds=timeout_s)
-    try:
-        options._devices = [_device(host)]
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
-    except RuntimeError as error:
-        raise TransportError(f"Gloo could not connect rank {rank} of {size} in group '{name}': {error}") from error
-    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=timeout_s), store, host)
+    options._devices = [_device(host)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _tag(tag: int, tensor: torch.Tensor) -> int:
@@ -209,16 +262,15 @@ def _device(host: str | None) -> Any:
 
 def _wait(work: Work, deadline: Deadline) -> None:
     """Wait, and look now and then whether that is in vain."""
+    assert isinstance(work, TorchWork)
     slice_s = _FIRST_LOOK_S
-    while True:
-        try:
-            work.wait(min(max(deadline.remaining_s(), 1e-3), slice_s))
-        except CollectiveTimeout as error:
+    try:
+        while not work.wait_for(min(max(deadline.remaining_s(), 1e-3), slice_s)):
             if deadline.expired():
-                raise TimeoutError(str(error)) from error
+                raise TimeoutError("Gloo does not say which ranks do not take part")
             slice_s = min(1.2 * slice_s, _LOOK_S)
-        else:
-            return
+    except CollectiveTimeout as error:
+        raise TimeoutError(str(error)) from error
 
 
 class GlooBackend(Backend):
@@ -243,10 +295,13 @@ class GlooBackend(Backend):
         store, rank, size = rendezvous(request)
         store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
         host = _only_host(request, size)
-        transport = connect(store, rank, size, request.group_name, request.timeout_s, host)
+        transport = connect(store, rank, size, request.group_name, Deadline(request.timeout_s), host)
+        liveness = transport.liveness
 
         def connect_again(generation: Generation, met_in: dist.Store, timeout_s: float) -> GlooTransport:
-            again = connect(met_in, generation.rank, len(generation.members), request.group_name, timeout_s, host)
+            members, deadline = generation.members, Deadline(timeout_s)
+            known = None if liveness is None else liveness.part(members, generation.rank)
+            again = connect(met_in, generation.rank, len(members), request.group_name, deadline, host, known)
             again.outlive(dist.PrefixStore(f"generation{generation.number}/subsets", store), request.timeout_s)
             return again
 

@@ -74,10 +74,9 @@ class GlooReunion(Reunion):
     @override
     def connect(self, generation: Generation, timeout_s: float) -> Transport:
         watched = AsTorchStore(_WatchedStore(self._keys(generation), lambda: self._ended(generation), timeout_s))
-        try:
-            return self._connect(generation, watched, timeout_s)
-        finally:
-            watched.release()
+        transport = self._connect(generation, watched, timeout_s)
+        watched.release()  # after a failure a thread of Gloo's may still ask it
+        return transport
 
     def _ended(self, generation: Generation) -> list[int]:
         return [member for member in generation.members if self.has_ended(member)]

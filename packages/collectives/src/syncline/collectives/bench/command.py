@@ -25,6 +25,8 @@ from .results import Measurement, in_json, in_text
 from .sizes import ladder, parse_size
 from .subjects import Subject, connect_subject, default_subjects
 
+HELP = "measure latency and bandwidth of collectives, backends side by side"
+
 TIMEOUT_S = 120.0
 DEFAULT_SIZES = ("4", "64M")
 DDP_BUCKET_BYTES = 25 * 2**20

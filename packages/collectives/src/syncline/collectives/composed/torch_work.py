@@ -97,6 +97,20 @@ class TorchWork(Work):
             raise self._error from error
         return True
 
+    def wait_for(self, limit_s: float) -> bool:
+        """Wait `limit_s` seconds at most: whether it is over, and what remained is done. It can be waited for again.
+
+        Raises:
+            TransportError: it failed; a `CollectiveTimeout` if torch itself gave it up.
+        """
+        try:
+            return self.wait(limit_s)
+        except CollectiveTimeout:
+            if self._torch_work.is_completed():
+                return self.wait()
+            self._error = None
+            return False
+
     def is_completed(self) -> bool:
         """Whether the collective and what followed it are done."""
         if self._future is not None:

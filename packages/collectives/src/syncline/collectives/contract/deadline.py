@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic
 
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, TransportError
 
 DEFAULT_TIMEOUT_S = 1800.0
 _PATIENCE_S = 0.05
@@ -34,20 +34,26 @@ class Deadline:
     Args:
         timeout_s: seconds.
         interrupt: asked now and then by `expired`, once the wait has lasted `_PATIENCE_S`: why waiting is in vain, or None.
+
+    Attributes:
+        was_cancelled: `cancel` was called.
+        reason: what whoever waits shall raise; None: that the time is up, or that the group was aborted.
+        was_noticed: whoever waits has seen that the time is up.
     """
 
-    __slots__ = ("_end", "_interrupt", "_next_look", "reason", "timeout_s", "was_cancelled")
+    __slots__ = ("_end", "_interrupt", "_next_look", "reason", "timeout_s", "was_cancelled", "was_noticed")
 
-    def __init__(self, timeout_s: float, interrupt: Callable[[], str | None] | None = None) -> None:
+    def __init__(self, timeout_s: float, interrupt: Callable[[], TransportError | None] | None = None) -> None:
         now = monotonic()
         self.timeout_s = timeout_s
         self.was_cancelled = False
-        self.reason: str | None = None
+        self.was_noticed = False
+        self.reason: TransportError | None = None
         self._end = now + timeout_s
         self._interrupt = interrupt
         self._next_look = now + _PATIENCE_S
 
-    def cancel(self, reason: str | None = None) -> None:
+    def cancel(self, reason: TransportError | None = None) -> None:
         """Let the time be up now. May be called from another thread than the one that waits."""
         self.reason = self.reason or reason
         self.was_cancelled = True
@@ -58,11 +64,13 @@ class Deadline:
         return max(0.0, self._end - monotonic())
 
     def expired(self) -> bool:
-        """Whether the time is up, or waiting is in vain."""
+        """Whether the time is up, or waiting is in vain. Whoever waits asks, nobody else."""
         now = monotonic()
         if self._interrupt is not None and now >= self._next_look:
             self._next_look = now + _LOOK_S
             reason = self._interrupt()
             if reason is not None:
                 self.cancel(reason)
-        return now >= self._end
+        if now >= self._end:
+            self.was_noticed = True
+        return self.was_noticed

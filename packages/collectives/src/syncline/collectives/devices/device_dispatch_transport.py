@@ -130,6 +130,16 @@ class DeviceDispatchTransport(Transport):
             self._direct.give_up()
 
     @override
+    def lost_ranks(self) -> Sequence[int]:
+        return self._host.lost_ranks()
+
+    @override
+    def interrupt(self) -> None:
+        self._host.interrupt()
+        if self._direct is not None:
+            self._direct.interrupt()
+
+    @override
     def close(self) -> None:
         self._on_device.close()
         self._host.close()

@@ -21,6 +21,8 @@ from .diagnosis import diagnose
 from .finding import exit_status, in_text
 from .observation import Observation, observe
 
+HELP = "print and check what a job needs: MPI, nodes, cores, memory, GPUs, backends"
+
 CONNECT_TIMEOUT_S = 60.0
 _CUDA_TIMEOUT_S = 45.0  # ranks without a GPU wait meanwhile, for no longer than the above
 

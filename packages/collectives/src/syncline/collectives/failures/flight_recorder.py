@@ -130,6 +130,11 @@ class FlightRecorder:
         except IndexError:
             return 0.0
 
+    def running(self) -> CallRecord | None:
+        """The latest call that runs; None if none does."""
+        entry = next((entry for entry in reversed(self._ring.copy()) if entry[STATE] == RUNNING), None)
+        return None if entry is None else _as_record(list(entry))
+
     def records(self) -> list[CallRecord]:
         """The calls that are remembered, in the order of their issue."""
         while True:

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .call_record import RUNNING, CallRecord
 from .divergence import ranks_in_words
 from .flight_recorder import FlightRecorder
 
@@ -96,16 +95,13 @@ class StallWatch:
                 self._log({rank: waiting for rank, waiting in self._heard.items() if waiting is not None})
 
     def _stalled(self, now_s: float) -> Waiting | None:
-        record = self._running()
+        record = self._recorder.running()
         position = None if record is None else record.position
         if position != self._position:
             self._position, self._since = position, now_s
         if record is None or position is None or now_s - self._since < self.limit_s:
             return None
         return Waiting(position, str(record)[:_LONGEST])
-
-    def _running(self) -> CallRecord | None:
-        return next((record for record in reversed(self._recorder.records()) if record.state == RUNNING), None)
 
     def _say(self, mine: Waiting | None) -> None:
         if mine != self._said:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from time import monotonic
 from zlib import crc32
 
+from ..errors import RankLostError
+
 TRANSFER_GRACE_S = 2.0
 
 
@@ -96,23 +98,24 @@ class GroupCalls:
         """The same for a group of some of the ranks."""
         return self._departures.group(name, ranks, is_part=True)
 
-    def reason_to_give_up(self) -> str | None:
+    def reason_to_give_up(self) -> RankLostError | None:
         """Why the collective that this rank started last will not finish; None if it may."""
         left = [departure for departure, _ in self._departures.left().values()]
-        return _in_words(absentees(left, self._key, self.started, self._ranks))
+        return self._error(absentees(left, self._key, self.started, self._ranks))
 
-    def transfer_reason_to_give_up(self, peers: Sequence[int]) -> str | None:
+    def transfer_reason_to_give_up(self, peers: Sequence[int]) -> RankLostError | None:
         """The same for a transfer with one of these ranks of the group."""
         left = self._departures.left()
         latest = monotonic() - TRANSFER_GRACE_S
         gone = [self._ranks[peer] for peer in peers if self._ranks[peer] in left and left[self._ranks[peer]][1] < latest]
-        return _in_words(gone) if len(gone) == len(peers) else None
+        return self._error(gone) if len(gone) == len(peers) else None
 
-
-def _in_words(ranks: Sequence[int]) -> str | None:
-    if not ranks:
-        return None
-    return (
-        f"rank(s) {', '.join(map(str, ranks))} of the job left without taking part. Did the script return or exit early there, "
-        "or take another branch? Let every rank issue the same calls"
-    )
+    def _error(self, gone: Sequence[int]) -> RankLostError | None:
+        """What to raise when these ranks of the job have left."""
+        if not gone:
+            return None
+        return RankLostError(
+            f"rank(s) {', '.join(map(str, gone))} of the job left without taking part. Did the script return or exit early "
+            "there, or take another branch? Let every rank issue the same calls",
+            [self._ranks.index(rank) for rank in gone],
+        )

@@ -11,10 +11,13 @@ from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.layout import flat, in_plain_order
 from ..contract.work import Work
+from ..errors import TransportError
+from .explained_request import ExplainedRequest
 from .packing import copy_back, flat_copy
 from .serial_group import SerialGroup
 from .split_comparison import compare_splits
 from .transfer import TransferWork
+from .transport import Request
 
 
 class HostExchanges(SerialGroup):
@@ -58,7 +61,7 @@ class HostExchanges(SerialGroup):
         call = Collective("send", tensor, detail=f"dst={dst}, tag={tag}")
         self._check_usable(call)
         wire = flat_copy(tensor)
-        request = self._transport.start_send(wire, dst, tag)
+        request = self._explained(self._transport.start_send(wire, dst, tag))
         work = TransferWork(request, [tensor], lambda: None, self._transfer_in_words(call), self._transfer_interrupt([dst]))
         return self._finish_now(work, async_op)
 
@@ -66,7 +69,7 @@ class HostExchanges(SerialGroup):
         call = Collective("recv", tensor, detail=f"src={'any' if src is None else src}, tag={tag}")
         self._check_usable(call)
         wire = in_plain_order(tensor)
-        request = self._transport.start_recv(flat(wire), src, tag)
+        request = self._explained(self._transport.start_recv(flat(wire), src, tag))
         senders = [other for other in range(self.size) if other != self.rank] if src is None else [src]
         interrupt = self._transfer_interrupt(senders)
         work = TransferWork(request, [tensor], lambda: copy_back(wire, tensor), self._transfer_in_words(call), interrupt)
@@ -77,9 +80,14 @@ class HostExchanges(SerialGroup):
             work.wait(self.timeout_s)
         return work
 
-    def _transfer_interrupt(self, peers: list[int]) -> Callable[[], str | None] | None:
-        calls = self._calls
-        return None if calls is None or not peers else lambda: calls.transfer_reason_to_give_up(peers)
+    def _explained(self, request: Request) -> Request:
+        return request if self._liveness is None else ExplainedRequest(request, self._liveness)
+
+    def _transfer_interrupt(self, peers: list[int]) -> Callable[[], TransportError | None] | None:
+        sources = [source for source in (self._calls, self._liveness) if source is not None]
+        if not (peers and sources):
+            return None
+        return lambda: next(filter(None, (source.transfer_reason_to_give_up(peers) for source in sources)), None)
 
     def _transfer_in_words(self, call: Collective) -> Callable[[], str]:
         return lambda: f"{call.signature()} on {self.place()}"

@@ -246,9 +246,12 @@ class HostGroup(HostExchanges):
 
     def _part(self, members: list[int], name: str, number: int, timeout_s: float, deadline: Deadline) -> HostGroup:
         ranks = [self.ranks[member] for member in members]
+        transport = self._transport.subset(members, name, number, deadline)
+        rank = members.index(self.rank)
+        liveness = self._liveness
         made = HostGroup(
-            self._transport.subset(members, name, number, deadline),
-            members.index(self.rank),
+            transport,
+            rank,
             len(members),
             name=name,
             timeout_s=timeout_s,
@@ -256,6 +259,7 @@ class HostGroup(HostExchanges):
             device=self._device,
             check_calls=self._check_calls,
             calls=None if self._calls is None else self._calls.part(name, ranks),
+            liveness=None if liveness is None else liveness.part(members, rank, transport.lost_ranks),
         )
         made.report_to(self._reporter)
         made.warn_of_stalls(self._stall_warning_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -17,12 +18,14 @@ from ..contract.layout import is_tracked, untracked
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import Reduction
 from ..contract.work import FinishedWork, PendingWork, Work
-from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, SynclineError, TransportError
+from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, RankLostError, SynclineError, TransportError
 from ..failures.call_record import DONE
 from ..failures.flight_recorder import STATE, Entry, FlightRecorder
+from ..failures.liveness import Liveness
 from ..failures.report import Reporter
 from ..failures.report_signal import report_on_signal
 from ..failures.stall_watch import StallWatch, watch_for_stalls
+from ..failures.watchdog import watch
 from .call_comparison import compare_calls
 from .call_verification import CallVerification
 from .callback_order import CallbackOrder
@@ -64,6 +67,7 @@ class SerialGroup(ProcessGroup):
             device] in `host.device_runtime` says how a collective fits among what the device does.
         check_calls: the ranks compare what they are about to do before each collective.
         calls: says who has left the job; None where nobody tells. See Note [Who will not come] in `departures`.
+        liveness: says which ranks are lost; None where nobody can know. With it, the process's watchdog looks at the calls.
     """
 
     def __init__(
@@ -78,10 +82,12 @@ class SerialGroup(ProcessGroup):
         device: DeviceRuntime | None = None,
         check_calls: bool = False,
         calls: GroupCalls | None = None,
+        liveness: Liveness | None = None,
     ) -> None:
         super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
         self._calls = calls
-        self._reason_to_give_up = None if calls is None else calls.reason_to_give_up
+        self._liveness = liveness
+        self._may_give_up = calls is not None or liveness is not None
         self._transport = transport
         self._check_calls = check_calls
         self._device = device
@@ -101,6 +107,8 @@ class SerialGroup(ProcessGroup):
         self._stall_watch: StallWatch | None = None
         is_compared = size == 1 or check_calls or transport.compares_every_call
         self._verification = None if is_compared else CallVerification(transport, rank, size, self.recorder)
+        if liveness is not None:
+            watch(self)
 
     @property
     def backend_name(self) -> str:
@@ -185,10 +193,11 @@ class SerialGroup(ProcessGroup):
 
         self._issue(Collective("close"), [], (), body, async_op=False, is_numbered=False)
 
-    def _reason_not_to_wait(self) -> str | None:
-        """Why a rank that shall send something will not: it has left the job."""
-        if self._calls is None:
-            return None
+    def _reason_not_to_wait(self) -> TransportError | None:
+        """Why a rank that shall send something will not: it is lost, or has left the job."""
+        lost = self.reason_to_give_up()
+        if lost is not None or self._calls is None:
+            return lost
         others = (peer for peer in range(self.size) if peer != self.rank)
         return next(filter(None, (self._calls.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
@@ -295,7 +304,7 @@ class SerialGroup(ProcessGroup):
         """Count a collective of all ranks, which runs now."""
         if self._calls is not None:
             self._calls.started += 1
-        return Deadline(self.timeout_s, self._reason_to_give_up)
+        return Deadline(self.timeout_s, self._reason_to_give_up if self._may_give_up else None)
 
     def _run_into(
         self,
@@ -322,7 +331,7 @@ class SerialGroup(ProcessGroup):
             raise self._failed_before(call, sequence)
         self.recorder.begin(entry)
         verification = None if sequence is None else self._verification
-        deadline = self._deadline = Deadline(self.timeout_s) if sequence is None else self._start()
+        deadline = self._deadline = Deadline(self.timeout_s, self.reason_to_give_up) if sequence is None else self._start()
         try:
             if verification is not None:
                 verification.add(call.digest())
@@ -350,11 +359,14 @@ class SerialGroup(ProcessGroup):
         if isinstance(error, TimeoutError):
             _given_up.append(error)
             if deadline.reason is not None:
-                failure = TransportError(f"{self._in_words(call, sequence)}: {deadline.reason}")
+                reason = self._loss_behind(deadline.reason) or deadline.reason
+                failure = reason.reworded(f"{self._in_words(call, sequence)}: {reason}")
             else:
                 failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
         elif isinstance(error, SynclineError):
-            failure = error.reworded(f"{self._in_words(call, sequence)}: {error}")
+            lost = self._loss_behind(error)
+            failure = (lost or error).reworded(f"{self._in_words(call, sequence)}: {lost or error}")
+            failure.__cause__ = error if lost else error.__cause__
         else:
             _given_up.append(error)
         if not deadline.was_cancelled or deadline.reason is not None:
@@ -362,9 +374,43 @@ class SerialGroup(ProcessGroup):
         self._first_failure = failure
         logger.debug("%s on %s failed; the group runs no other collective", call.name, self.place())
         self._transport.give_up()
+        if isinstance(failure, TransportError):  # those who wait elsewhere hear of it where a library can say so
+            threading.Thread(target=self._transport.interrupt, name="syncline-interrupt", daemon=True).start()
         if failure is error:
             raise error
         raise failure from failure.__cause__
+
+    # ---- lost ranks; see Note [Who ends a call] in `failures.watchdog` ----
+
+    @property
+    def running_deadline(self) -> Deadline | None:
+        """That of the collective that runs now."""
+        return self._deadline
+
+    def reason_to_give_up(self) -> TransportError | None:
+        """That a rank is lost, if one is."""
+        return None if self._liveness is None else self._liveness.reason_to_give_up()
+
+    def interrupt(self) -> None:
+        """Have the transport end the collective that runs."""
+        self._transport.interrupt()
+
+    def missing_in_words(self) -> str:
+        """Which ranks are lost or stopped, as far as is known."""
+        missing = () if self._liveness is None else (*self._liveness.lost(), *self._liveness.stopped())
+        who = "it is not known which rank it waits for" if not missing else f"it waits for {self._named(missing)}"
+        return f"a collective on {self.place()} did not end: {who}"
+
+    def _reason_to_give_up(self) -> TransportError | None:
+        reason = None if self._calls is None else self._calls.reason_to_give_up()
+        return reason or self.reason_to_give_up()
+
+    def _loss_behind(self, error: SynclineError) -> RankLostError | None:
+        """That a rank is lost, if that is why the transport failed."""
+        return self._liveness.loss_behind(error) if self._liveness is not None and isinstance(error, TransportError) else None
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return f"rank(s) {list(ranks)}" if self._liveness is None else self._liveness.in_words(ranks)
 
     def _reported(self, failure: BaseException) -> BaseException:
         """The failure, which says where this rank's report is, if it is ours and there is one."""
@@ -396,8 +442,10 @@ class SerialGroup(ProcessGroup):
         return TransportError(f"the group was aborted on {self.place()}")
 
     def _timed_out(self, call: Collective, sequence: int | None, error: TimeoutError) -> CollectiveTimeout:
+        stopped = () if self._liveness is None else self._liveness.stopped()
+        who = f"{self._named(stopped)} stands still, stopped by a signal; {error}" if stopped else f"{error}"
         timeout = CollectiveTimeout(
-            f"{self._in_words(call, sequence)}, did not finish within {self.timeout_s:g} s: {error}. Look for a rank that "
+            f"{self._in_words(call, sequence)}, did not finish within {self.timeout_s:g} s: {who}. Look for a rank that "
             "died, left early, or issued other collectives; or pass a longer timeout to init_process_group"
         )
         timeout.__cause__ = error

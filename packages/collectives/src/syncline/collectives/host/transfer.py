@@ -29,7 +29,7 @@ class TransferWork(Work):
         tensors: list[torch.Tensor],
         deliver: Callable[[], object],
         describe: Callable[[], str],
-        interrupt: Callable[[], str | None] | None = None,
+        interrupt: Callable[[], TransportError | None] | None = None,
     ) -> None:
         self._request = request
         self._tensors = tensors
@@ -99,7 +99,7 @@ class TransferWork(Work):
                 self._drive(deadline)
         except TimeoutError as error:
             if deadline.reason is not None:
-                raise TransportError(f"{self._describe()}: {deadline.reason}") from error
+                raise deadline.reason.reworded(f"{self._describe()}: {deadline.reason}") from error
             raise self._timed_out(timeout_s) from error
         finally:
             self._driving.release()

@@ -11,6 +11,7 @@ import torch
 from ..contract.collective import Collective, digest
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
+from ..failures.liveness import Liveness
 from ..failures.stall_watch import StatusPost
 
 
@@ -93,6 +94,9 @@ class Transport(ABC):
 
     #: The registry's name of the backend, such as "mpi".
     backend_name: str
+
+    #: Says which of the ranks are lost; None where the transport does not know whose processes they are.
+    liveness: Liveness | None = None
 
     @property
     def compares_every_call(self) -> bool:
@@ -184,6 +188,13 @@ class Transport(ABC):
 
     def give_up(self) -> None:  # noqa: B027 - most have no way to say it
         """A collective has failed here, and there will be no other: tell the ranks that wait, if possible. Must not block."""
+
+    def lost_ranks(self) -> Sequence[int]:
+        """The ranks of which the library says that they have failed. Must not block."""
+        return ()
+
+    def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
+        """Have the library end the collective that runs on another thread, with an error; nothing comes after it. May block."""
 
     @abstractmethod
     def close(self) -> None:

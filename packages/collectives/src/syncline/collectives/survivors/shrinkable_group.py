@@ -10,7 +10,7 @@ from typing_extensions import override
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.process_group import ProcessGroup
-from ..errors import GroupClosedError, StoreError
+from ..errors import GroupClosedError, StoreError, TransportError
 from ..host.host_group import HostGroup
 from ..host.transport import Transport
 from .reunion import Reunion
@@ -32,12 +32,11 @@ class ShrinkableGroup(HostGroup):
 
     def __init__(self, transport: Transport, reunion: Reunion, **options: Any) -> None:
         generation = reunion.generation
-        super().__init__(transport, generation.rank, len(generation.members), **options)
+        super().__init__(transport, generation.rank, len(generation.members), liveness=transport.liveness, **options)
         self._reunion = reunion
         self._generation = generation
         self._options = options
-        if reunion.missing() is None:
-            self._reason_to_give_up = self._alarm
+        self._may_give_up = True
 
     @override
     def missing_for_shrink(self) -> str | None:
@@ -53,9 +52,15 @@ class ShrinkableGroup(HostGroup):
         shrunk.report_to(self._reporter)
         return shrunk
 
-    def _alarm(self) -> str | None:
+    @override
+    def _reason_to_give_up(self) -> TransportError | None:
+        return super()._reason_to_give_up() or self._alarm()
+
+    def _alarm(self) -> TransportError | None:
+        if self._reunion.missing() is not None:
+            return None
         with suppress(StoreError):  # a group that needs no store goes on without it
-            return _ALARM if self._reunion.has_alarm(self._generation) else None
+            return TransportError(_ALARM) if self._reunion.has_alarm(self._generation) else None
         return None
 
     @override

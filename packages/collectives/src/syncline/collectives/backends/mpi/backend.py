@@ -62,7 +62,7 @@ class MPIBackend(Backend):
         world = MPI.COMM_WORLD
         _check_threads()
         _check_sizes(request, world.Get_rank(), world.Get_size())
-        departures = _exit_barrier().departures
+        exit_barrier = _exit_barrier()
         device = cuda_runtime() if request.wants("cuda") else None
         thresholds = world.bcast(request.thresholds)
         transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, thresholds=thresholds)
@@ -81,7 +81,8 @@ class MPIBackend(Backend):
             timeout_s=request.timeout_s,
             device=device,
             check_calls=request.check_calls,
-            calls=departures.group(request.group_name, range(world.Get_size())),
+            calls=exit_barrier.departures.group(request.group_name, range(world.Get_size())),
+            liveness=exit_barrier.liveness.part(range(world.Get_size()), world.Get_rank(), transport.lost_ranks),
         )
         group.start({"check_calls": request.check_calls, "reproducible": request.reproducible}, request.stall_warning_s)
         return group

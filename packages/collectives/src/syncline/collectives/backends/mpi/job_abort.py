@@ -7,8 +7,9 @@ dies of an exception waits there, silently, for ranks that wait for it in a coll
    prompt it ends what was typed, and nothing else.
 2. `sys.exit` with a status other than 0, before the group was closed, aborts the job with that status.
 3. A rank that exits in any other way meets all others in a barrier of a communicator used for nothing else, for as long as
-   they take. If they do not come at once, it sends them a notice. Whoever waits for that rank reads the notice and fails, with
-   words that say in which call: see Note [Who will not come] in `departures`.
+   they take, but not for one whose process is gone: MPI cannot end such a job in order, so it is aborted then, unless MPI
+   tolerates the fault. If they do not come at once, it sends them a notice. Whoever waits for that rank reads the notice and
+   fails, with words that say in which call: see Note [Who will not come] in `departures`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ from types import TracebackType
 
 from mpi4py import MPI
 
+from ...errors import RankLostError
+from ...failures.liveness import Liveness
+from ...failures.process_identity import own_identity
 from ...host.departures import Departure, Departures
 from ...host.progress import all_idle
 from .exit_status import exit_status, watch_exit_status
+from .fault_tolerance import failed_ranks, is_fault_tolerant
 from .library import Tag
 
 # Ranks that leave at about the same time need no notices.
@@ -61,12 +66,20 @@ def is_interactive() -> bool:
 
 
 class ExitBarrier:
-    """The second and the third guard. Making it is a collective of all processes of the job."""
+    """The second and the third guard. Making it is a collective of all processes of the job.
+
+    Attributes:
+        departures: who has left.
+        liveness: whose process is gone.
+    """
 
     def __init__(self) -> None:
         self._communicator = MPI.COMM_WORLD.Dup()
         self._notices: list[MPI.Request] = []
         self.departures = Departures(self._receive)
+        said = enumerate(self._communicator.allgather(own_identity()))
+        members = {rank: process for rank, process in said if process is not None}
+        self.liveness = Liveness(members, self._communicator.Get_rank(), lambda: failed_ranks(self._communicator))
         watch_exit_status()
         atexit.register(self._on_exit)
 
@@ -85,6 +98,14 @@ class ExitBarrier:
         if status and self.departures.has_open_group() and not is_interactive():
             _say(f"{_who()} exits with status {status} and ends the job")
             _abort(status)
+        try:
+            self._meet()
+        except (RankLostError, MPI.Exception) as error:
+            if not is_fault_tolerant():
+                _say(f"{_who()} cannot end MPI in order, and ends the job: {error}")
+                _abort(status or 1)
+
+    def _meet(self) -> None:
         everybody_left = self._communicator.Ibarrier()
         notice_s = time.monotonic() + NOTICE_AFTER_S
         self._wait(lambda: self._have_left(everybody_left, notice_s))
@@ -107,6 +128,9 @@ class ExitBarrier:
         pause_s = 1e-5
         while not is_over():
             self.departures.left()  # so that nobody's notice waits to be read
+            lost = self.liveness.reason_to_give_up()
+            if lost is not None:
+                raise lost
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.01)
 

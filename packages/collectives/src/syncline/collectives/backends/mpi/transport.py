@@ -21,6 +21,7 @@ from ...host.transport import Request, Transport
 from ...host.wire_tag import wire_tag
 from .call_verifier import CallVerifier
 from .datatypes import memory, mpi_reduction
+from .fault_tolerance import failed_ranks, is_fault_tolerant, revoke
 from .library import Tag, library_name, mpi_errors, wait
 from .ring_all_reduce import DTYPES as RING_DTYPES
 from .ring_all_reduce import RingAllReduce
@@ -32,7 +33,7 @@ PIECE_BYTES = 1 << 30
 
 # From here on the ranks synchronise first; see Note [Presync]. Below, Open MPI's non-blocking form loses at most 3 us.
 PRESYNC_MIN_BYTES = 32 << 10
-BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI"
+BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI" and not is_fault_tolerant()
 
 _TAGS = 32_767  # MPI promises at least as many
 
@@ -282,6 +283,14 @@ class MPITransport(Transport):
         self._private.Free()
         self._communicator.Free()
 
+    @override
+    def lost_ranks(self) -> Sequence[int]:
+        return failed_ranks(self._communicator)
+
+    def interrupt(self) -> None:
+        """Revoke the communicators, where MPI can."""
+        revoke((self._communicator, self._private))
+
     def abort(self) -> None:
         """MPI has no way to wake the other ranks short of ending the job, which is not ours to decide: do nothing."""
 
@@ -361,8 +370,8 @@ class MPITransport(Transport):
         A blocking MPI call cannot be given up, so the deadline needs the non-blocking form. But with Open MPI that is another,
         slower algorithm: with its version 5.0 two ranks of a node take 1,000 us instead of 160 to all-reduce 1 MiB, and 7,900
         instead of 690 for 4 MiB. So there a large collective blocks, but only when all ranks are there, for the same call: it
-        ends as soon as the data has moved. What no deadline covers is a rank that dies or hangs while it moves; the launcher
-        ends the job then.
+        ends as soon as the data has moved. If a rank dies or stops while it moves, nobody comes back from that call: the
+        watchdog ends the process then, and the launcher the job. A job that is to outlive a rank (ULFM) does not block.
 
         MPICH and Intel MPI use the same algorithm for both forms, and block all threads of a process while one of them blocks:
         two groups that communicate at the same time, on each rank another one first, would wait for ever. Theirs is the

@@ -11,9 +11,9 @@ import torch
 from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...errors import InvalidArgumentError, MisuseError, TransportError
+from ...failures.detached_call import DetachedCall
 from .communicator import Communicator
 from .connector import Connector, StreamCommunicator
-from .detached_call import DetachedCall
 from .failure import FatalError
 from .pair import Direction, Pair
 from .watchdog import Watchdog

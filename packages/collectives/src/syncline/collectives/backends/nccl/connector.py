@@ -12,9 +12,9 @@ import torch
 
 from ...contract.deadline import Deadline
 from ...errors import CollectiveTimeout, DisagreementError
+from ...failures.detached_call import DetachedCall
 from .accelerator import Accelerator, CommStream
 from .communicator import Communicator, mapped
-from .detached_call import DetachedCall
 from .library import version_in_words
 from .peer_info import find_conflict, peer_info
 from .rendezvous import Payload, Rendezvous

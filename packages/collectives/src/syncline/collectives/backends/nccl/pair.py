@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from threading import Lock
 from typing import TypeAlias
 
+from ...failures.detached_call import DetachedCall
 from .connector import StreamCommunicator
-from .detached_call import DetachedCall
 
 Direction: TypeAlias = tuple[int, int]
 Task: TypeAlias = Callable[[StreamCommunicator], None]

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ...contract.deadline import Deadline
 from ...errors import CollectiveTimeout, SynclineError, TransportError
-from .detached_call import DetachedCall
+from ...failures.detached_call import DetachedCall
 from .failure import Failure
 
 _PERIOD_S = 0.1

@@ -13,6 +13,7 @@ from ....contract.deadline import Deadline
 from ....contract.reduce_op import Reduction
 from ....host.transport import CallKind, Transport
 from ....startup.algorithm_thresholds import AlgorithmThresholds
+from ..fault_tolerance import revoke
 from ..transport import MPITransport
 from .algorithm import Algorithm, Capabilities, Operation, choose, may_be_in_window, size_of, slot_bytes
 from .copy_in_copy_out import CopyInCopyOut, StagingArea
@@ -177,6 +178,11 @@ class NodeTransport(MPITransport):
     def give_up(self) -> None:
         """Ranks of the node that wait for this one hear of it."""
         self._sync.give_up()
+
+    def interrupt(self) -> None:
+        """As `MPITransport`, and those of the node and between nodes."""
+        super().interrupt()
+        revoke((self._hierarchy.node, self._hierarchy.inter_node))
 
     def abort(self) -> None:
         """The same; MPI has no way to wake the ranks of other nodes short of ending the job."""

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class DetachedCall(Generic[T]):
-    """Calls once, in the background. NCCL waits for other ranks, kernels or graphs without end, and cannot be asked to stop.
+    """Calls once, in the background. Libraries wait for other ranks (NCCL for kernels, too) and cannot be asked to stop.
 
     Args:
         call: what is called.

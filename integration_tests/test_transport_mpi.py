@@ -1,0 +1,66 @@
+"""The transport over MPI alone, as it is between nodes; on one node most calls go through shared memory instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
+from syncline.collectives.backends.mpi.transport import PRESYNC_MIN_BYTES, MPITransport
+from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.host.reduction import reduce_in_rank_order
+from syncline.collectives.testing import CHECKS
+
+pytestmark = pytest.mark.mpi
+
+# Every collective, with every dtype, reduction and root.
+CHOSEN = [name for name in CHECKS if "every_dtype" in name or "every_root" in name or "into_tensor" in name or "single" in name]
+
+
+def connect(*, reproducible: bool = False) -> HostGroup:
+    world = MPI.COMM_WORLD
+    transport = MPITransport(world.Dup(), reproducible=reproducible)
+    return HostGroup(transport, world.Get_rank(), world.Get_size(), timeout_s=30)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[HostGroup]:
+    group = connect()
+    yield group
+    group.close()
+
+
+def test_the_checks_are_those_of_every_collective() -> None:
+    kinds = ("all_reduce", "broadcast", "all_gather", "reduce", "gather", "scatter", "reduce_scatter", "all_to_all")
+    assert [kind for kind in kinds if not any(name.startswith(f"{kind}_") for name in CHOSEN)] == []
+
+
+@pytest.mark.parametrize("check", CHOSEN)
+def test_it_conforms(group: ProcessGroup, check: str) -> None:
+    CHECKS[check](group)
+
+
+def test_large_calls_that_differ_are_told_apart_on_every_rank() -> None:
+    """See Note [Presync]: small ones are not compared here."""
+    group = connect()
+    if group.size == 1:
+        group.close()
+        return
+    numel = PRESYNC_MIN_BYTES // 4
+    calls = rf"rank 0: all_reduce\(float32\[{numel}\], op=SUM\); rank 1: all_reduce\(float32\[{numel + 1}\], op=SUM\)"
+    with pytest.raises(DisagreementError, match=calls):
+        group.all_reduce(torch.ones(numel if group.rank == 0 else numel + 1))
+    group.abort()
+
+
+def test_reproducible_reductions_are_in_rank_order() -> None:
+    group = connect(reproducible=True)
+    for numel in (1, 2, 1000, 70_001):
+        terms = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
+        tensor = terms[group.rank].clone()
+        group.all_reduce(tensor)
+        assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms))
+    group.close()

@@ -1,0 +1,89 @@
+"""What the watchdog does about calls that do not end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+
+from syncline.collectives import RankLostError, TransportError
+from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.failures.watchdog import END_LOOKS, INTERRUPT_LOOKS, CallEscalation, Step, Watchdog
+
+
+class Group:
+    """A group whose call sits in a library."""
+
+    def __init__(self, deadline: Deadline, reason: TransportError | None = None) -> None:
+        self.running_deadline: Deadline | None = deadline
+        self.reason = reason
+        self.interrupted = threading.Event()
+
+    def reason_to_give_up(self) -> TransportError | None:
+        return self.reason
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+    def missing_in_words(self) -> str:
+        return "it waits for rank 1"
+
+
+def steps(escalation: CallEscalation, next_deadline: Callable[[], Deadline | None], looks: int) -> list[Step]:
+    return [escalation.look(next_deadline()) for _ in range(looks)]
+
+
+def test_a_call_that_has_time_is_left_alone() -> None:
+    deadline = Deadline(100.0)
+    assert set(steps(CallEscalation(), lambda: deadline, 50)) == {Step.NOTHING}
+
+
+def test_short_calls_are_left_alone() -> None:
+    kept = [Deadline(1e-9) for _ in range(50)]
+    assert set(steps(CallEscalation(), kept.pop, 50)) == {Step.NOTHING}
+    assert set(steps(CallEscalation(), lambda: None, 50)) == {Step.NOTHING}
+
+
+def test_a_call_that_nobody_ends_is_interrupted_and_then_the_process_ends() -> None:
+    deadline = Deadline(1e-9)
+    found = steps(CallEscalation(), lambda: deadline, 1 + END_LOOKS)
+    assert found.index(Step.INTERRUPT) == INTERRUPT_LOOKS
+    assert found.index(Step.END) == END_LOOKS
+    assert found.count(Step.NOTHING) == len(found) - 2
+
+
+def test_a_thread_that_has_noticed_ends_its_call_itself() -> None:
+    deadline = Deadline(1e-9)
+    assert deadline.expired()
+    assert set(steps(CallEscalation(), lambda: deadline, 50)) == {Step.NOTHING}
+
+
+def test_a_lost_rank_cancels_the_call_that_runs() -> None:
+    deadline = Deadline(100.0)
+    group = Group(deadline, RankLostError("rank 1 ended", [1]))
+    watchdog = Watchdog(lambda words: None)
+    watchdog.watch(group)
+    watchdog.look()
+    assert not deadline.was_cancelled  # it has just begun
+    watchdog.look()
+    assert deadline.was_cancelled
+    assert deadline.reason is group.reason
+
+
+def test_the_last_resort_says_who_is_waited_for() -> None:
+    said: list[str] = []
+    group = Group(Deadline(1e-9))
+    watchdog = Watchdog(said.append)
+    watchdog.watch(group)
+    for _ in range(1 + END_LOOKS):
+        watchdog.look()
+    assert group.interrupted.wait(10.0)
+    assert said == ["it waits for rank 1"]
+
+
+def test_a_group_that_nobody_holds_is_forgotten() -> None:
+    watchdog = Watchdog(lambda words: None)
+    watchdog.watch(Group(Deadline(1e-9)))
+    gc.collect()
+    watchdog.look()
+    assert watchdog._watched == []

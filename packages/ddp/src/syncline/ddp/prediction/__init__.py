@@ -1,0 +1,1 @@
+"""What a traced step would take on other numbers of ranks: a model, not a measurement."""

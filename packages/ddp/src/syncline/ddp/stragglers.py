@@ -1,0 +1,120 @@
+"""Stragglers: which rank the others wait for, said every so many steps."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from syncline.collectives import InvalidArgumentError, ProcessGroup
+from syncline.reducer import IterationStatistics
+
+EVERY_VARIABLE = "SYNCLINE_STRAGGLERS"
+
+logger = logging.getLogger("syncline.ddp")
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that was last most often.
+
+    Attributes:
+        rank: of the group.
+        times_last: in how many steps.
+        steps: of how many.
+        late_s: seconds that it was behind the median of the other ranks, in the median of the steps in which it was last.
+    """
+
+    rank: int
+    times_last: int
+    steps: int
+    late_s: float
+
+    def __str__(self) -> str:
+        late_ms = 1e3 * self.late_s
+        return f"rank {self.rank} was last in {self.times_last} of {self.steps} steps, by {late_ms:.3g} ms in the median"
+
+
+def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
+    """The rank that came last most often; of several, the one that came later. A pure function.
+
+    Args:
+        steps: for each of at least one step, for each of at least two ranks, when its last gradient was ready, in seconds since
+            a moment that all ranks have in common.
+    """
+    last = [max(range(len(times)), key=times.__getitem__) for times in steps]
+    late = {
+        rank: [_lateness(times, rank) for times, slowest in zip(steps, last, strict=True) if slowest == rank] for rank in last
+    }
+    counts = Counter(last)
+    rank = max(counts, key=lambda one: (counts[one], statistics.median(late[one])))
+    return Straggler(rank, counts[rank], len(steps), statistics.median(late[rank]))
+
+
+def _lateness(times: Sequence[float], rank: int) -> float:
+    return times[rank] - statistics.median(time for other, time in enumerate(times) if other != rank)
+
+
+class StragglerWatch:
+    """Says on rank 0, every so many steps, which rank was last most often, in one line of the logger `syncline.ddp`.
+
+    The moment that ranks have in common is the end of the step before: no gradient comes out of it before all ranks have put
+    theirs in. So no clocks are compared. In the time since, all counts: reading data, forward, backward.
+
+    Args:
+        group: whose ranks average.
+        every: steps from one line to the next.
+
+    Cost: two clock readings a step, and an all-gather of 8 bytes a step, once every `every` steps.
+    """
+
+    def __init__(self, group: ProcessGroup, every: int) -> None:
+        self._group = group
+        self._every = every
+        self._common: float | None = None
+        self._times: list[float] = []
+
+    def note_step(self, seen: IterationStatistics) -> None:
+        """A backward was reduced. Every so many times it is a collective."""
+        if self._common is not None:
+            self._times.append(seen.last_gradient - self._common)
+        self._common = seen.finished
+        if len(self._times) == self._every:
+            self._say()
+            self._times = []
+
+    def _say(self) -> None:
+        device = "cpu" if "cpu" in self._group.device_types else torch.device("cuda", torch.cuda.current_device())
+        own = torch.tensor(self._times, dtype=torch.float64, device=device)
+        times = [torch.empty_like(own) for _ in range(self._group.size)]
+        self._group.all_gather(times, own)
+        if self._group.rank == 0 and self._group.size > 1:
+            # A warning, because whoever asked for the line shall see it without setting up a logger.
+            logger.warning("%s", find_straggler(torch.stack(times, dim=1).tolist()))
+
+
+def every_from(environ: Mapping[str, str]) -> int | None:
+    """What `SYNCLINE_STRAGGLERS` says; None if nothing shall be said.
+
+    Raises:
+        InvalidArgumentError: it is no whole number of at least 1.
+    """
+    text = environ.get(EVERY_VARIABLE, "")
+    if not text:
+        return None
+    return checked_every(int(text) if text.strip().isdigit() else text, EVERY_VARIABLE)
+
+
+def checked_every(every: object, name: str) -> int:
+    """A number of steps.
+
+    Raises:
+        InvalidArgumentError: it is no whole number of at least 1; names `name`.
+    """
+    if not isinstance(every, int) or every < 1:
+        raise InvalidArgumentError(f"{name}: expected a number of steps of at least 1, found {every!r}")
+    return every

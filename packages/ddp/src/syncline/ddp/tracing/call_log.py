@@ -1,0 +1,51 @@
+"""CallLog: the collectives, sends and receives of this rank that are not all-reduces of buckets."""
+
+from __future__ import annotations
+
+import torch
+
+from syncline.collectives import ProcessGroup
+from syncline.collectives.internal import ObservedCall, observe_calls
+from syncline.reducer import Reducer
+
+from .events import CallEvent
+
+
+class CallLog:
+    """Calls from its construction until `stop`.
+
+    Args:
+        group: whose rank is this one; of ranks that are threads of one process, only this one's calls count.
+        reducer: whose buckets' all-reduces do not count. What a communication hook calls on other tensors does.
+    """
+
+    def __init__(self, group: ProcessGroup, reducer: Reducer) -> None:
+        self._rank = group.ranks[group.rank]
+        self._reducer = reducer
+        self._seen: list[tuple[ObservedCall, int]] = []
+        self._stop = observe_calls(self._note)
+
+    def take(self) -> list[CallEvent]:
+        """Those since the last call."""
+        seen, self._seen = self._seen, []
+        return [
+            CallEvent(
+                call.name, call.group.name, nbytes, call.started, call.started if call.finished is None else call.finished
+            )
+            for call, nbytes in seen
+        ]
+
+    def stop(self) -> None:
+        """Observe no more."""
+        self._stop()
+
+    def _note(self, call: ObservedCall) -> None:
+        tensor, call.tensor = call.tensor, None
+        if call.group.ranks[call.group.rank] != self._rank or (call.name == "all_reduce" and self._is_bucket(tensor)):
+            return
+        self._seen.append((call, 0 if tensor is None or tensor.is_sparse else tensor.nbytes))
+
+    def _is_bucket(self, tensor: torch.Tensor | None) -> bool:
+        """Whether it is the memory of the bucket that was started last."""
+        started, buckets = self._reducer.statistics.buckets, self._reducer.buckets
+        return bool(started) and started[-1].number < len(buckets) and tensor is buckets[started[-1].number].buffer

@@ -1,0 +1,95 @@
+"""Clock offsets: how far each rank's `time.perf_counter()` is from rank 0's, measured by ping-pong over the group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from syncline.collectives import ProcessGroup
+
+ROUNDS = 16
+_TAG = 7411  # so that a message of ours is not taken for one of the program's
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """One measurement.
+
+    Attributes:
+        at: when, by this rank's clock.
+        offset_s: this rank's clock plus this is rank 0's.
+        error_s: the offset is right within so much: half of the shortest round trip.
+    """
+
+    at: float
+    offset_s: float
+    error_s: float
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """One round of ping-pong: sent and received by rank 0's clock, answered by the other's."""
+
+    sent: float
+    answered: float
+    received: float
+
+
+def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
+    """The offset of the rank that answered, from the shortest of at least one round. A pure function.
+
+    The answer was given at some moment between sending and receiving; the middle is wrong by half of that at most (Cristian's
+    algorithm).
+    """
+    best = min(rounds, key=lambda one: one.received - one.sent)
+    return ClockOffset(best.answered, (best.sent + best.received) / 2 - best.answered, (best.received - best.sent) / 2)
+
+
+def measure_offset(group: ProcessGroup) -> ClockOffset:
+    """This rank's offset. A collective of the group.
+
+    Rank 0 measures one rank after the other: `ROUNDS` round trips of 24 bytes with each, and one message with the result.
+    """
+    if group.rank == 0:
+        for peer in range(1, group.size):
+            _measure(group, peer)
+        return ClockOffset(time.perf_counter(), 0.0, 0.0)
+    return _answer(group)
+
+
+def _measure(group: ProcessGroup, peer: int) -> None:
+    ping, pong = _message(group), _message(group)
+    rounds = []
+    for _ in range(ROUNDS):
+        sent = time.perf_counter()
+        group.send(ping, peer, _tag(group))
+        group.recv(pong, peer, _tag(group))
+        answered = float(pong[0])
+        rounds.append(RoundTrip(sent, answered, time.perf_counter()))
+    offset = best_offset(rounds)
+    pong.copy_(torch.tensor([offset.at, offset.offset_s, offset.error_s], dtype=torch.float64))
+    group.send(pong, peer, _tag(group))
+
+
+def _answer(group: ProcessGroup) -> ClockOffset:
+    message = _message(group)
+    for _ in range(ROUNDS):
+        group.recv(message, 0, _tag(group))
+        message[0] = time.perf_counter()
+        group.send(message, 0, _tag(group))
+    group.recv(message, 0, _tag(group))
+    at, offset_s, error_s = message.tolist()
+    return ClockOffset(at, offset_s, error_s)
+
+
+def _message(group: ProcessGroup) -> torch.Tensor:
+    """Three float64 numbers, where the group can send them."""
+    device = "cpu" if "cpu" in group.device_types else torch.device("cuda", torch.cuda.current_device())
+    return torch.zeros(3, dtype=torch.float64, device=device)
+
+
+def _tag(group: ProcessGroup) -> int:
+    return _TAG if "cpu" in group.device_types else 0  # NCCL has no tags

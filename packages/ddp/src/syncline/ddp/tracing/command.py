@@ -1,0 +1,40 @@
+"""The command `trace`: merge what the ranks have traced into one file for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from syncline.collectives import InvalidArgumentError
+
+from .trace_file import TRACE_NAME, write_trace
+
+HELP = "merge what the ranks have traced (SYNCLINE_TRACE=FOLDER) into one file that ui.perfetto.dev opens"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The folder, and what else shall be in the file."""
+    parser.add_argument("folder", type=Path, help="what SYNCLINE_TRACE named; the files of all ranks must be there")
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"where to (default: {TRACE_NAME} in the folder)")
+    parser.add_argument(
+        "--profile",
+        action="append",
+        default=[],
+        metavar="RANK=FILE",
+        help="also merge what torch.profiler exported on this rank; may be given several times",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file, and say where it is."""
+    profiles = dict(_profile(text) for text in arguments.profile)
+    path = write_trace(arguments.folder, arguments.output, profiles)
+    print(f"wrote {path}; open it in https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _profile(text: str) -> tuple[int, Path]:
+    rank, _, path = text.partition("=")
+    if not rank.isdigit() or not path:
+        raise InvalidArgumentError(f"--profile: expected RANK=FILE, such as 0=profile.json, found {text!r}")
+    return int(rank), Path(path)

@@ -1,0 +1,114 @@
+"""What is traced of a step on one rank. All times are seconds of one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+ToClock: TypeAlias = Callable[[float], float]
+"""From a time by one clock to the same time by another."""
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """A bucket: its bytes, and the names of its parameters."""
+
+    nbytes: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BucketEvent:
+    """One bucket in one step; see `syncline.reducer.BucketTimes`.
+
+    Attributes:
+        number: by the layout.
+        nbytes: that were reduced.
+        ready, started, finished: when.
+    """
+
+    number: int
+    nbytes: int
+    ready: float
+    started: float
+    finished: float
+
+    def by(self, clock: ToClock) -> BucketEvent:
+        """The same by another clock."""
+        return replace(self, ready=clock(self.ready), started=clock(self.started), finished=clock(self.finished))
+
+
+@dataclass(frozen=True)
+class CallEvent:
+    """A collective, send or receive that is not the reduction of a bucket by `all_reduce`.
+
+    Attributes:
+        name: such as "broadcast".
+        group: the name of the group.
+        nbytes: of its first tensor; 0 without one.
+        started, finished: when; equal if the end is not known.
+    """
+
+    name: str
+    group: str
+    nbytes: int
+    started: float
+    finished: float
+
+    def by(self, clock: ToClock) -> CallEvent:
+        """The same by another clock."""
+        return replace(self, started=clock(self.started), finished=clock(self.finished))
+
+
+@dataclass(frozen=True)
+class OptimizerEvent:
+    """One `step` of an optimizer."""
+
+    name: str
+    started: float
+    finished: float
+
+    def by(self, clock: ToClock) -> OptimizerEvent:
+        """The same by another clock."""
+        return replace(self, started=clock(self.started), finished=clock(self.finished))
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One step; see `syncline.reducer.IterationStatistics` for its times.
+
+    Attributes:
+        number: counted from 1.
+        layout: which of the rank's layouts of buckets it had.
+        buckets: in the order of their start.
+        optimizers, calls: since the step's forward began, until the next one's.
+    """
+
+    number: int
+    layout: int
+    forward_started: float
+    forward_ended: float
+    backward_started: float
+    last_gradient: float
+    finalize_started: float
+    finished: float
+    waited_s: float
+    buckets: tuple[BucketEvent, ...] = ()
+    optimizers: tuple[OptimizerEvent, ...] = ()
+    calls: tuple[CallEvent, ...] = ()
+
+    def by(self, clock: ToClock) -> StepEvent:
+        """The same by another clock. A forward whose end nobody noted stays at 0."""
+        return replace(
+            self,
+            forward_started=clock(self.forward_started),
+            forward_ended=clock(self.forward_ended) if self.forward_ended else 0.0,
+            backward_started=clock(self.backward_started),
+            last_gradient=clock(self.last_gradient),
+            finalize_started=clock(self.finalize_started),
+            finished=clock(self.finished),
+            buckets=tuple(bucket.by(clock) for bucket in self.buckets),
+            optimizers=tuple(one.by(clock) for one in self.optimizers),
+            calls=tuple(call.by(clock) for call in self.calls),
+        )

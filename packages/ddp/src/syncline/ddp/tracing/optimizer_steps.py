@@ -1,0 +1,45 @@
+"""Observing the steps of optimizers: when they began and ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .events import OptimizerEvent
+
+
+class OptimizerSteps:
+    """The steps of optimizers of some parameters, from its construction until `stop`.
+
+    Args:
+        parameters: an optimizer counts if its first parameter is one of them.
+    """
+
+    def __init__(self, parameters: Collection[torch.Tensor]) -> None:
+        self._ids = {id(parameter) for parameter in parameters}
+        self._began: dict[int, float] = {}
+        self._seen: list[OptimizerEvent] = []
+        self._handles = register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)
+
+    def take(self) -> tuple[OptimizerEvent, ...]:
+        """Those since the last call."""
+        seen, self._seen = self._seen, []
+        return tuple(seen)
+
+    def stop(self) -> None:
+        """Observe no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if id(optimizer.param_groups[0]["params"][0]) in self._ids:
+            self._began[id(optimizer)] = time.perf_counter()
+
+    def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        began = self._began.pop(id(optimizer), None)
+        if began is not None:
+            self._seen.append(OptimizerEvent(type(optimizer).__name__, began, time.perf_counter()))

@@ -1,0 +1,160 @@
+"""Part: what one rank has traced, and its file: one JSON object a line, so that a job that dies leaves what it had written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from syncline.collectives import InvalidArgumentError
+
+from .clock import ClockOffset
+from .events import BucketEvent, BucketLayout, CallEvent, OptimizerEvent, StepEvent
+
+VERSION = 1
+PATTERN = "trace-rank-*.jsonl"
+
+
+def part_path(folder: Path, rank: int) -> Path:
+    """The file of one rank."""
+    return folder / f"trace-rank-{rank:05d}.jsonl"
+
+
+@dataclass(frozen=True)
+class Header:
+    """Who traced, and where.
+
+    Attributes:
+        rank, size: in the group whose ranks average.
+        host, pid: of the process.
+        group: in words, such as "mpi: MPICH 4.3.0".
+        epoch_s: seconds since the epoch minus those of the rank's clock.
+        run: the same for all ranks of a run, another for each run.
+    """
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    group: str
+    epoch_s: float
+    run: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has traced; all times by its own clock.
+
+    Attributes:
+        header: who.
+        clocks: offsets to rank 0's clock, in the order in which they were measured.
+        layouts: of buckets.
+        steps: in their order.
+        is_complete: whether the trace came to its end.
+    """
+
+    header: Header
+    clocks: tuple[ClockOffset, ...] = ()
+    layouts: tuple[tuple[BucketLayout, ...], ...] = ()
+    steps: tuple[StepEvent, ...] = ()
+    is_complete: bool = False
+
+
+def header_line(header: Header) -> str:
+    """The first line of the file."""
+    return _line("header", {"version": VERSION, **asdict(header)})
+
+
+def clock_line(clock: ClockOffset) -> str:
+    """A measurement of the clock."""
+    return _line("clock", asdict(clock))
+
+
+def layout_line(buckets: Iterable[BucketLayout]) -> str:
+    """The next layout."""
+    return _line("layout", {"buckets": [asdict(bucket) for bucket in buckets]})
+
+
+def step_line(step: StepEvent) -> str:
+    """A step."""
+    return _line("step", asdict(step))
+
+
+def end_line() -> str:
+    """The last line of a trace that came to its end."""
+    return _line("end", {})
+
+
+def _line(kind: str, content: Mapping[str, Any]) -> str:
+    return json.dumps({"kind": kind, **content}) + "\n"
+
+
+def read_parts(folder: Path) -> list[Part]:
+    """The parts of the latest run in a folder, by rank.
+
+    Raises:
+        InvalidArgumentError: there is none, or one cannot be read.
+    """
+    parts = [read_part(path) for path in sorted(folder.glob(PATTERN))]
+    if not parts:
+        raise InvalidArgumentError(f"expected files {PATTERN} in {folder}, found none; trace with SYNCLINE_TRACE={folder}")
+    latest = max(parts, key=lambda part: part.header.epoch_s + _began(part)).header.run
+    return sorted((part for part in parts if part.header.run == latest), key=lambda part: part.header.rank)
+
+
+def _began(part: Part) -> float:
+    times = [clock.at for clock in part.clocks] + [step.forward_started for step in part.steps]
+    return min(times, default=0.0)
+
+
+def read_part(path: Path) -> Part:
+    """The part in one file; a last line that is cut short is left out.
+
+    Raises:
+        InvalidArgumentError: it is no such file.
+    """
+    try:
+        return parse_part(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidArgumentError(f"{path} is no trace of a rank: {type(error).__name__}: {error}") from error
+
+
+def parse_part(text: str) -> Part:
+    """The part in the text of a file. A pure function.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is something else, or of another version.
+    """
+    *whole, rest = text.split("\n")
+    contents = [json.loads(line) for line in whole]
+    if not contents or contents[0].pop("kind", None) != "header":
+        raise ValueError(f"expected a header in the first line, found {(whole or [rest])[0][:60]!r}")
+    if contents[0].pop("version", None) != VERSION:
+        raise ValueError(f"expected version {VERSION}: read it with the version of Syncline that wrote it")
+    of_kind: dict[str, list[dict[str, Any]]] = {"clock": [], "layout": [], "step": [], "end": []}
+    for content in contents[1:]:
+        of_kind[content.pop("kind")].append(content)
+    return Part(
+        Header(**contents[0]),
+        tuple(ClockOffset(**clock) for clock in of_kind["clock"]),
+        tuple(tuple(_layout(bucket) for bucket in layout["buckets"]) for layout in of_kind["layout"]),
+        tuple(_step(step) for step in of_kind["step"]),
+        bool(of_kind["end"]),
+    )
+
+
+def _layout(content: Mapping[str, Any]) -> BucketLayout:
+    return BucketLayout(int(content["nbytes"]), tuple(content["names"]))
+
+
+def _step(content: dict[str, Any]) -> StepEvent:
+    return StepEvent(
+        **{
+            **content,
+            "buckets": tuple(BucketEvent(**bucket) for bucket in content["buckets"]),
+            "optimizers": tuple(OptimizerEvent(**one) for one in content["optimizers"]),
+            "calls": tuple(CallEvent(**call) for call in content["calls"]),
+        }
+    )

@@ -1,0 +1,54 @@
+"""What `torch.profiler` exported on a rank, moved to rank 0's clock and added to a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from syncline.collectives import InvalidArgumentError
+
+from .chrome_trace import origin_of
+from .timeline import Timeline
+
+_BEHIND = 1_000_000
+"""Ids of the profiler's processes are put behind all ranks."""
+
+
+def add_profiler_trace(trace: dict[str, Any], timeline: Timeline, rank: int, profile: Any, path: Path) -> None:
+    """Add a rank's profile to a trace, in place.
+
+    The profiler's times are those of the host's calendar clock. Where it was set while the job ran, they are off by as much.
+
+    Args:
+        trace: what `chrome_trace(timeline)` made.
+        timeline: by whose clock times shall be.
+        rank: where the profile was taken.
+        profile: what `export_chrome_trace` wrote, read as JSON.
+        path: names it in errors.
+
+    Raises:
+        InvalidArgumentError: the rank has traced nothing, or the profile is no such trace.
+    """
+    taken_on = next((one for one in timeline.ranks if one.header.rank == rank), None)
+    if taken_on is None:
+        raise InvalidArgumentError(f"{path}: expected a profile of a rank that was traced, found rank {rank}")
+    if not isinstance(profile, dict) or "traceEvents" not in profile:
+        raise InvalidArgumentError(f"{path}: expected what torch.profiler's export_chrome_trace writes, found no 'traceEvents'")
+    base_s = 1e-9 * float(profile.get("baseTimeNanoseconds", 0))
+    shift_us = 1e6 * (base_s - taken_on.epoch_s - origin_of(timeline))
+    trace["traceEvents"] += _moved(profile["traceEvents"], rank, shift_us)
+
+
+def _moved(events: list[dict[str, Any]], rank: int, shift_us: float) -> Iterator[dict[str, Any]]:
+    pids: dict[Any, int] = {}
+    for event in events:
+        pid = pids.setdefault(event.get("pid"), _BEHIND * (rank + 1) + len(pids))
+        moved = {**event, "pid": pid}
+        if "ts" in event and event.get("ph") != "M":
+            moved["ts"] = round(float(event["ts"]) + shift_us, 3)
+        if "id" in event:
+            moved["id"] = f"profile of rank {rank}: {event['id']}"
+        if event.get("name") == "process_name" and event.get("ph") == "M":
+            moved["args"] = {"name": f"profile of rank {rank}: {event.get('args', {}).get('name', '')}"}
+        yield moved

@@ -1,0 +1,152 @@
+"""StepRecorder: notes what this rank does in the traced steps, and writes it to the rank's file."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from syncline.collectives import ProcessGroup
+from syncline.reducer import IterationStatistics, Reducer
+
+from .call_log import CallLog
+from .clock import ClockOffset
+from .events import BucketEvent, BucketLayout, CallEvent, OptimizerEvent, StepEvent
+from .optimizer_steps import OptimizerSteps
+from .part import Header, clock_line, end_line, header_line, layout_line, part_path, step_line
+
+_WRITE_EVERY_S = 1.0
+"""What a job that is killed may lose. In between, a step costs a few objects in memory."""
+
+
+@dataclass
+class _OpenStep:
+    """A step whose backward is over, while what follows belongs to it."""
+
+    number: int
+    layout: int
+    statistics: IterationStatistics
+    optimizers: list[OptimizerEvent]
+    calls: list[CallEvent]
+
+    def close(self) -> StepEvent:
+        seen = self.statistics
+        buckets = [
+            BucketEvent(one.number, one.nbytes, one.ready, one.started, seen.finished if one.finished is None else one.finished)
+            for one in seen.buckets
+        ]
+        return StepEvent(
+            self.number,
+            self.layout,
+            seen.forward_started,
+            seen.forward_ended,
+            seen.backward_started,
+            seen.last_gradient,
+            seen.finalize_started,
+            seen.finished,
+            seen.waited_s,
+            tuple(buckets),
+            tuple(self.optimizers),
+            tuple(self.calls),
+        )
+
+
+class StepRecorder:
+    """Notes steps, and what happens between them, from its construction until `end`.
+
+    Args:
+        folder: for the file; made if it is missing.
+        header: the file's first line.
+        group: whose ranks average.
+        reducer: whose backwards are the steps; it and the group are not kept alive.
+        parameters: whose optimizers are noted.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(
+        self, folder: Path, header: Header, group: ProcessGroup, reducer: Reducer, parameters: Collection[torch.Tensor]
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = part_path(folder, header.rank).open("w", encoding="utf-8")
+        self._lines: list[Callable[[], str]] = [lambda: header_line(header)]
+        self._write()
+        self._reducer: Reducer = weakref.proxy(reducer)
+        self._buckets: Sequence[object] = ()
+        self._layouts = 0
+        self._open_step: _OpenStep | None = None
+        self._calls = CallLog(group, self._reducer)
+        self._optimizers = OptimizerSteps(parameters)
+
+    def note_clock(self, clock: ClockOffset) -> None:
+        """A measurement of this rank's clock."""
+        self._lines.append(lambda: clock_line(clock))
+
+    def note_step(self, number: int, statistics: IterationStatistics) -> None:
+        """A backward was reduced. What follows until the next one's forward belongs to this step."""
+        optimizers, calls = self._optimizers.take(), self._calls.take()
+        began = statistics.forward_started
+        self._close_step([one for one in optimizers if one.started < began], [one for one in calls if one.started < began])
+        self._note_layout()
+        self._open_step = _OpenStep(
+            number,
+            self._layouts - 1,
+            statistics,
+            [one for one in optimizers if one.started >= began],
+            [one for one in calls if one.started >= began],
+        )
+        if time.perf_counter() - self._written_at > _WRITE_EVERY_S:
+            self._write()
+
+    def note_end_of_steps(self, statistics: IterationStatistics) -> None:
+        """A backward was reduced that is not traced any more."""
+        began = statistics.forward_started
+        self._close_step(
+            [one for one in self._optimizers.take() if one.started < began],
+            [one for one in self._calls.take() if one.started < began],
+        )
+
+    def close_step(self) -> None:
+        """What happens from now on belongs to no step."""
+        self._close_step(self._optimizers.take(), self._calls.take())
+
+    def end(self, *, is_complete: bool) -> None:
+        """Write what is left, close the file, and observe no more; a second call does nothing."""
+        if self._file.closed:
+            return
+        self.close_step()
+        self._calls.stop()
+        self._optimizers.stop()
+        if is_complete:
+            self._lines.append(end_line)
+        try:
+            self._write()
+        finally:
+            self._file.close()
+
+    def _close_step(self, optimizers: Sequence[OptimizerEvent], calls: Sequence[CallEvent]) -> None:
+        if self._open_step is None:
+            return
+        self._open_step.optimizers += optimizers
+        self._open_step.calls += calls
+        step, self._open_step = self._open_step, None
+        self._lines.append(lambda: step_line(step.close()))
+
+    def _note_layout(self) -> None:
+        buckets = self._reducer.buckets
+        if buckets is not self._buckets:
+            self._buckets = buckets
+            self._layouts += 1
+            layout = [BucketLayout(bucket.nbytes, tuple(bucket.names)) for bucket in buckets]
+            self._lines.append(lambda: layout_line(layout))
+
+    def _write(self) -> None:
+        lines, self._lines = self._lines, []
+        self._file.write("".join(line() for line in lines))
+        self._file.flush()
+        self._written_at = time.perf_counter()

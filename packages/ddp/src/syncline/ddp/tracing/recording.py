@@ -1,0 +1,173 @@
+"""TraceRecording: a trace of a model's steps, from its first clock measurement to the merged file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+
+from syncline.collectives import ProcessGroup, SynclineError
+from syncline.reducer import IterationStatistics, Reducer
+
+from .clock import measure_offset
+from .part import Header
+from .recorder import StepRecorder
+from .settings import TraceSettings
+from .trace_file import write_trace
+
+logger = logging.getLogger("syncline.ddp")
+
+
+class TraceRecording:
+    """Traces the steps of one model on this rank. Constructing it is a collective of the group.
+
+    ::
+
+        construction        the ranks agree on a name for the run, and measure their clocks (ping-pong)
+        step `first` .. `last`   each rank notes what it does, and writes it to its own file
+        the step after      clocks again, a barrier, and rank 0 merges all files into `trace.json`
+
+    Steps are counted where a backward was reduced, which all ranks do equally often; so what the ranks do together here, they
+    do at the same place. A file that cannot be written is a warning, and training goes on. Where ranks may count differently
+    (`ranks_may_differ`), they do nothing together any more: the files stay, for `syncline trace` to merge.
+
+    Args:
+        settings: which steps, and where to.
+        group: whose ranks average.
+        reducer: whose backwards are the steps; not kept alive.
+        parameters: the model's.
+
+    Attributes:
+        ranks_may_differ: whether some rank may have fewer steps than others.
+    """
+
+    def __init__(
+        self, settings: TraceSettings, group: ProcessGroup, reducer: Reducer, parameters: Collection[torch.Tensor]
+    ) -> None:
+        self.settings = settings
+        self.ranks_may_differ = False
+        self._group = group
+        self._reducer = weakref.ref(reducer)
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._steps = 0
+        self._is_over = False
+        self._recorder: StepRecorder | None = None
+        self._end_at_exit: weakref.finalize[..., TraceRecording] | None = None
+        self._run = _agree_on_run(group)
+        self._clock = measure_offset(group)
+        if settings.first == 1:
+            self._start()
+
+    def note_step(self, statistics: IterationStatistics) -> None:
+        """A backward was reduced. After the last traced step and one more it is a collective."""
+        self._steps += 1
+        if self._is_over:
+            return
+        first, last = self.settings.first, self.settings.last
+        if self._steps == first - 1:
+            self._start()
+        elif last is not None and self._steps > last:
+            if self._recorder is not None:
+                self._recorder.note_end_of_steps(statistics)
+            self.finish()
+        elif self._steps >= first and self._recorder is not None:
+            self._try(lambda recorder: recorder.note_step(self._steps, statistics))
+
+    def finish(self) -> None:
+        """End the trace and merge the ranks' files. A collective; a second call does nothing."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self.ranks_may_differ:
+            self._close(is_complete=False)
+            return
+        if self._recorder is not None:
+            self._recorder.close_step()
+        clock = measure_offset(self._group)
+        if self._recorder is not None:
+            self._recorder.note_clock(clock)
+        self._close(is_complete=True)
+        self._group.barrier()
+        if self._group.rank == 0:
+            self._merge()
+
+    def abandon(self) -> None:
+        """End the trace on this rank alone: what was noted is written, and nothing is merged."""
+        self._is_over = True
+        self._close(is_complete=False)
+
+    def _start(self) -> None:
+        reducer = self._reducer()
+        if reducer is None:
+            return
+        parameters = [parameter for reference in self._parameters if (parameter := reference()) is not None]
+        try:
+            self._recorder = StepRecorder(self.settings.folder, self._header(), self._group, reducer, parameters)
+        except OSError as error:
+            self._warn(error)
+            return
+        self._recorder.note_clock(self._clock)
+        # Also when the program ends, or the model is dropped, before the last step.
+        self._end_at_exit = weakref.finalize(self, self._recorder.end, is_complete=False)
+
+    def _close(self, *, is_complete: bool) -> None:
+        if self._recorder is None:
+            return
+        self._try(lambda recorder: recorder.end(is_complete=is_complete))
+        self._recorder = None
+        if self._end_at_exit is not None:
+            self._end_at_exit.detach()
+
+    def _try(self, action: Callable[[StepRecorder], None]) -> None:
+        assert self._recorder is not None
+        try:
+            action(self._recorder)
+        except OSError as error:
+            self._recorder = None
+            self._warn(error)
+
+    def _merge(self) -> None:
+        try:
+            path = write_trace(self.settings.folder)
+        except SynclineError as error:
+            logger.warning(
+                "the trace was not merged: %s. Bring the ranks' files into one folder, and run syncline trace", error
+            )
+        else:
+            logger.info("traced steps %d to %d: open %s in ui.perfetto.dev", self.settings.first, self._steps, path)
+
+    def _warn(self, error: OSError) -> None:
+        folder, rank = self.settings.folder, self._group.rank
+        logger.warning("rank %d cannot write its trace to %s (%s); training goes on without it", rank, folder, error)
+
+    def _header(self) -> Header:
+        group = self._group
+        epoch_s = time.time() - time.perf_counter()
+        return Header(group.rank, group.size, socket.gethostname(), os.getpid(), group.describe(), epoch_s, self._run)
+
+
+def _agree_on_run(group: ProcessGroup) -> str:
+    """A name that no other run has. A collective."""
+    device = "cpu" if "cpu" in group.device_types else torch.device("cuda", torch.cuda.current_device())
+    number = torch.tensor([time.time_ns()], dtype=torch.int64, device=device)
+    group.broadcast(number, 0)
+    return f"{int(number):x}"
+
+
+_traced: set[tuple[Path, int]] = set()
+
+
+def is_first_to_trace(settings: TraceSettings, group: ProcessGroup) -> bool:
+    """Whether no other model of this process has asked for this folder and rank. Each call is such a question."""
+    key = settings.folder.resolve(), group.rank
+    if key in _traced:
+        logger.info("another model of this process is traced to %s already; trace this one with its method `trace`", key[0])
+        return False
+    _traced.add(key)
+    return True

@@ -1,0 +1,45 @@
+"""Shows, for `syncline report FOLDER`, the steps that the ranks have traced."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from . import page
+from .part import PATTERN
+from .table import tables
+from .trace_file import read_timeline
+
+EXPECTED = f"files {PATTERN} (steps that ranks traced, by SYNCLINE_TRACE)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+    del parser
+
+
+def is_in(folder: Path) -> bool:
+    """Whether ranks have traced steps to it."""
+    return any(folder.glob(PATTERN))
+
+
+def text(folder: Path, arguments: argparse.Namespace) -> str:
+    """Tables of the ranks and the steps.
+
+    Raises:
+        InvalidArgumentError: a file cannot be read.
+        MisuseError: rich is not installed.
+    """
+    del arguments
+    return tables(read_timeline(folder))
+
+
+def html(folder: Path, arguments: argparse.Namespace) -> str:
+    """The same with plots.
+
+    Raises:
+        InvalidArgumentError: a file cannot be read.
+        MisuseError: Plotly is not installed.
+    """
+    del arguments
+    return page.fragment(read_timeline(folder))

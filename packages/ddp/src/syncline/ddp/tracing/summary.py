@@ -1,0 +1,128 @@
+"""TraceSummary: where the time of the traced steps went, and for whom the ranks waited. Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .events import StepEvent
+from .timeline import Timeline
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """One step over all ranks; times in seconds.
+
+    Attributes:
+        number: of the step.
+        duration_s: from the first forward to the end of the last optimizer, or of the last wait.
+        compute_s: from the forward's start to the last gradient, in the mean of the ranks.
+        exposed_s: exposed communication: how long backward waited for buckets, in the mean of the ranks.
+        last_rank: whose last gradient came last.
+        late_s: how long after the median of the other ranks' last gradients; 0 with one rank.
+        caused_s: what the other ranks waited until it came, added up.
+        nbytes: of all buckets, on each rank.
+        reducing_s: while at least one bucket was being reduced, counted from the start on the rank that came last.
+    """
+
+    number: int
+    duration_s: float
+    compute_s: float
+    exposed_s: float
+    last_rank: int
+    late_s: float
+    caused_s: float
+    nbytes: int
+    reducing_s: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes of buckets in a second of reducing; 0 where nothing was reduced."""
+        return self.nbytes / self.reducing_s if self.reducing_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank over all steps; times in seconds.
+
+    Attributes:
+        rank: of the group.
+        compute_s, exposed_s: of a step, in the median.
+        times_last: in how many steps its last gradient came last.
+        late_s: by how much, in the median of those steps; 0 if never.
+        caused_s: what the other ranks waited for it, in all steps.
+    """
+
+    rank: int
+    compute_s: float
+    exposed_s: float
+    times_last: int
+    late_s: float
+    caused_s: float
+
+
+def summarize_steps(timeline: Timeline) -> list[StepSummary]:
+    """Each step that all ranks have traced."""
+    ranks = [one.header.rank for one in timeline.ranks]
+    return [_step(number, timeline.of_step(number), ranks) for number in timeline.steps]
+
+
+def summarize_ranks(timeline: Timeline, steps: Sequence[StepSummary]) -> list[RankSummary]:
+    """Each rank over those steps, of which there is at least one."""
+    found = []
+    for one in timeline.ranks:
+        own = [one.steps[step.number] for step in steps]
+        last = [step for step in steps if step.last_rank == one.header.rank]
+        found.append(
+            RankSummary(
+                one.header.rank,
+                statistics.median(map(compute_of, own)),
+                statistics.median(step.waited_s for step in own),
+                len(last),
+                statistics.median([step.late_s for step in last] or [0.0]),
+                sum(step.caused_s for step in last),
+            )
+        )
+    return found
+
+
+def compute_of(step: StepEvent) -> float:
+    """Seconds from the forward's start to the last gradient, on one rank."""
+    return step.last_gradient - step.forward_started
+
+
+def _step(number: int, on_ranks: Sequence[StepEvent], ranks: Sequence[int]) -> StepSummary:
+    ready = [step.last_gradient for step in on_ranks]
+    last = max(range(len(ready)), key=ready.__getitem__)
+    others = [index for index in range(len(ready)) if index != last]
+    end = max(max([step.finished, *(one.finished for one in step.optimizers)]) for step in on_ranks)
+    return StepSummary(
+        number=number,
+        duration_s=end - min(step.forward_started for step in on_ranks),
+        compute_s=statistics.fmean(map(compute_of, on_ranks)),
+        exposed_s=statistics.fmean(step.waited_s for step in on_ranks),
+        last_rank=ranks[last],
+        late_s=ready[last] - statistics.median(ready[index] for index in others) if others else 0.0,
+        caused_s=sum(max(0.0, min(ready[last], on_ranks[index].finished) - ready[index]) for index in others),
+        nbytes=sum(bucket.nbytes for bucket in on_ranks[0].buckets),
+        reducing_s=covered(_reductions(on_ranks)),
+    )
+
+
+def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
+    """For each bucket when the last rank started it, and when the last rank had it."""
+    by_bucket: dict[int, list[tuple[float, float]]] = {}
+    for step in on_ranks:
+        for bucket in step.buckets:
+            by_bucket.setdefault(bucket.number, []).append((bucket.started, bucket.finished))
+    return [(max(start for start, _ in spans), max(end for _, end in spans)) for spans in by_bucket.values()]
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of the line the spans cover together."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

@@ -1,0 +1,100 @@
+"""Timeline: the steps of all ranks by one clock, rank 0's. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .clock import ClockOffset
+from .events import BucketLayout, StepEvent, ToClock
+from .part import Header, Part
+
+_UNKNOWN_DRIFT = 50e-6
+"""Seconds in a second that two crystals may part: what is reckoned with where the offset was measured only once."""
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """One rank, by rank 0's clock.
+
+    Attributes:
+        header: who.
+        layouts: of buckets.
+        steps: by number.
+        error_s: times are right within so much; None if the clock was never measured.
+        epoch_s: seconds since the epoch, by this rank's host, minus those of rank 0's clock.
+    """
+
+    header: Header
+    layouts: tuple[tuple[BucketLayout, ...], ...]
+    steps: dict[int, StepEvent]
+    error_s: float | None
+    epoch_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All ranks, by rank 0's clock.
+
+    Attributes:
+        ranks: in their order; some may be missing.
+        missing: ranks of which there is nothing.
+    """
+
+    ranks: tuple[RankTimeline, ...]
+    missing: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that trained."""
+        return self.ranks[0].header.size
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that all ranks have traced, in their order."""
+        return sorted(set.intersection(*(set(rank.steps) for rank in self.ranks)))
+
+    @property
+    def error_s(self) -> float | None:
+        """The largest error of a rank's clock; None if one was never measured."""
+        errors = [rank.error_s for rank in self.ranks]
+        return None if None in errors else max(error for error in errors if error is not None)
+
+    def of_step(self, number: int) -> list[StepEvent]:
+        """A step on each rank, in the order of `ranks`."""
+        return [rank.steps[number] for rank in self.ranks]
+
+
+def merge(parts: Sequence[Part]) -> Timeline:
+    """The timeline of at least one part, by rank."""
+    present = {part.header.rank for part in parts}
+    missing = tuple(rank for rank in range(parts[0].header.size) if rank not in present)
+    return Timeline(tuple(map(_by_rank_0, parts)), missing)
+
+
+def _by_rank_0(part: Part) -> RankTimeline:
+    clock = clock_of(part.clocks)
+    steps = {step.number: step.by(clock) for step in part.steps}
+    epoch_s = part.header.epoch_s - (part.clocks[0].offset_s if part.clocks else 0.0)
+    return RankTimeline(part.header, part.layouts, steps, error_of(part), epoch_s)
+
+
+def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
+    """From a rank's clock to rank 0's: the straight line through the first and the last measurement."""
+    if not clocks:
+        return lambda time: time
+    first, last = clocks[0], clocks[-1]
+    if last.at <= first.at:
+        return lambda time: time + first.offset_s
+    slope = (last.offset_s - first.offset_s) / (last.at - first.at)
+    return lambda time: time + first.offset_s + slope * (time - first.at)
+
+
+def error_of(part: Part) -> float | None:
+    """Within how many seconds the times of a rank are right; None if its clock was never measured."""
+    if not part.clocks or part.header.rank == 0:
+        return 0.0 if part.header.rank == 0 else None
+    measured = max(clock.error_s for clock in part.clocks)
+    if len(part.clocks) > 1 or not part.steps:
+        return measured
+    return measured + _UNKNOWN_DRIFT * max(0.0, part.steps[-1].finished - part.clocks[0].at)

@@ -1,0 +1,56 @@
+"""The trace file: the parts of all ranks in a folder, merged into `trace.json` beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from syncline.collectives import InvalidArgumentError
+
+from .chrome_trace import chrome_trace
+from .part import read_parts
+from .profiler_trace import add_profiler_trace
+from .timeline import Timeline, merge
+
+TRACE_NAME = "trace.json"
+
+
+def read_timeline(folder: Path) -> Timeline:
+    """What the ranks of the latest run have left in a folder.
+
+    Raises:
+        InvalidArgumentError: nothing, or what cannot be read.
+    """
+    return merge(read_parts(folder))
+
+
+def write_trace(folder: Path, path: Path | None = None, profiles: Mapping[int, Path] | None = None) -> Path:
+    """Merge the parts in a folder into one file in the Chrome trace format.
+
+    Args:
+        folder: with the ranks' files.
+        path: the file; None for `trace.json` in the folder.
+        profiles: for some ranks a file that `torch.profiler` exported there, of the same steps; to be merged as well.
+
+    Raises:
+        InvalidArgumentError: a file cannot be read or written.
+    """
+    timeline = read_timeline(folder)
+    trace = chrome_trace(timeline)
+    for rank, profile in (profiles or {}).items():
+        add_profiler_trace(trace, timeline, rank, _read_json(profile), profile)
+    target = folder / TRACE_NAME if path is None else path
+    try:
+        target.write_text(json.dumps(trace), encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot write the trace {target}: {error.strerror}") from error
+    return target
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"cannot read {path} as a trace of torch.profiler: {error}") from error

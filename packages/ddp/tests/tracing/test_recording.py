@@ -1,0 +1,239 @@
+"""Traces of real steps, with ranks that are threads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives.contract.call_observer import observe_calls
+from syncline.collectives.testing import run_ranks
+from syncline.ddp import DistributedDataParallel, distributed_data_parallel
+from syncline.ddp.tracing import TraceSettings
+from syncline.ddp.tracing.clock import measure_offset
+from syncline.ddp.tracing.part import read_parts
+from syncline.ddp.tracing.trace_file import read_timeline
+
+pytestmark = pytest.mark.ranks
+
+TINY_CAP_MB = 100 / 2**20
+
+
+def a_network() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2))
+
+
+def train(model: torch.nn.Module, rank: int, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def traced(group: ProcessGroup, network: torch.nn.Module, folder: Path, *steps: Any, count: int = 6) -> dict[str, torch.Tensor]:
+    model = DistributedDataParallel(copy.deepcopy(network), process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    with model.trace(folder, *steps):
+        train(model, group.rank, count)
+    return model.module.state_dict()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_clocks_of_one_process_differ_by_less_than_is_stated(world_size: int) -> None:
+    offsets = run_ranks(world_size, measure_offset)
+    assert offsets[0].error_s == 0.0
+    for offset in offsets:
+        assert abs(offset.offset_s) <= offset.error_s
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_trace_of_some_steps(world_size: int, tmp_path: Path) -> None:
+    network = a_network()
+    run_ranks(world_size, traced, network, tmp_path, 2, 4)
+    timeline = read_timeline(tmp_path)
+    assert [rank.header.rank for rank in timeline.ranks] == list(range(world_size))
+    assert timeline.steps == [2, 3, 4]
+    assert timeline.error_s is not None
+    names = {name for name, _ in network.named_parameters()}
+    for rank in timeline.ranks:
+        for step in rank.steps.values():
+            layout = rank.layouts[step.layout]
+            assert {name for bucket in layout for name in bucket.names} == names
+            assert [bucket.number for bucket in step.buckets] == list(range(len(layout)))
+            assert len(layout) > 1
+            assert step.forward_started < step.forward_ended < step.backward_started < step.last_gradient < step.finished
+            for bucket in step.buckets:
+                assert step.backward_started <= bucket.ready <= bucket.started <= bucket.finished <= step.finished
+            (optimizer,) = step.optimizers
+            assert step.finished < optimizer.started < optimizer.finished
+            assert optimizer.name == "SGD"
+
+
+def test_other_calls_are_those_that_are_no_buckets(tmp_path: Path) -> None:
+    run_ranks(2, traced, a_network(), tmp_path, 2, 4)
+    for rank in read_timeline(tmp_path).ranks:
+        for step in rank.steps.values():
+            assert {call.name for call in step.calls} == {"broadcast"}  # running statistics
+            for call in step.calls:
+                assert step.finished <= call.started <= call.finished  # before what counts as the next forward
+
+
+def test_rank_0_merges_the_files(tmp_path: Path) -> None:
+    run_ranks(2, traced, a_network(), tmp_path, 2, 4)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X" and event["pid"] == 1]
+    assert names.count("optimizer: SGD") == names.count("forward") == names.count("waiting") == 3
+    assert [part.is_complete for part in read_parts(tmp_path)] == [True, True]
+
+
+def test_training_is_the_same_bit_by_bit(tmp_path: Path) -> None:
+    network = a_network()
+
+    def untraced(group: ProcessGroup) -> dict[str, torch.Tensor]:
+        model = DistributedDataParallel(copy.deepcopy(network), process_group=group, bucket_cap_mb=TINY_CAP_MB)
+        train(model, group.rank, 6)
+        return model.module.state_dict()
+
+    for ours, theirs in zip(run_ranks(2, traced, network, tmp_path), run_ranks(2, untraced), strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_nothing_stays_behind(tmp_path: Path) -> None:
+    before = ProcessGroup.all_reduce, torch.optim.SGD.step
+    run_ranks(2, traced, a_network(), tmp_path, 2, 4)
+    assert (ProcessGroup.all_reduce, torch.optim.SGD.step) == before
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    assert not _global_optimizer_pre_hooks
+    assert not _global_optimizer_post_hooks
+
+
+def test_a_trace_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "made" / "here"
+    monkeypatch.setenv("SYNCLINE_TRACE", str(folder))
+    monkeypatch.setenv("SYNCLINE_TRACE_STEPS", "1-2")
+
+    def body(group: ProcessGroup) -> None:
+        for count in (3, 1):  # of two models the first is traced
+            train(DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group), group.rank, count)
+
+    run_ranks(2, body)
+    assert read_timeline(folder).steps == [1, 2]
+    assert (folder / "trace.json").exists()
+
+
+def test_a_job_that_ends_early_leaves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_TRACE", str(tmp_path))
+    monkeypatch.setenv("SYNCLINE_TRACE_STEPS", "2-20")
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+        train(model, group.rank, 4)
+        for recording in model._recordings:
+            assert recording._end_at_exit is not None
+            recording._end_at_exit()  # as at the end of the process
+
+    run_ranks(2, body)
+    assert read_timeline(tmp_path).steps == [2, 3, 4]
+    assert [part.is_complete for part in read_parts(tmp_path)] == [False, False]
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_an_error_within_a_trace_leaves_what_it_has(tmp_path: Path) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+        with pytest.raises(KeyError):
+            train_and_fail(model, group.rank)
+        train(model, group.rank, 2)
+
+    def train_and_fail(model: DistributedDataParallel, rank: int) -> None:
+        with model.trace(tmp_path):
+            train(model, rank, 3)
+            raise KeyError("a bug of the script")
+
+    run_ranks(2, body)
+    assert read_timeline(tmp_path).steps == [1, 2, 3]
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with caplog.at_level(logging.WARNING, "syncline.ddp"):
+        run_ranks(2, traced, a_network(), tmp_path / "file" / "folder")
+    assert any("rank 1 cannot write its trace" in message for message in caplog.messages)
+    assert all("Error" not in message or "cannot write" in message for message in caplog.messages)
+
+
+def test_a_rank_that_cannot_write_does_not_stop_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "trace-rank-00001.jsonl").mkdir()
+    with caplog.at_level(logging.WARNING, "syncline.ddp"):
+        run_ranks(2, traced, a_network(), tmp_path)
+    assert any("rank 1 cannot write its trace" in message for message in caplog.messages)
+    assert any("the trace was not merged" in message for message in caplog.messages)
+
+
+def test_ranks_with_different_numbers_of_steps_end_without_one_another(tmp_path: Path) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+        with model.trace(tmp_path, 1, 3), model.join():
+            train(model, group.rank, 2 + 3 * group.rank)
+
+    run_ranks(2, body)
+    short, long = read_parts(tmp_path)
+    assert [step.number for step in short.steps] == [1, 2]
+    assert [step.number for step in long.steps] == [1, 2, 3]
+
+
+def test_a_trace_cannot_begin_within_join(tmp_path: Path) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+        with model.join():
+            with pytest.raises(MisuseError, match="within join"), model.trace(tmp_path):
+                pass
+            train(model, group.rank, 1)
+
+    run_ranks(2, body)
+
+
+def test_steps_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+        for steps in ((0, 3), (4, 3)):
+            with pytest.raises(InvalidArgumentError, match="expected 1 <= first <= last"), model.trace(tmp_path, *steps):
+                pass
+
+    run_ranks(1, body)
+
+
+def test_ranks_that_do_not_all_trace_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(DisagreementError, match=r"SYNCLINE_TRACE.*='10-20' on rank 0 and None on rank 1"):
+            DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+
+    def of_this_rank(_: object) -> TraceSettings | None:
+        return TraceSettings(tmp_path, 10, 20) if "rank 0" in threading.current_thread().name else None
+
+    monkeypatch.setattr(distributed_data_parallel, "settings_from", of_this_rank)
+    run_ranks(2, body)
+
+
+def test_calls_are_observed_while_somebody_does() -> None:
+    def body(group: ProcessGroup) -> list[tuple[str, bool]]:
+        seen = []
+        stop = observe_calls(lambda call: seen.append((call.name, call.finished is not None)) if call.group is group else None)
+        tensor = torch.ones(3)
+        group.all_reduce(tensor)
+        group.barrier()
+        stop()
+        group.broadcast(tensor)
+        return seen
+
+    assert run_ranks(2, body) == [[("all_reduce", True), ("barrier", True)]] * 2

@@ -1,0 +1,85 @@
+"""`syncline report` of a trace: the tables, the page, and the page as a browser shows it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from syncline.collectives import MisuseError
+from syncline.collectives.__main__ import main
+from syncline.ddp.tracing import extras
+from syncline.ddp.tracing.events import BucketEvent, BucketLayout, OptimizerEvent, StepEvent
+from syncline.ddp.tracing.part import Header, header_line, layout_line, part_path, step_line
+
+CHROMIUM = shutil.which("chromium")
+
+
+def a_step(number: int, late: float) -> StepEvent:
+    began = 10.0 * number
+    end = began + 6.0
+    times = (began, began + 0.5, began + 0.5, began + 1 + late, began + 1 + late, end)
+    buckets = (BucketEvent(0, 4096, began + 1 + late, began + 1 + late, began + 5.0),)
+    return StepEvent(number, 0, *times, 5.0 - late, buckets, (OptimizerEvent("SGD", end, end + 1.0),))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two ranks, steps 10 to 12; rank 1 is late."""
+    for library in ("plotly", "rich"):
+        pytest.importorskip(library, reason=f"{library} is not installed: syncline-ddp[report]")
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    for rank in range(2):
+        lines = [header_line(Header(rank, 2, "here", 1, "a group", 0.0, "run")), layout_line([BucketLayout(4096, ("a<b>",))])]
+        lines += [step_line(a_step(number, 2.0 * rank)) for number in (10, 11, 12)]
+        part_path(traces, rank).write_text("".join(lines))
+    return traces
+
+
+def test_the_tables_name_the_slow_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "2 of 2 rank(s)" in said
+    rows = [line.split() for line in said.splitlines()]
+    assert ["1", "3000.00", "3000.00", "3", "times", "2000.00", "6000.00"] in rows
+    assert ["0", "1000.00", "5000.00", "0", "times", "-", "0.00"] in rows
+    assert [row[0] for row in rows if row and row[0] in ("10", "11", "12")] == ["10", "11", "12"]
+
+
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda _: None)
+    with pytest.raises(MisuseError, match=r"pip install 'syncline-ddp\[report\]'"):
+        extras.require_extra("rich")
+
+
+def test_a_failure_is_shown_in_the_same_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from syncline.collectives.failures.report import Reporter
+
+    Reporter("today", 0, 2, str(folder)).write("a test")
+    page = folder.parent / "page.html"
+    assert main(["report", str(folder), "--html", str(page)]) == 0
+    assert "1 of 2 rank(s) have reported" in capsys.readouterr().out
+    text = page.read_text()
+    assert "1 of 2 rank(s) have reported" in text
+    assert 'id="trace-timeline"' in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
+def test_a_browser_draws_the_page(folder: Path) -> None:
+    page = folder.parent / "page.html"
+    assert main(["report", str(folder), "--html", str(page)]) == 0
+    assert CHROMIUM is not None
+    profile = f"--user-data-dir={folder.parent / 'profile'}"
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", profile, "--virtual-time-budget=10000", "--dump-dom"]
+    drawn = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    plots = {
+        name: drawn.split(f'id="trace-{name}"', 1)[1].split("<script", 1)[0] for name in ("timeline", "waiting", "exposed")
+    }
+    for name, plot in plots.items():
+        assert 'class="main-svg"' in plot, name
+    assert "rank 1, buckets" in plots["timeline"]
+    assert "rank 1" in plots["waiting"]
+    assert "a&lt;b&gt;" in drawn
