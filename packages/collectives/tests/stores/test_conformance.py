@@ -126,16 +126,18 @@ MAKERS = [
     *(there_and_back(make) for make in (in_memory, file, tcp)),
     *(through_torch_prefix(make) for make in (in_memory, file, tcp)),
 ]
-# Torch's FileStore loses what is appended to an absent key, and does not list its keys.
-TORCH_FILE_LACKS = {"every_append_counts_once", "keys_are_listed"}
+THROUGH_TORCH_PREFIX = MAKERS[-3:]
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
 def test_store(make: Maker, check: StoreCheck, tmp_path: Path) -> None:
     with make(tmp_path) as open_store:
-        if make is torch_file and check.__name__ in TORCH_FILE_LACKS:
-            with pytest.raises(StoreError, match=r"has no append|does not list its keys"):
+        if make is torch_file and check.__name__ == "every_append_counts_once":  # it loses what an absent key is given
+            with pytest.raises(StoreError, match="has no append"):
+                check(open_store)
+        elif make in THROUGH_TORCH_PREFIX and check.__name__ == "keys_are_listed":  # torch's C++ does not ask Python stores
+            with pytest.raises(StoreError, match="does not list its keys"):
                 check(open_store)
         else:
             check(open_store)

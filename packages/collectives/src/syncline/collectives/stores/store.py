@@ -6,6 +6,7 @@ import copy
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 from typing_extensions import Self
@@ -14,6 +15,7 @@ from ..contract.deadline import Deadline, seconds
 from ..errors import InvalidArgumentError, StoreTimeout
 
 DEFAULT_STORE_TIMEOUT_S = 300.0
+_LOOK_AGAIN_S = 0.05
 """How long a store waits for a key unless told otherwise; as long as torch's."""
 
 LONGEST_STORE_TIMEOUT_S = 20 * 86400.0
@@ -171,24 +173,33 @@ class Store(ABC):
         Raises:
             StoreTimeout: there was none, or with `block` none came in time.
         """
-        deadline, taken, me = Deadline(self._limit_s(timeout)), f"{as_key(key)}/taken", uuid.uuid4().hex
+        deadline, me = Deadline(self._limit_s(timeout)), uuid.uuid4().hex
         while True:
-            before = self.get(taken) if self.check([taken]) else b""
+            before = self._latest_taken(key)
             number = _count(before) + 1
-            if not block and not self.check([_item(key, number)]):
-                raise StoreTimeout(f"{self.describe()}: queue {key!r} is empty; wait for an item with block=True (no timeout)")
-            self.wait([_item(key, number)], deadline.remaining_s() or 1e-3)
-            mine = f"{number} {me}".encode()  # unlike whatever another caller stores
-            if self.compare_set(taken, before, mine) == mine:
-                value = self.get(_item(key, number))
-                self.delete_key(_item(key, number))
-                return value
+            item = _item(key, number)
+            if self.check([item]):
+                mine = f"{number} {me}".encode()  # unlike whatever another caller stores
+                if self.compare_set(_taken(key), before, mine) == mine:
+                    value = self.get(item)
+                    self.delete_key(item)
+                    return value
+            elif self._latest_taken(key) == before:  # else another has taken it, and there may be a next one
+                if not (block and deadline.remaining_s()):
+                    raise StoreTimeout(f"{self.describe()}: timeout: queue {key!r} is empty (block={block})")
+                # Another may take and delete the item before this handle sees it: look again now and then.
+                with suppress(StoreTimeout):
+                    self.wait([item], min(deadline.remaining_s() or 1e-3, _LOOK_AGAIN_S))
 
     def queue_len(self, key: str) -> int:
         """How many values a queue has."""
-        taken = f"{as_key(key)}/taken"
-        pushed = self.add(f"{key}/pushed", 0)
-        return pushed - _count(self.get(taken) if self.check([taken]) else b"")
+        pushed = self.add(f"{as_key(key)}/pushed", 0)
+        return pushed - _count(self._latest_taken(key))
+
+    def _latest_taken(self, queue: str) -> bytes:
+        """What the latest who took an item of the queue has stored; empty if nobody has."""
+        taken = _taken(queue)
+        return self.get(taken) if self.check([taken]) else b""
 
     def clone(self) -> Self:
         """Another handle on the same table, with a time limit of its own. Close them when neither is in use any more."""
@@ -200,6 +211,10 @@ class Store(ABC):
     def _limit_s(self, timeout: timedelta | float | None) -> float:
         """The limit of one call, in seconds."""
         return _limited(timeout, self._timeout_s)
+
+
+def _taken(queue: str) -> str:
+    return f"{as_key(queue)}/taken"
 
 
 def _item(queue: str, number: int) -> str:
