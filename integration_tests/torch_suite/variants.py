@@ -12,12 +12,10 @@ class Variant:
     Attributes:
         backend: the backend of torch.distributed that they run on.
         has_our_ddp: whether `syncline.ddp.DistributedDataParallel` stands in place of torch's.
-        has_our_parts: whether our `SyncBatchNorm` and our communication hooks do.
     """
 
     backend: str
     has_our_ddp: bool
-    has_our_parts: bool = False
 
     @property
     def needs_mpi(self) -> bool:
@@ -28,7 +26,6 @@ class Variant:
 VARIANTS = {
     "gloo, torch's DDP": Variant("gloo", has_our_ddp=False),
     "syncline-mpi, our DDP": Variant("syncline-mpi", has_our_ddp=True),
-    "syncline-mpi, our DDP, SyncBatchNorm and hooks": Variant("syncline-mpi", has_our_ddp=True, has_our_parts=True),
     "gloo, our DDP": Variant("gloo", has_our_ddp=True),
     "syncline-mpi, torch's DDP": Variant("syncline-mpi", has_our_ddp=False),
 }

@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from cpu_in_place_of_gpu import cpu_in_place_of_gpu, neutralise_guards, without_device_ids
 from variants import VARIANTS, Variant
 
 LIMIT_S = 30.0  # for one test; the slowest takes 10 s
@@ -68,28 +67,15 @@ def _place() -> tuple[int, int]:
 def _suite(variant: Variant) -> Any:
     """Torch's class of tests, with what the variant puts in the place of torch's."""
     import torch
-
-    neutralise_guards()
     from torch.testing._internal.distributed import distributed_test
 
     if variant.needs_mpi:
         import syncline.collectives.torch_backend  # noqa: F401 - registers
-
-        distributed_test.PROFILING_SUPPORTED_BACKENDS.append(variant.backend)
-        distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append(variant.backend)
-    wrapper: Any = torch.nn.parallel.DistributedDataParallel
     if variant.has_our_ddp:
         from syncline.ddp import DistributedDataParallel
 
-        wrapper = DistributedDataParallel
-    torch.nn.parallel.DistributedDataParallel = without_device_ids(wrapper)  # type: ignore[misc]
-    distributed_test.DistributedDataParallel = torch.nn.parallel.DistributedDataParallel
-    if variant.has_our_parts:
-        from syncline import hooks
-        from syncline.ddp import SyncBatchNorm
-
-        torch.nn.SyncBatchNorm = SyncBatchNorm  # type: ignore[misc]
-        distributed_test.default = distributed_test.powerSGD = distributed_test.post_localSGD = hooks
+        torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
+        distributed_test.DistributedDataParallel = DistributedDataParallel
 
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         pass
@@ -131,8 +117,7 @@ def _run(suite: Any, test: str, variant: Variant, rank: int, world_size: int, fo
             timeout=timedelta(seconds=GROUP_LIMIT_S),
         )
         common_utils.set_rng_seed()
-        with cpu_in_place_of_gpu():
-            getattr(case, test)()
+        getattr(case, test)()
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
     except SystemExit as end:  # torch's decorators skip by ending the process, with a code of their own
