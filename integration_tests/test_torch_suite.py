@@ -18,10 +18,10 @@ pytest.importorskip("expecttest")  # which torch's tests import
 sys.path.insert(0, str(Path(__file__).with_name("torch_suite")))
 
 from driver import Outcome, run_tests
-from expectations import NOT_PASSING, tests_of
+from expectations import NOT_PASSING, chosen_for
 from variants import VARIANTS
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(400)]  # many tests in one job
 
 RANKS = int(os.environ.get("SYNCLINE_TEST_RANKS", "2"))
 FULL = os.environ.get("SYNCLINE_TEST_FULL") == "1"
@@ -42,7 +42,7 @@ def test_as_the_table_says(variant: str, tmp_path: Path) -> None:
     mpiexec = shlex.split(os.environ.get("SYNCLINE_TEST_MPIEXEC", str(Path(sys.executable).parent / "mpiexec")))
     if VARIANTS[variant].needs_mpi and not Path(mpiexec[0]).exists():
         pytest.skip(f"there is no {mpiexec[0]}; install the extra [mpich], or set SYNCLINE_TEST_MPIEXEC")
-    tests = tests_of(variant, everything=FULL)
+    tests = chosen_for(variant, everything=FULL)
     outcomes = run_tests(variant, tests, RANKS, tmp_path, mpiexec)
     expected = {test: why for test, why in NOT_PASSING[variant].items() if test in tests}
     assert surprises(outcomes, expected) == []

@@ -28,7 +28,7 @@ _EVERYTHING = "syncline-mpi, our DDP"  # of which the others are parts
 _ONE_IN = 6
 
 
-def tests_of(variant: str, *, everything: bool) -> list[str]:
+def chosen_for(variant: str, *, everything: bool) -> list[str]:
     """The tests to run: all that say something about the variant, or, to save time, those that a change may break first.
 
     Args:
