@@ -473,7 +473,8 @@ def test_the_reducers_cost_is_told_kept_and_drawn(tmp_path: Path, capsys: pytest
     kept = tmp_path / "overhead.json"
     assert overhead.main(["--quick", "--steps", "1", "--json", str(kept), "--plot", str(tmp_path)]) == 0
     figures = json.loads(kept.read_text())
-    assert figures.keys() == {"environment", "verdicts", "realistic", "dynamic", "static", "find-unused"}
+    assert figures.keys() == {"environment", "verdicts", "realistic", "dynamic", "static", "find-unused", "pieces"}
+    assert figures["pieces"]["reading .grad"] > 0
     contenders = {"ours", "ours, views", "torch", "torch, views"}
     for graph in overhead.GRAPHS:
         assert {clock: found.keys() for clock, found in figures[graph].items()} == dict.fromkeys(overhead.CLOCKS, contenders)

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from syncline.collectives import InvalidArgumentError, ProcessGroup, Work, broadcast_coalesced
@@ -13,8 +13,10 @@ from syncline.collectives.default_group.coalescing import plan_buffers
 from syncline.collectives.testing import run_ranks
 
 SIZES_AND_KINDS = st.lists(st.tuples(st.integers(0, 50), st.sampled_from("abc")), max_size=30)
+ON_A_BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+@ON_A_BUSY_MACHINE
 @given(SIZES_AND_KINDS, st.integers(1, 60))
 def test_plan(entries: list[tuple[int, str]], cap: int) -> None:
     sizes = [size for size, _ in entries]
@@ -28,6 +30,7 @@ def test_plan(entries: list[tuple[int, str]], cap: int) -> None:
     assert [members[0] for members in plan] == sorted(members[0] for members in plan)
 
 
+@ON_A_BUSY_MACHINE
 @given(SIZES_AND_KINDS, st.integers(1, 60))
 def test_plan_wastes_no_buffer(entries: list[tuple[int, str]], cap: int) -> None:
     """A buffer is closed only because the next tensor of its kind does not fit."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from syncline.collectives.contract.layout import bytes_of, in_plain_order, overlaps_itself
@@ -30,6 +30,7 @@ def test_table(shape: tuple[int, ...], strides: tuple[int, ...], expected: bool)
     assert overlaps_itself(shape, strides) is expected
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=4))
 def test_against_counting(dimensions: list[tuple[int, int]]) -> None:
     shape = tuple(length for length, _ in dimensions)

@@ -58,12 +58,13 @@ def test_close_does_not_tell_twice() -> None:
     def body(group: NcclGroup) -> None:
         group.barrier()
         if group.rank == 0:
+            group.timeout_s = 0.5
             work = group.all_reduce(torch.ones(3), async_op=True)
             with pytest.raises(CollectiveTimeout):
                 work.wait(PATIENCE_S)
             group.close()
 
-    run_on_fakes(2, body, timeout_s=0.5)
+    run_on_fakes(2, body)
 
 
 @pytest.mark.ranks

@@ -60,7 +60,7 @@ def _collect(group: ProcessGroup, deadline: Deadline, wait_all_ranks: bool) -> N
 
 
 def _report(group: ProcessGroup, deadline: Deadline) -> None:
-    group.send(_byte(), 0, _TAG, async_op=True)
+    arrival = group.send(_byte(), 0, _TAG, async_op=True)  # kept: over Gloo, a send whose work is dropped may never leave
     try:
         group.recv(_byte(), 0, _TAG, async_op=True).wait(max(deadline.remaining_s(), 1e-3))
     except CollectiveTimeout as error:
@@ -68,6 +68,7 @@ def _report(group: ProcessGroup, deadline: Deadline) -> None:
             f"monitored_barrier on {group.place()}: rank 0 did not answer within {deadline.timeout_s:g} s (timeout); if it "
             "came, it names the ranks that did not"
         ) from error
+    arrival.wait()
 
 
 def _byte() -> torch.Tensor:
