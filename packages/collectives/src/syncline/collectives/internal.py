@@ -4,9 +4,11 @@ from .contract.call_observer import ObservedCall, observe_calls
 from .contract.object_exchange import all_gather_bytes
 from .contract.reduce_op import Reduction
 from .default_group.default_group import replace_default_group
+from .startup.algorithm_thresholds import AlgorithmThresholds
 from .torch_internals import disable_dynamo, disable_dynamo_here
 
 __all__ = [
+    "AlgorithmThresholds",
     "ObservedCall",
     "Reduction",
     "all_gather_bytes",
