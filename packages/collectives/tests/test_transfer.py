@@ -15,7 +15,7 @@ class RequestThatFails(Request):
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def wait(self, deadline: Deadline) -> None:  # noqa: ARG002
+    def wait(self, deadline: Deadline) -> None:
         raise self._error
 
     def test(self) -> bool:

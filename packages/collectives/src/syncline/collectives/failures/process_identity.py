@@ -66,10 +66,10 @@ class ProcessIdentity:
     def parse(cls, text: str) -> ProcessIdentity | None:
         """The process of which `to_text` said that; None if the text is anything else."""
         try:
-            found = cls(**json.loads(text))
-        except (TypeError, ValueError):
+            said = json.loads(text)
+            return cls(str(said["node"]), str(said["host"]), int(said["pid"]), int(said["started"]))
+        except (KeyError, TypeError, ValueError):
             return None
-        return found if isinstance(found.pid, int) and isinstance(found.started, int) else None
 
 
 def has_ended(process: ProcessIdentity | None) -> bool:
