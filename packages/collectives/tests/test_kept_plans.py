@@ -18,6 +18,7 @@ from syncline.collectives import (
     premul_sum,
 )
 from syncline.collectives.backends.in_process import InProcessTransport, SharedState
+from syncline.collectives.contract.call_observer import ObservedCall, observe_calls
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.layout import flat
 from syncline.collectives.host.host_group import HostGroup
@@ -95,6 +96,18 @@ def test_the_result_and_the_work_are_the_same(async_op: bool) -> None:
         return transport.log
 
     assert run_ranks(2, body) == [["made", "run", "run", "run"]] * 2
+
+
+def test_observers_are_told_of_calls_that_have_a_plan() -> None:
+    group, transport = make()
+    group.all_reduce(torch.ones(6))
+    seen: list[ObservedCall] = []
+    stop = observe_calls(lambda call: seen.append(call) if call.group is group else None)
+    group.all_reduce(torch.ones(6))
+    stop()
+    group.all_reduce(torch.ones(6))
+    assert transport.log == ["made", "run", "run", "run"]
+    assert [call.name for call in seen] == ["all_reduce"]
 
 
 def strided() -> torch.Tensor:
