@@ -21,10 +21,11 @@ from driver import Outcome, run_tests
 from expectations import NOT_PASSING, chosen_for
 from variants import VARIANTS
 
+from test_support.full_run import FULL
+
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(400)]  # many tests in one job
 
 RANKS = int(os.environ.get("SYNCLINE_TEST_RANKS", "2"))
-FULL = os.environ.get("SYNCLINE_TEST_FULL") == "1"
 
 
 def surprises(outcomes: dict[str, Outcome], expected: dict[str, str]) -> list[str]:
