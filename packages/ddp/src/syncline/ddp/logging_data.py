@@ -71,9 +71,9 @@ def describe_error(reducer: Reducer) -> LoggingData:
     return {} if reducer.latest_error is None else {"has_error": 1, "error": reducer.latest_error}
 
 
-def name_of_hook(hook: Callable[..., Any] | None) -> str:
-    """A communication hook's name, with that of the function around it, if it is a closure; empty if there is none."""
-    return "" if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
+def describe_hook(hook: Callable[..., Any] | None) -> LoggingData:
+    """A communication hook's name, with that of the function around it, if it is a closure; nothing if there is none."""
+    return {} if hook is None else {"comm_hook": getattr(hook, "__qualname__", type(hook).__qualname__)}
 
 
 def describe_environment() -> LoggingData:
