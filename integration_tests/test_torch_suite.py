@@ -49,7 +49,8 @@ def test_as_the_table_says(variant: str, tmp_path: Path) -> None:
     tests = chosen_for(variant, everything=FULL)
     outcomes = run_tests(variant, tests, RANKS, tmp_path, mpiexec)
     expected = {test: why for test, why in NOT_PASSING[variant].items() if test in tests}
-    assert surprises(outcomes, expected) == []
+    found = surprises(outcomes, expected)
+    assert not found, "\n".join(found)
 
 
 def test_a_table_that_is_not_true_is_noticed() -> None:

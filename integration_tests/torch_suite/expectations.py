@@ -20,9 +20,12 @@ _OUR_DDP_PLAYED = {
     "test_ddp_control_flow_different_across_ranks": _OF_ITS_REDUCER,
     "test_ddp_control_flow_same_across_ranks": _OF_ITS_REDUCER,
     "test_ddp_native_mixed_precision_ignored_params": "reads torch's private copies of the parameters in low precision",
+    "test_ddp_comm_hook_logging": "asks for the name of the built-in hook ALLREDUCE, which is plain averaging and no hook here",
+    "test_ddp_multiple_nested_unused_params_err_ignore_params": _LATER,
     "test_ddp_multiple_nested_unused_params_error": _LATER,
     "test_ddp_unused_params_rebuild_buckets_exception": _LATER,
     "test_ddp_profiling_torch_profiler": _PROFILING,
+    "test_invalid_static_graph": _LATER,
     "test_ddp_static_graph_nested_types": "wraps a DDP in a DDP: two reducers for the same parameters are refused",
     "test_skip_all_reduce_unused_parameters": "counts buckets; here bucket_cap_mb does not hold for the first one",
 }

@@ -96,6 +96,7 @@ def test_logging_data_have_torchs_names() -> None:
         assert (data["bucket_sizes"], data["has_rebuilt_buckets"]) == ("24", 0)
         assert all(data[f"avg_{name}_time"] > 0 for name in TIMES[:3])
         assert not data.keys() & {"error", "comm_hook"}
+        assert data.keys() >= {"master_addr", "gloo_socket_ifname", "gloo_device_transport"}
 
     run_ranks(2, body)
 
