@@ -443,7 +443,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
-            "comm_hook": logging_data.name_of_hook(self._reducer.hook[0]),
+            **logging_data.describe_hook(self._reducer.hook[0]),
             "join_uneven_inputs": int(self._join is not None),
             **logging_data.describe_error(self._reducer),
             **logging_data.describe_buckets(self._reducer),
