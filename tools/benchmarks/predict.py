@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mpi_runtimes
 from commands import ToolError
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, runtime: MpiRuntime) -> None:
-    figures = {}
+    figures: dict[str, dict[str, Any]] = {}
     for rate in options.rates:
         with tempfile.TemporaryDirectory() as folder:
             measured = _measure(rate, Path(folder), options, runtime)
@@ -101,7 +102,7 @@ def _check(status: int) -> None:
         raise ToolError(f"ranks on the emulated hosts have failed, with status {status}")
 
 
-def _predict(folder: Path, hosts: Sequence[int]) -> dict[str, object]:
+def _predict(folder: Path, hosts: Sequence[int]) -> dict[str, Any]:
     ring_bytes = AlgorithmThresholds.ring_bytes
     link = network_from(str(_bench(folder)), ring_bytes)
     model = CostModel(link, link, ring_bytes=ring_bytes)

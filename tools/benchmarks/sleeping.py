@@ -39,7 +39,7 @@ class _Sleep(torch.autograd.Function):
         return value + 1
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         time.sleep(ctx.backward_s)
         (weight,) = ctx.saved_tensors
         return gradient, torch.zeros_like(weight), None, None
