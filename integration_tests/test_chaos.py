@@ -10,7 +10,13 @@ from chaos import Run, play
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "run",
-    [Run("gloo", 3, "kill", 0), Run("openmpi", 3, "kill", 2), Run("ulfm", 3, "kill", 3), Run("mpich", 3, "stop", 1)],
+    [
+        Run("gloo", 3, "kill", 0),
+        Run("openmpi", 3, "kill", 2),
+        Run("ulfm", 3, "kill", 3),
+        Run("mpich", 3, "stop", 1),
+        Run("mpich", 3, "kill", 4),
+    ],
     ids=lambda run: f"{run.way}-{run.ranks}-{run.what}",
 )
 def test_no_rank_waits_for_one_that_is_gone(run: Run) -> None:

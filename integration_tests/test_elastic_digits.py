@@ -74,6 +74,11 @@ def test_ten_lines_make_it_elastic() -> None:
     assert 0 < len(changed) <= 10
 
 
+def test_the_lines_fit_the_example(tmp_path: Path) -> None:
+    make_elastic(tmp_path / "digits")
+    compile((tmp_path / "digits" / "digits.py").read_text(), "digits.py", "exec")
+
+
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SYNCLINE_ELASTIC_RUNS", "0"))))
 def test_digits_goes_on_when_ranks_are_killed(tmp_path: Path, seed: int) -> None:

@@ -27,6 +27,9 @@ from environment import PYTHON
 JOB = ROOT / "tools" / "test_support" / "chaos_job.py"
 WAYS = ("gloo", "mpich", "openmpi", "ulfm")
 _START_S = 60.0
+# Hydra kills all ranks of a node once a child of its own was ended by a signal, whatever its options are. A shell in between
+# ends with a status instead; then Hydra sends the others SIGUSR1, which a shell must ignore. See the page on failures.
+_OUTLIVE_HYDRA = ["sh", "-c", 'trap "" USR1; "$@"; exit $?', "sh"]
 _LIMIT_S = 14.0  # after the victim was hit: the time-out of 6 s, 3 s more, and the end of the job
 
 
@@ -82,7 +85,7 @@ def play(run: Run) -> Outcome:
 def _start(run: Run, folder: Path, output: object) -> list[subprocess.Popen[bytes]]:
     backend = "gloo" if run.way == "gloo" else "mpi"
     program = [str(PYTHON), str(JOB), backend, str(folder), str(run.seed), run.what]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "SYNCLINE_REPORT_DIR": str(folder)}
     commands = []
     if backend == "gloo":
         commands = [(program, {"CHAOS_RANK": str(rank), "CHAOS_SIZE": str(run.ranks)}) for rank in range(run.ranks)]
@@ -90,7 +93,8 @@ def _start(run: Run, folder: Path, output: object) -> list[subprocess.Popen[byte
         runtime = mpi_runtimes.find("mpich" if run.way == "mpich" else "openmpi")
         extra = {"mpich": ["-disable-auto-cleanup"], "openmpi": [], "ulfm": ["--with-ft", "ulfm"]}[run.way]
         words = list(runtime.command(run.ranks))
-        commands = [([words[0], *extra, *words[1:], *program], runtime.env)]
+        guard = _OUTLIVE_HYDRA if run.way == "mpich" else []
+        commands = [([words[0], *extra, *words[1:], *guard, *program], runtime.env)]
     return [
         subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env={**environ, **more}, start_new_session=True)  # type: ignore[call-overload]
         for words, more in commands

@@ -18,6 +18,7 @@ class Group:
         self.running_deadline: Deadline | None = deadline
         self.reason = reason
         self.interrupted = threading.Event()
+        self.reported: list[str] = []
 
     def reason_to_give_up(self) -> TransportError | None:
         return self.reason
@@ -27,6 +28,9 @@ class Group:
 
     def missing_in_words(self) -> str:
         return "it waits for rank 1"
+
+    def report(self, reason: str) -> None:
+        self.reported.append(reason)
 
 
 def steps(escalation: CallEscalation, next_deadline: Callable[[], Deadline | None], looks: int) -> list[Step]:
@@ -78,7 +82,7 @@ def test_the_last_resort_says_who_is_waited_for() -> None:
     for _ in range(1 + END_LOOKS):
         watchdog.look()
     assert group.interrupted.wait(10.0)
-    assert said == ["it waits for rank 1"]
+    assert said == group.reported == ["it waits for rank 1"]
 
 
 def test_a_group_that_nobody_holds_is_forgotten() -> None:

@@ -214,10 +214,10 @@ class BucketTuning:
 
 
 def _times(seen: IterationStatistics) -> list[float]:
-    """Seconds from the forward's start: of each bucket's start, of the end of backward, and of its beginning."""
+    """Seconds from the forward's start: of each bucket's start, of the last gradient, and of the first."""
     began = seen.forward_started
     starts = [bucket.started - began for bucket in seen.buckets]
-    return [*starts, seen.finalize_started - began, seen.backward_started - began]
+    return [*starts, seen.last_gradient - began, seen.backward_started - began]
 
 
 def check_can_tune(device: torch.device, dynamic: bool, sparse: bool) -> None:

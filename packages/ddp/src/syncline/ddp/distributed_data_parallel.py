@@ -28,7 +28,7 @@ from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, low
 from .module_state import ModuleState
 from .process_groups import as_ours, choose_default_group, choose_group
 from .stragglers import StragglerWatch, checked_every, every_from
-from .tracing import TraceRecording, TraceSettings, is_first_to_trace, settings_from
+from .tracing import TraceRecording, TraceSettings, settings_from
 from .uneven_inputs import Replica, UnevenInputs
 
 if TYPE_CHECKING:
@@ -177,8 +177,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._bucket_tuning: BucketTuning | None = None
         self._reducer = self._make_reducer()
         self._tune_buckets()
-        if trace_settings is not None and is_first_to_trace(trace_settings, self._group):
-            self._start_recording(trace_settings)
+        if trace_settings is not None:
+            self._start_recording(trace_settings, only_first=True)
         if stragglers_every is not None:
             self.watch_stragglers(stragglers_every)
 
@@ -435,9 +435,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._bucket_tuning = BucketTuning(self._group, self._reducer)
             self._tell(self._bucket_tuning.note_step)
 
-    def _start_recording(self, settings: TraceSettings) -> TraceRecording:
+    def _start_recording(self, settings: TraceSettings, *, only_first: bool = False) -> TraceRecording:
         parameters = [parameter for _, parameter in self._state.parameters()]
-        recording = TraceRecording(settings, self._group, self._reducer, parameters)
+        recording = TraceRecording(settings, self._group, self._reducer, parameters, only_first=only_first)
         self._recordings.append(recording)
         self._tell(recording.note_step)
         return recording

@@ -11,8 +11,8 @@ A call of a group runs on one thread: the caller's, or the group's progress thre
    the time was up, or the deadline was cancelled, if the calling thread has not noticed, it has the library end the
    call (`interrupt`: ULFM revokes the communicator). The library then returns with an error, and the thread goes on as in 1.
 3. *The watchdog, by ending the process.* `END_LOOKS` looks after the time was up, if the thread still has not come back, no
-   error can be raised in it. The watchdog prints which call it is, who is waited for and the stacks of all threads, and
-   ends the process with status `END_STATUS`; the launcher ends the job.
+   error can be raised in it. The watchdog writes the group's report, prints which call it is, who is waited for and the
+   stacks of all threads, and ends the process with status `END_STATUS`; the launcher ends the job.
 
 Looks are counted rather than seconds: a process that was stopped as a whole and goes on gets its time.
 
@@ -60,6 +60,9 @@ class Watched(Protocol):
 
     def missing_in_words(self) -> str:
         """Which group this is, which call runs and who is waited for."""
+
+    def report(self, reason: str) -> None:
+        """Write what is known to a file, if it can be done within a few seconds."""
 
 
 class Step(Enum):
@@ -137,7 +140,9 @@ class Watchdog:
         if step is Step.INTERRUPT:
             threading.Thread(target=group.interrupt, name="syncline-interrupt", daemon=True).start()
         elif step is Step.END and group.running_deadline is deadline:
-            self._end_process(group.missing_in_words())
+            words = group.missing_in_words()
+            group.report(words)
+            self._end_process(words)
 
 
 def end_process(words: str) -> None:

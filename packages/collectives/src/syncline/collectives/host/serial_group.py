@@ -42,6 +42,8 @@ _CPU = frozenset({"cpu"})
 
 # How long a rank that closes a group waits for the others, to compare what they have called.
 _CLOSE_S = 60.0
+# How long the end of a process waits for its report.
+_REPORT_S = 2.0
 
 # A library may go on writing to the tensors of a collective that was given up, so their memory must not be freed at once. The
 # tracebacks of these errors hold the frames that hold the tensors, and their copies in plain order.
@@ -400,6 +402,13 @@ class SerialGroup(ProcessGroup):
         missing = () if self._liveness is None else (*self._liveness.lost(), *self._liveness.stopped())
         who = "it is not known which rank it waits for" if not missing else f"it waits for {self._named(missing)}"
         return f"a collective on {self.place()} did not end: {who}"
+
+    def report(self, reason: str) -> None:
+        """Write the report; on a thread of its own, for a file system may not answer."""
+        if self._reporter is not None:
+            thread = threading.Thread(target=self._reporter.write, args=(reason,), name="syncline-report", daemon=True)
+            thread.start()
+            thread.join(_REPORT_S)
 
     def _reason_to_give_up(self) -> TransportError | None:
         reason = None if self._calls is None else self._calls.reason_to_give_up()

@@ -40,7 +40,7 @@ def _of_rank(rank: RankTimeline) -> Workload | None:
         return None
     return Workload(
         _buckets([step for step, _ in usual], rank.layouts[layout]),
-        backward_s=median(step.finalize_started - step.forward_started for step, _ in usual),
+        backward_s=median(step.last_gradient - step.forward_started for step, _ in usual),
         rest_s=median(following.forward_started - _communicated(step) for step, following in usual),
     )
 
