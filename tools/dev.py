@@ -66,6 +66,7 @@ ALONE = {
     "overhead": ("benchmarks.overhead",),
     "hosts": ("benchmarks.hosts",),
     "slow-links": ("benchmarks.slow_links",),
+    "predict": ("benchmarks.predict",),
     "convergence": ("benchmarks.convergence",),
     "nccl": ("benchmarks.nccl",),
 }
