@@ -26,7 +26,7 @@ class SleepingModel(torch.nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Some scalar."""
         for weight in self.weights:
-            value = _Sleep.apply(value, weight, *self._times)
+            value = _Sleep.apply(value, weight, *self._times)  # type: ignore[no-untyped-call]  # torch's
         return value
 
 
