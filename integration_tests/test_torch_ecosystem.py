@@ -1,4 +1,4 @@
-"""Checkpoints, compilation, Accelerate and Fabric over backend "syncline-mpi": jobs of their own, as they load much."""
+"""Frameworks, checkpoints and compilation over backend "syncline": jobs of their own, as they load much."""
 
 from __future__ import annotations
 
@@ -10,20 +10,40 @@ import pytest
 pytestmark = pytest.mark.launch
 
 SCRIPT = Path(__file__).parent / "torch_ecosystem.py"
-NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
+ACCELERATE_SCRIPTS = SCRIPT.with_name("accelerate_scripts.py")
+# Each program, and what it needs.
+PROGRAMS = {
+    "checkpoint_with_resharding": "torch",
+    "compiled_ddp": "torch",
+    "compiled_collective": "torch",
+    "accelerate": "accelerate",
+    "fabric": "lightning_fabric",
+    "lightning_trainer": "pytorch_lightning",
+    "transformers_trainer": "transformers",
+}
 
 
-@pytest.mark.parametrize(
-    "program", ["checkpoint_with_resharding", "compiled_ddp", "compiled_collective", "accelerate", "fabric"]
-)
+def skip_without(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; tools/requirements.txt lists it")
+
+
+@pytest.mark.parametrize("program", list(PROGRAMS))
 def test_like_gloo(run_job, tmp_path: Path, program: str) -> None:
-    needed = NEEDS.get(program)
-    if needed is not None and importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed; tools/requirements.txt lists it")
+    skip_without(PROGRAMS[program])
     job = run_job(2, "", str(SCRIPT), program, str(tmp_path), timeout_s=110.0)
     assert job.status == 0, job.output
     for rank in range(2):
         assert f"EQUAL {program} on rank {rank}" in job.output
+
+
+def test_accelerates_own_scripts(run_job) -> None:
+    skip_without("accelerate")
+    job = run_job(2, "", str(ACCELERATE_SCRIPTS), timeout_s=110.0)
+    assert job.status == 0, job.output
+    for script in ("test_ops", "test_sync", "test_script"):
+        for rank in range(2):
+            assert f"PASSED {script} on rank {rank}" in job.output
 
 
 def test_an_uncaught_exception_is_printed(run_job) -> None:

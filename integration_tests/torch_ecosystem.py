@@ -1,4 +1,4 @@
-"""What is built on torch.distributed, under one mpirun: each program over "syncline-mpi", then over torch's Gloo.
+"""What is built on torch.distributed, under one mpirun: each program over "syncline", then over torch's Gloo.
 
     mpiexec -n 2 python torch_ecosystem.py PROGRAM FOLDER
 
@@ -135,9 +135,91 @@ def fabric() -> Tensors:
     return {**module.state_dict(), "mean": mean, "gathered": gathered}
 
 
+def lightning_trainer() -> Tensors:
+    """Lightning's Trainer, with metrics that are averaged over the ranks, one of them an integer."""
+    import pytorch_lightning as lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model(seed=dist.get_rank())
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            loss = self.layers(batch[0]).square().mean()
+            self.log("loss", loss, sync_dist=True, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+            rows = torch.tensor(len(batch[0]) + self.global_rank)
+            self.log("rows", rows, sync_dist=True, reduce_fx="sum")
+            self.log("mean", self.layers(batch[0]).mean(), sync_dist=True)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    data = TensorDataset(torch.linspace(-1, 1, 48 * 12, dtype=torch.float64).sin().view(48, 12))
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy="ddp",
+        max_epochs=2,
+        default_root_dir=FOLDER / dist.get_backend(),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, 6), DataLoader(data, 6))
+    assert (trainer.world_size, trainer.global_step) == (dist.get_world_size(), 2 * 8 // dist.get_world_size())
+    metrics = {name: value.double() for name, value in trainer.callback_metrics.items()}
+    assert {"loss_epoch", "rows", "mean"} <= metrics.keys()
+    written = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)["state_dict"]
+    return {**module.layers.state_dict(), **metrics, **{f"saved {name}": value for name, value in written.items()}}
+
+
+def transformers_trainer() -> Tensors:
+    """Hugging Face's Trainer with two small layers: gradient accumulation, a checkpoint to resume from, an evaluation."""
+    import transformers
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1
+    )
+    tokens = torch.arange(24 * 16).remainder(29).view(24, 16)
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    folder = FOLDER / dist.get_backend()
+
+    def trainer(steps: int) -> Any:
+        arguments = transformers.TrainingArguments(
+            output_dir=str(folder),
+            use_cpu=True,
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            save_steps=2,
+            report_to=[],
+            disable_tqdm=True,
+            seed=3,
+        )
+        network = transformers.GPT2LMHeadModel(config)
+        return transformers.Trainer(model=network, args=arguments, train_dataset=data, eval_dataset=data)
+
+    first = trainer(2)
+    first.train()
+    assert isinstance(first.model_wrapped, DistributedDataParallel)
+    assert (first.args.world_size, first.args.process_index) == (dist.get_world_size(), dist.get_rank())
+    second = trainer(4)
+    second.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert second.state.global_step == 4
+    metrics = second.evaluate()
+    return {**second.model.state_dict(), "eval_loss": torch.tensor(metrics["eval_loss"])}
+
+
 def main(program: Callable[[], Tensors]) -> None:
     results = []
-    for backend in ("syncline-mpi", "gloo"):
+    for backend in ("syncline", "gloo"):
         dist.init_process_group(backend, init_method="mpi://")
         kept.append(dist.group.WORLD)
         assert dist.get_backend() == backend

@@ -75,6 +75,17 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "recording",
         "command",
     ),
+    "syncline.ddp.prediction": (
+        "cost_model",
+        "network",
+        "replay",
+        "workload_of_trace",
+        "compression",
+        "forecast",
+        "table",
+        "page",
+        "command",
+    ),
     f"{COLLECTIVES}.backends.mpi": (
         "library",
         "datatypes",

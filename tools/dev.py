@@ -66,6 +66,7 @@ ALONE = {
     "overhead": ("benchmarks.overhead",),
     "hosts": ("benchmarks.hosts",),
     "slow-links": ("benchmarks.slow_links",),
+    "predict": ("benchmarks.predict",),
     "convergence": ("benchmarks.convergence",),
     "nccl": ("benchmarks.nccl",),
 }
@@ -137,6 +138,12 @@ def unit(options: argparse.Namespace) -> int:
 def launch(options: argparse.Namespace) -> int:
     """Run the tests that start jobs of their own."""
     return _failures(run_side_by_side(_launch_jobs(options.paths), options.jobs))
+
+
+def torch_suite(_: argparse.Namespace) -> int:
+    """Run torch's own tests over ours, with those that want GPUs on CPUs."""
+    env = {**ONE_THREAD, "SYNCLINE_TEST_PLAYED_GPUS": "1"}
+    return run((*PYTEST, "-m", "launch", JOBS / "test_torch_suite.py"), cwd=ROOT, env=env)
 
 
 def ranks(options: argparse.Namespace) -> int:
@@ -265,6 +272,7 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     docs: (PACKAGES, TOOLS, DOCS),
     unit: (PACKAGES, TOOLS, NCCL),
     launch: (PACKAGES, TOOLS),
+    torch_suite: (PACKAGES, TOOLS),
     ranks: (PACKAGES, TOOLS),
     chaos: (PACKAGES, TOOLS, OPENMPI),
     soak: (PACKAGES, TOOLS, OPENMPI),
@@ -378,6 +386,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     launches = _add(verbs, "launch", launch, "tests that start jobs of their own")
     launches.add_argument("paths", nargs="*", type=Path, help="default: integration_tests")
     _add_jobs(launches)
+    suite = _add(verbs, "torch-suite", torch_suite, "torch's own tests over ours, those for GPUs on CPUs, some minutes")
+    _add_full(suite)
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
     _add_soak(_add(verbs, "soak", soak, "print how memory grows under random collectives from three threads"))
     _add_chaos(_add(verbs, "chaos", chaos, "kill, stop and delay random ranks; nothing may hang or be without a name"))

@@ -112,6 +112,27 @@ def test_a_hook_sees_the_sparse_gradient() -> None:
     run_ranks(2, body)
 
 
+def test_a_hook_that_writes_to_its_bucket_leaves_what_nobody_used_as_it_was() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = make_model("embedding")
+        named = list(model.named_parameters())
+        reducer = Reducer(named, group, sparse=[True, False, False], find_unused_parameters=True)
+
+        def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            buffer = bucket.buffer()
+            (buffer.values() if buffer.is_sparse else buffer).mul_(5)
+            return group.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+        reducer.set_hook(hook)
+        table: Any = model["table"]  # type: ignore[index]
+        table.weight.grad = torch.eye(5, 3, dtype=torch.float64).to_sparse(1)  # coalesced: taking it makes no copy
+        reducer.prepare_for_backward()
+        model["head"](torch.ones(1, 3, dtype=torch.float64)).sum().backward()  # type: ignore[index]
+        assert torch.equal(table.weight.grad.to_dense(), torch.eye(5, 3, dtype=torch.float64))
+
+    run_ranks(2, body)
+
+
 def test_a_dense_gradient_of_a_parameter_announced_as_sparse_is_refused_by_name() -> None:
     def body(group: ProcessGroup) -> None:
         parameter = torch.nn.Parameter(torch.ones(3))

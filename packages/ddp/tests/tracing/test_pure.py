@@ -135,7 +135,7 @@ def test_of_a_job_that_died_the_whole_lines_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}\n", '{"kind": "step"}\n', "no JSON\n", header_line(a_header()).replace('"version": 1', '"version": 2')]
+    "text", ["", "{}\n", '{"kind": "step"}\n', "no JSON\n", header_line(a_header()).replace('"version": 2', '"version": 1')]
 )
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     part_path(tmp_path, 0).write_text(text)

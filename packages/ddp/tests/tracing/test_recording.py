@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -129,6 +132,42 @@ def test_a_trace_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run_ranks(2, body)
     assert read_timeline(folder).steps == [1, 2]
     assert (folder / "trace.json").exists()
+
+
+def test_a_model_that_is_checked_for_one_step_does_not_take_the_place_of_the_one_that_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYNCLINE_TRACE", str(tmp_path))
+    monkeypatch.setenv("SYNCLINE_TRACE_STEPS", "3-4")
+
+    def body(group: ProcessGroup) -> None:
+        for count in (1, 5):
+            train(DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group), group.rank, count)
+
+    run_ranks(2, body)
+    assert read_timeline(tmp_path).steps == [3, 4]
+
+
+def test_a_program_whose_steps_are_too_few_says_so(tmp_path: Path) -> None:
+    program = """
+import torch
+from syncline.ddp import DistributedDataParallel
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+model(torch.ones(1, 4)).sum().backward()
+"""
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from syncline.collectives import init_process_group; init_process_group('in_process')" + program,
+        ],
+        env={**os.environ, "SYNCLINE_TRACE": str(tmp_path / "traces")},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert "no model came to step 10; say which steps by SYNCLINE_TRACE_STEPS" in ended.stderr
 
 
 def test_a_job_that_ends_early_leaves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

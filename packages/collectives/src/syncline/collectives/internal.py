@@ -5,9 +5,11 @@ from .contract.object_exchange import all_gather_bytes
 from .contract.reduce_op import Reduction
 from .default_group.default_group import replace_default_group
 from .host.serial_group import expect_losses
+from .startup.algorithm_thresholds import AlgorithmThresholds
 from .torch_internals import disable_dynamo, disable_dynamo_here
 
 __all__ = [
+    "AlgorithmThresholds",
     "ObservedCall",
     "Reduction",
     "all_gather_bytes",

@@ -5,6 +5,7 @@ Source: Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Op
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -18,34 +19,58 @@ class Link:
 
 @dataclass(frozen=True)
 class CostModel:
-    """A ring of nodes, each with so many ranks.
+    """Nodes on one network, each with so many ranks.
 
     Attributes:
         between: the link between nodes.
         within: the link between the ranks of a node; not used with one rank on each.
         per_node: ranks of a node.
+        ring_bytes: nodes reduce in a ring where a node's part, the size divided by the number of nodes, has so many bytes; what
+            is smaller by recursive halving and doubling. 0: always in a ring.
     """
 
     between: Link
     within: Link
     per_node: int = 1
+    ring_bytes: float = 0.0
 
     def all_reduce_s(self, ranks: int, nbytes: float) -> float:
         """Seconds of one all-reduce.
 
-        Within a node: reduced to one rank, and sent back. Between nodes: a ring of 2 (nodes - 1) steps.
+        Within a node: reduced to one rank, and sent back. Between nodes: a ring, or halving and doubling.
 
         Args:
             ranks: of the group; nodes are filled one after the other.
             nbytes: of the tensor, on each rank.
         """
         nodes = -(-ranks // self.per_node)
-        return _node_s(min(ranks, self.per_node), nbytes, self.within) + ring_s(nodes, nbytes, self.between)
+        within_s = _node_s(min(ranks, self.per_node), nbytes, self.within)
+        return within_s + between_s(nodes, nbytes, self.between, self.ring_bytes)
 
 
-def ring_s(size: int, nbytes: float, link: Link) -> float:
-    """Seconds of an all-reduce around a ring: a reduce-scatter and an all-gather, of size - 1 steps each."""
-    return 2 * (size - 1) * (link.latency_s + nbytes / size / link.bandwidth)
+def between_s(nodes: int, nbytes: float, link: Link, ring_bytes: float = 0.0) -> float:
+    """Seconds of an all-reduce between nodes."""
+    return messages(nodes, nbytes, ring_bytes) * link.latency_s + volume(nodes, nbytes, ring_bytes) / link.bandwidth
+
+
+def messages(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> int:
+    """How many messages follow one another in an all-reduce between nodes."""
+    if nbytes / nodes >= ring_bytes:
+        return 2 * (nodes - 1)
+    return 2 * math.floor(math.log2(nodes)) + 2 * (not _is_power_of_two(nodes))
+
+
+def volume(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> float:
+    """How many bytes a node sends in them. Where nodes are no power of two, halving first joins the surplus ones to others."""
+    if nbytes / nodes >= ring_bytes or _is_power_of_two(nodes):
+        parts: int = nodes
+        return 2 * (parts - 1) / parts * nbytes
+    parts = 2 ** math.floor(math.log2(nodes))
+    return 2 * (parts - 1) / parts * nbytes + 2 * nbytes
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def _node_s(size: int, nbytes: float, link: Link) -> float:

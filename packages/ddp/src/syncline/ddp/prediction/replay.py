@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from syncline.reducer import GradientSpec, assign_buckets
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One gradient: its shape and bytes, and when it came, in seconds from the start of the step."""
+
+    shape: tuple[int, ...]
+    nbytes: float
+    came_s: float
+
 
 @dataclass(frozen=True)
 class ReadyBucket:
-    """A bucket: its bytes, and when its last gradient came, in seconds from the start of the step."""
+    """A bucket: its gradients, and when it could be reduced, in seconds from the start of the step."""
 
-    nbytes: float
+    gradients: tuple[Gradient, ...]
     ready_s: float
+
+    @property
+    def nbytes(self) -> float:
+        """Of all its gradients."""
+        return sum(gradient.nbytes for gradient in self.gradients)
 
 
 @dataclass(frozen=True)
@@ -20,13 +36,18 @@ class Workload:
 
     Attributes:
         buckets: in the order of their start.
-        backward_s: when the last gradient came.
+        backward_s: when backward had nothing left to compute.
         rest_s: how long the optimizer takes, and what else follows the wait.
     """
 
     buckets: tuple[ReadyBucket, ...]
     backward_s: float
     rest_s: float
+
+    @property
+    def alone_s(self) -> float:
+        """A step on one rank."""
+        return self.backward_s + self.rest_s
 
 
 @dataclass(frozen=True)
@@ -37,46 +58,47 @@ class Prediction:
     exposed_s: float
 
 
-def replay(workload: Workload, reduce_s: Callable[[float], float]) -> Prediction:
+def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Prediction:
     """One bucket is reduced after the other, each as soon as it is ready.
 
     Args:
         workload: of a rank.
-        reduce_s: from a bucket's bytes to the seconds of its reduction.
+        reduce_s: the seconds of a bucket's reduction.
     """
     free = 0.0
     for bucket in workload.buckets:
-        free = max(free, bucket.ready_s) + reduce_s(bucket.nbytes)
+        free = max(free, bucket.ready_s) + reduce_s(bucket)
     exposed = max(0.0, free - workload.backward_s)
     return Prediction(workload.backward_s + exposed + workload.rest_s, exposed)
 
 
-def rebucket(buckets: Sequence[ReadyBucket], backward_started_s: float, cap_bytes: float) -> tuple[ReadyBucket, ...]:
-    """The same gradients in buckets of another size.
-
-    Between two traced buckets gradients are taken to come evenly, byte by byte: the trace does not say when each came.
+def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: float, until_s: float) -> tuple[Gradient, ...]:
+    """The gradients of a bucket. They are taken to come evenly, byte by byte, for a trace knows only when the last one came.
 
     Args:
-        buckets: as traced, in order.
-        backward_started_s: when the first gradient could come.
-        cap_bytes: of each bucket but the last, above 0.
+        shapes: of each, in the order in which they come.
+        nbytes: of each.
+        since_s: the second of the step from which on they come.
+        until_s: when the last one has come.
     """
-    total = sum(bucket.nbytes for bucket in buckets)
-    whole = int(total // cap_bytes)
-    ends = [cap_bytes * (number + 1) for number in range(whole)]
-    if total - whole * cap_bytes > 1e-9 * total:
-        ends.append(total)
-    starts = [0.0, *ends[:-1]]
-    return tuple(
-        ReadyBucket(end - start, _came(buckets, backward_started_s, end)) for start, end in zip(starts, ends, strict=True)
-    )
+    total, before, found = sum(nbytes), 0.0, []
+    for shape, size in zip(shapes, nbytes, strict=True):
+        before += size
+        found.append(Gradient(shape, size, since_s + (until_s - since_s) * (before / total if total else 1.0)))
+    return tuple(found)
 
 
-def _came(buckets: Sequence[ReadyBucket], backward_started_s: float, position: float) -> float:
-    """When all bytes up to a position were there."""
-    before, since = 0.0, backward_started_s
-    for bucket in buckets:
-        if position <= before + bucket.nbytes:
-            return since + (bucket.ready_s - since) * (position - before) / bucket.nbytes
-        before, since = before + bucket.nbytes, bucket.ready_s
-    return since
+def rebucket(workload: Workload, caps_bytes: Sequence[int]) -> Workload:
+    """The same gradients in buckets of other sizes, assigned as the reducer does it.
+
+    Args:
+        workload: as traced.
+        caps_bytes: of the first, second, ... bucket, the last one of all further ones.
+    """
+    gradients = [gradient for bucket in workload.buckets for gradient in bucket.gradients]
+    assigned = assign_buckets([GradientSpec(int(one.nbytes)) for one in gradients], caps_bytes, range(len(gradients)))
+    buckets = []
+    for bucket in assigned:
+        members = tuple(gradients[index] for index in bucket.indices)
+        buckets.append(ReadyBucket(members, max(one.came_s for one in members)))
+    return Workload(tuple(buckets), workload.backward_s, workload.rest_s)

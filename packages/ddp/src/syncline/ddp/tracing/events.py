@@ -12,10 +12,11 @@ ToClock: TypeAlias = Callable[[float], float]
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket: its bytes, and the names of its parameters."""
+    """A bucket: its bytes, and the names and shapes of its parameters."""
 
     nbytes: int
     names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

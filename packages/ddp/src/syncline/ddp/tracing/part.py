@@ -13,7 +13,7 @@ from syncline.collectives import InvalidArgumentError
 from .clock import ClockOffset
 from .events import BucketEvent, BucketLayout, CallEvent, OptimizerEvent, StepEvent
 
-VERSION = 1
+VERSION = 2
 PATTERN = "trace-rank-*.jsonl"
 
 
@@ -146,7 +146,7 @@ def parse_part(text: str) -> Part:
 
 
 def _layout(content: Mapping[str, Any]) -> BucketLayout:
-    return BucketLayout(int(content["nbytes"]), tuple(content["names"]))
+    return BucketLayout(int(content["nbytes"]), tuple(content["names"]), tuple(map(tuple, content["shapes"])))
 
 
 def _step(content: dict[str, Any]) -> StepEvent:

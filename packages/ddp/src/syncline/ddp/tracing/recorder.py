@@ -142,7 +142,10 @@ class StepRecorder:
         if buckets is not self._buckets:
             self._buckets = buckets
             self._layouts += 1
-            layout = [BucketLayout(bucket.nbytes, tuple(bucket.names)) for bucket in buckets]
+            layout = [
+                BucketLayout(bucket.nbytes, tuple(bucket.names), tuple(tuple(one.shape) for one in bucket.parameters))
+                for bucket in buckets
+            ]
             self._lines.append(lambda: layout_line(layout))
 
     def _write(self) -> None:

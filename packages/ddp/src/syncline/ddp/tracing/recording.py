@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -18,7 +19,7 @@ from syncline.reducer import IterationStatistics, Reducer
 from .clock import measure_offset
 from .part import Header
 from .recorder import StepRecorder
-from .settings import TraceSettings
+from .settings import STEPS_VARIABLE, TraceSettings
 from .trace_file import write_trace
 
 logger = logging.getLogger("syncline.ddp")
@@ -42,15 +43,24 @@ class TraceRecording:
         group: whose ranks average.
         reducer: whose backwards are the steps; not kept alive.
         parameters: the model's.
+        only_first: whether to trace only if no other model of this process has come to the first of these steps before; so a
+            model that a script makes for a check of one step does not take the place of the one that it trains.
 
     Attributes:
         ranks_may_differ: whether some rank may have fewer steps than others.
     """
 
     def __init__(
-        self, settings: TraceSettings, group: ProcessGroup, reducer: Reducer, parameters: Collection[torch.Tensor]
+        self,
+        settings: TraceSettings,
+        group: ProcessGroup,
+        reducer: Reducer,
+        parameters: Collection[torch.Tensor],
+        *,
+        only_first: bool = False,
     ) -> None:
         self.settings = settings
+        self._only_first = only_first
         self.ranks_may_differ = False
         self._group = group
         self._reducer = weakref.ref(reducer)
@@ -61,6 +71,8 @@ class TraceRecording:
         self._end_at_exit: weakref.finalize[..., TraceRecording] | None = None
         self._run = _agree_on_run(group)
         self._clock = measure_offset(group)
+        if only_first:
+            _tell_at_exit_if_nothing_was_traced(settings, group.rank)
         if settings.first == 1:
             self._start()
 
@@ -105,6 +117,9 @@ class TraceRecording:
     def _start(self) -> None:
         reducer = self._reducer()
         if reducer is None:
+            return
+        if self._only_first and not _is_first_to_trace(self.settings, self._group.rank):
+            self._is_over = True
             return
         parameters = [parameter for reference in self._parameters if (parameter := reference()) is not None]
         try:
@@ -161,13 +176,32 @@ def _agree_on_run(group: ProcessGroup) -> str:
 
 
 _traced: set[tuple[Path, int]] = set()
+_asked: set[tuple[Path, int]] = set()
 
 
-def is_first_to_trace(settings: TraceSettings, group: ProcessGroup) -> bool:
+def _is_first_to_trace(settings: TraceSettings, rank: int) -> bool:
     """Whether no other model of this process has asked for this folder and rank. Each call is such a question."""
-    key = settings.folder.resolve(), group.rank
+    key = settings.folder.resolve(), rank
     if key in _traced:
         logger.info("another model of this process is traced to %s already; trace this one with its method `trace`", key[0])
         return False
     _traced.add(key)
     return True
+
+
+def _tell_at_exit_if_nothing_was_traced(settings: TraceSettings, rank: int) -> None:
+    """Have rank 0 warn when the program ends, if no model came to the first step that was to be traced."""
+    key = settings.folder.resolve(), rank
+    if rank == 0 and key not in _asked:
+        _asked.add(key)
+        atexit.register(_tell_if_nothing_was_traced, key, settings.first)
+
+
+def _tell_if_nothing_was_traced(key: tuple[Path, int], first: int) -> None:
+    if key not in _traced:
+        logger.warning(
+            "nothing was traced to %s: no model came to step %d; say which steps by %s=FIRST-LAST",
+            key[0],
+            first,
+            STEPS_VARIABLE,
+        )

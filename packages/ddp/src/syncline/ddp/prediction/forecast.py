@@ -1,0 +1,109 @@
+"""Forecast: a step on each number of ranks, with each bucket size and compression, and what to make of it. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .compression import Compression
+from .cost_model import CostModel
+from .replay import Prediction, Workload, rebucket, replay
+
+MIB = 1 << 20
+FIRST_CAP_BYTES = MIB
+CAPS_BYTES = tuple(int(cap * MIB) for cap in (0.5, 1, 2, 4, 8, 16, 25, 50, 100))
+_WORTH = 1.05
+"""Advice names nothing that gives less."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How gradients travel.
+
+    Attributes:
+        cap_bytes: the size of buckets, of which the first has 1 MiB at most; None: as traced.
+        compression: its name.
+    """
+
+    cap_bytes: int | None
+    compression: str
+
+    def __str__(self) -> str:
+        buckets = "the traced buckets" if self.cap_bytes is None else f"buckets of {self.cap_bytes / MIB:g} MiB"
+        return buckets if self.compression == "none" else f"{buckets} and {self.compression}"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is predicted.
+
+    Attributes:
+        alone_s: seconds of a step on one rank.
+        steps: for each number of ranks, for each choice.
+    """
+
+    alone_s: float
+    steps: Mapping[int, Mapping[Choice, Prediction]]
+
+    def traced(self, ranks: int) -> Prediction:
+        """With the buckets as traced, and no compression."""
+        return self.steps[ranks][AS_TRACED]
+
+    def best(self, ranks: int, compression: str) -> Choice:
+        """The bucket size with the shortest step; the traced one if none is shorter."""
+        steps = self.steps[ranks]
+        return min((one for one in steps if one.compression == compression), key=lambda one: steps[one].step_s)
+
+    def gain(self, ranks: int, choice: Choice) -> float:
+        """How many times faster than with the buckets as traced."""
+        return self.traced(ranks).step_s / self.steps[ranks][choice].step_s
+
+    def efficiency(self, ranks: int, choice: Choice) -> float:
+        """The share of a step that a rank alone would also need."""
+        return self.alone_s / self.steps[ranks][choice].step_s
+
+
+AS_TRACED = Choice(None, "none")
+
+
+def forecast(workload: Workload, model: CostModel, ranks: Sequence[int], compressions: Sequence[Compression]) -> Forecast:
+    """All numbers of ranks, bucket sizes and compressions."""
+    workloads: dict[int | None, Workload] = {None: workload}
+    for cap_bytes in CAPS_BYTES:
+        workloads[cap_bytes] = rebucket(workload, [min(FIRST_CAP_BYTES, cap_bytes), cap_bytes])
+    steps = {
+        count: {
+            Choice(cap_bytes, one.name): _predict(changed, model, count, one)
+            for one in compressions
+            for cap_bytes, changed in workloads.items()
+        }
+        for count in ranks
+    }
+    return Forecast(workload.alone_s, steps)
+
+
+def _predict(workload: Workload, model: CostModel, ranks: int, compression: Compression) -> Prediction:
+    return replay(workload, lambda bucket: compression.reduce_s(bucket, lambda nbytes: model.all_reduce_s(ranks, nbytes)))
+
+
+def advice(found: Forecast) -> str:
+    """One sentence: what gives more than the traced buckets on the largest number of ranks, and from how many ranks on."""
+    most = max(found.steps)
+    said = [f"at {most} ranks the traced buckets keep {100 * found.efficiency(most, AS_TRACED):.0f} % of a rank's speed"]
+    before = _WORTH
+    for compression in dict.fromkeys(choice.compression for choice in found.steps[most]):
+        choice = found.best(most, compression)
+        gain = found.gain(most, choice)
+        if choice != AS_TRACED and gain >= before:
+            said.append(f"{choice} give {gain:.1f} times that{_from(found, compression, most)}")
+            before = gain * _WORTH
+    if len(said) == 1:
+        said.append("no other bucket size or compression gives much more")
+    text = "; ".join(said) + "."
+    return text[0].upper() + text[1:]
+
+
+def _from(found: Forecast, compression: str, most: int) -> str:
+    """Where a compression first pays; nothing if only at the largest number of ranks."""
+    paying = [count for count in sorted(found.steps) if found.gain(count, found.best(count, compression)) >= _WORTH]
+    return f" (and more than {_WORTH:.2f} times from {paying[0]} ranks on)" if paying and paying[0] != most else ""

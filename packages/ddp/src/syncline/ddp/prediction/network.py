@@ -1,0 +1,141 @@
+"""The network of a prediction: in words, or fitted to what `syncline bench --json` measured. Pure but for reading the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from syncline.collectives import InvalidArgumentError
+
+from .cost_model import Link, messages, volume
+
+LEAST_BYTES = 16 << 10
+"""Smaller tensors are not fitted: libraries reduce them in other ways, and hardly a bucket is so small."""
+
+_BASELINES = ("floor", "raw-mpi", "torch-gloo")
+_WORDS = re.compile(r"\s*latency_us\s*=\s*([\d.eE+-]+)\s*,\s*bandwidth_gbps\s*=\s*([\d.eE+-]+)\s*")
+
+
+@dataclass(frozen=True)
+class AllReduceTime:
+    """One all-reduce that was measured: bytes of the tensor, and seconds."""
+
+    nbytes: float
+    seconds: float
+
+
+def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Link:
+    """A link as `--network` names it.
+
+    Args:
+        text: such as "latency_us=50,bandwidth_gbps=10", in microseconds and 10**9 bits a second; or a file of `bench --json`.
+        ring_bytes: see `CostModel`; of what was measured.
+        backend: which one of the file; None: the first that is no baseline.
+
+    Raises:
+        InvalidArgumentError: it is neither, or nothing can be fitted to the file.
+    """
+    if "=" in text:
+        return link_in_words(text)
+    path = Path(text)
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"--network: expected a file of `syncline bench --json`, or latency_us=50,bandwidth_gbps=10; {text!r} is neither "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return link_of_figures(figures, text, ring_bytes, backend)
+
+
+def link_in_words(text: str) -> Link:
+    """The link of "latency_us=50,bandwidth_gbps=10".
+
+    Raises:
+        InvalidArgumentError: it is something else.
+    """
+    match = _WORDS.fullmatch(text)
+    try:
+        latency_us, bandwidth_gbps = (float(number) for number in match.groups()) if match else (-1.0, -1.0)
+    except ValueError:
+        latency_us, bandwidth_gbps = -1.0, -1.0
+    if not (0 <= latency_us < math.inf and 0 < bandwidth_gbps < math.inf):
+        raise InvalidArgumentError(
+            "--network: expected microseconds of at least 0 and Gbit/s above 0, such as latency_us=50,bandwidth_gbps=10, "
+            f"found {text!r}"
+        )
+    return Link(1e-6 * latency_us, 1e9 / 8 * bandwidth_gbps)
+
+
+def link_of_figures(figures: Any, name: str, ring_bytes: float, backend: str | None = None) -> Link:
+    """The link that explains best what `syncline bench --json` measured with one rank on each node.
+
+    Raises:
+        InvalidArgumentError: the figures, of the file `name`, are of something else, or too few.
+    """
+    try:
+        nodes, size = int(figures["environment"]["nodes"]), int(figures["environment"]["world_size"])
+        rows = [row for row in figures["measurements"] if row["collective"] == "all_reduce" and "median_s" in row]
+        backends = list(dict.fromkeys(str(row["backend"]) for row in rows))
+        chosen = _choose(backends, backend, name)
+        times = [AllReduceTime(row["size_bytes"], row["median_s"]) for row in rows if _is_of(row, chosen)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"{name} is no file of `syncline bench --json`: {type(error).__name__}: {error}") from error
+    if size < 2 or nodes != size:
+        raise InvalidArgumentError(
+            f"--network: expected measurements with one rank on each of at least 2 nodes, found in {name} {size} rank(s) on "
+            f"{nodes} node(s): measure so, or say latency_us=..,bandwidth_gbps=.."
+        )
+    return fit(times, nodes, ring_bytes, name)
+
+
+def _choose(backends: Sequence[str], wanted: str | None, name: str) -> str:
+    if wanted is not None and wanted not in backends:
+        raise InvalidArgumentError(f"--backend: expected one of those in {name}, {', '.join(backends)}; found {wanted!r}")
+    own = [one for one in backends if one not in _BASELINES]
+    if wanted is None and not own:
+        raise InvalidArgumentError(
+            f"--network: expected all-reduces of a backend in {name}, found {', '.join(backends) or 'none'}"
+        )
+    return own[0] if wanted is None else wanted
+
+
+def _is_of(row: Mapping[str, Any], backend: str) -> bool:
+    return (row["backend"], row["dtype"]) == (backend, "float32") and int(row["size_bytes"]) >= LEAST_BYTES
+
+
+def fit(times: Sequence[AllReduceTime], nodes: int, ring_bytes: float, name: str) -> Link:
+    """Latency and bandwidth with the least sum of squared relative errors.
+
+    With a latencies and b bytes in an all-reduce that took t, it looks for x and y such that (a x + b y) / t is about 1.
+
+    Raises:
+        InvalidArgumentError: there are fewer than two sizes; names `name`.
+    """
+    if len({time.nbytes for time in times}) < 2:
+        raise InvalidArgumentError(
+            f"--network: expected all-reduces of float32 of two sizes or more from {LEAST_BYTES} bytes on in {name}, found "
+            f"{len(times)}; measure with syncline bench --sizes 64K 64M"
+        )
+    rows = [
+        (messages(nodes, one.nbytes, ring_bytes) / one.seconds, volume(nodes, one.nbytes, ring_bytes) / one.seconds)
+        for one in times
+    ]
+    aa, ab, bb = (sum(x * y for x, y in pairs) for pairs in _products(rows))
+    a, b = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    determinant = aa * bb - ab * ab
+    latency_s, per_byte_s = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if latency_s < 0:
+        latency_s, per_byte_s = 0.0, b / bb
+    if per_byte_s <= 0:
+        raise InvalidArgumentError(f"--network: in {name} larger tensors do not take longer: measure larger ones")
+    return Link(latency_s, 1 / per_byte_s)
+
+
+def _products(rows: Sequence[tuple[float, float]]) -> tuple[list[tuple[float, float]], ...]:
+    return [(a, a) for a, _ in rows], [(a, b) for a, b in rows], [(b, b) for _, b in rows]
