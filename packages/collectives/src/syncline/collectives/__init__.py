@@ -1,4 +1,14 @@
-"""Process groups and collectives on torch tensors, over MPI, Gloo or threads."""
+"""Process groups and collectives on torch tensors, over MPI, Gloo, NCCL or threads.
+
+Where to begin reading: the way of a tensor from `all_reduce(tensor)` to a library.
+
+1. `default_group.functional` finds the group. A `ProcessGroup` is what `contract` promises.
+2. `contract.group_collectives` checks the arguments and calls the group's own `_all_reduce`.
+3. `host.host_group` says what is to be done; `host.serial_group` does one call after the other, with deadline and record.
+   (`backends.nccl` has a group of its own.)
+4. A backend's `host.transport.Transport` moves the data: `backends.in_process`, `backends.gloo`, `backends.mpi.transport`.
+5. `backends.mpi.node` goes on with ranks that share memory.
+"""
 
 from .composed.round_robin import RoundRobinGroup
 from .composed.torch_group import TorchGroup, as_process_group

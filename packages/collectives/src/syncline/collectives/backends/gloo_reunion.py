@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from ..contract.deadline import Deadline
 from ..errors import StoreError
+from ..failures.process_identity import ProcessIdentity, has_ended, own_identity
 from ..host.transport import Transport
 from ..startup.backend import ConnectRequest
 from ..stores import AsTorchStore, FromTorchStore, PrefixStore, Store
 from ..stores.polling import poll
-from ..stores.process_life import has_ended, own_process
 from ..stores.store import as_keys, key_timeout
 from ..survivors.reunion import Generation, Reunion
 
@@ -54,9 +54,10 @@ class GlooReunion(Reunion):
         super().__init__(FromTorchStore(store), generation)
         self._connect = connect
         self._lack = lack
-        self._processes: dict[int, str] = {}
+        self._processes: dict[int, ProcessIdentity | None] = {}
         if lack is None:
-            self.store.set(f"process/{generation.me}", own_process())
+            mine = own_identity()
+            self.store.set(f"process/{generation.me}", "" if mine is None else mine.to_text())
 
     @override
     def missing(self) -> str | None:
@@ -68,7 +69,7 @@ class GlooReunion(Reunion):
             key = f"process/{member}"
             if not self.store.check([key]):
                 return False  # it has not come so far, or was killed on the way
-            self._processes[member] = self.store.get(key).decode()
+            self._processes[member] = ProcessIdentity.parse(self.store.get(key).decode())
         return has_ended(self._processes[member])
 
     @override

@@ -1,37 +1,21 @@
 """Observing the calls of all groups of this process: what was called, and when it began and ended.
 
-Nobody who does not observe pays for it: while somebody does, the public methods of the group classes are replaced by methods
-that also take the time; afterwards they are what they were.
+`recorded`, the decorator of every public method of a group, asks whether `observers` is empty, and calls `observed` if not.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeAlias
 
 import torch
 
-from .process_group import ProcessGroup
+from .membership import Membership
+from .work import Work
 
-_NAMES = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "send",
-    "recv",
-    "barrier",
-)
 _TRANSFERS = ("send", "recv")
 
 
@@ -48,7 +32,7 @@ class ObservedCall:
 
     __slots__ = ("finished", "group", "name", "started", "tensor")
 
-    def __init__(self, name: str, group: ProcessGroup, tensor: torch.Tensor | None, started: float) -> None:
+    def __init__(self, name: str, group: Membership, tensor: torch.Tensor | None, started: float) -> None:
         self.name = name
         self.group = group
         self.tensor = tensor
@@ -62,10 +46,17 @@ class ObservedCall:
 
 Observer: TypeAlias = Callable[[ObservedCall], None]
 
-_lock = threading.Lock()
-_observers: list[Observer] = []
-_originals: list[tuple[type, str, Any]] = []
-_inside = threading.local()
+observers: list[Observer] = []
+"""Those that are told of calls now; `observe_calls` adds to it."""
+
+
+class _Here(threading.local):
+    """Whether a call is being observed on this thread: the calls that it makes are not told."""
+
+    is_observing = False
+
+
+_here = _Here()
 
 
 def observe_calls(observer: Observer) -> Callable[[], None]:
@@ -76,68 +67,37 @@ def observe_calls(observer: Observer) -> Callable[[], None]:
     Returns:
         What ends it.
     """
-    with _lock:
-        _observers.append(observer)
-        if len(_observers) == 1:
-            _wrap_methods()
+    observers.append(observer)
 
     def stop() -> None:
-        with _lock:
-            if observer in _observers:
-                _observers.remove(observer)
-                if not _observers:
-                    _restore_methods()
+        with suppress(ValueError):  # it was stopped before
+            observers.remove(observer)
 
     return stop
 
 
-def _wrap_methods() -> None:
-    for kind in _group_classes():
-        for name in _NAMES:
-            if name in vars(kind):
-                _originals.append((kind, name, vars(kind)[name]))
-                setattr(kind, name, _observed(name, vars(kind)[name]))
+def observed(name: str, group: Membership, arguments: Sequence[object], issue: Callable[[], Work]) -> Work:
+    """Issue a call, and tell the observers of it.
 
-
-def _restore_methods() -> None:
-    while _originals:
-        kind, name, method = _originals.pop()
-        setattr(kind, name, method)
-
-
-def _group_classes() -> Iterator[type]:
-    """Those from which groups inherit, and all that exist now."""
-    found: dict[type, None] = dict.fromkeys(ProcessGroup.__mro__[:-1])
-    pending: list[type] = [ProcessGroup]
-    while pending:
-        subclasses: list[type] = type.__subclasses__(pending.pop())
-        for kind in subclasses:
-            found[kind] = None
-            pending.append(kind)
-    yield from found
-
-
-def _observed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_inside, "is_active", False):
-            return method(self, *args, **kwargs)
-        _inside.is_active = True
-        seen = ObservedCall(name, self, _first_tensor((*args, *kwargs.values())), time.perf_counter())
-        try:
-            work = method(self, *args, **kwargs)
-        finally:
-            _inside.is_active = False
-        if work.is_completed():
-            seen.note_end()
-        elif name not in _TRANSFERS:  # the future of a transfer costs a thread
-            work.get_future().add_done_callback(seen.note_end)
-        for observer in tuple(_observers):
-            observer(seen)
-        return work
-
-    return call
-
-
-def _first_tensor(arguments: tuple[Any, ...]) -> torch.Tensor | None:
-    return next((argument for argument in arguments if isinstance(argument, torch.Tensor)), None)
+    Args:
+        name: the method's.
+        group: on which it is called.
+        arguments: of the call.
+        issue: makes the call.
+    """
+    if _here.is_observing:
+        return issue()
+    tensor = next((argument for argument in arguments if isinstance(argument, torch.Tensor)), None)
+    call = ObservedCall(name, group, tensor, time.perf_counter())
+    _here.is_observing = True
+    try:
+        work = issue()
+    finally:
+        _here.is_observing = False
+    if work.is_completed():
+        call.note_end()
+    elif name not in _TRANSFERS:  # the future of a transfer costs a thread
+        work.get_future().add_done_callback(call.note_end)
+    for observer in tuple(observers):
+        observer(call)
+    return work

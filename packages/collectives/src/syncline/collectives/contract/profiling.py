@@ -1,4 +1,4 @@
-"""What torch's profiler shows of collectives: a range for each, with its name and the shapes of its tensors."""
+"""Who looks at the calls of a group: torch's profiler, which shows a range for each, and observers in this process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..torch_internals import ProfilerRange, profiler_runs
+from .call_observer import observed, observers
 from .work import Work
 
 Method = TypeVar("Method", bound=Callable[..., Work])
@@ -25,16 +26,23 @@ _here = _Here()
 
 
 def recorded(title: str) -> Callable[[Method], Method]:
-    """A decorator: show each call of a group's method as `profiled_as:title` while a profiler runs; see `record`."""
+    """A decorator of a group's method: show each call to whoever looks.
+
+    A profiler shows it as `profiled_as:title` (see `record`), and observers are told of it (see `call_observer`).
+    """
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def call(group: Any, *args: Any, **kwargs: Any) -> Work:
-            if not profiler_runs() or group.profiled_as is None:
+            is_profiled = profiler_runs() and group.profiled_as is not None
+            if not (is_profiled or observers):
                 return method(group, *args, **kwargs)
-            tensors = list(_tensors((*args, *kwargs.values())))
+            values = (*args, *kwargs.values())
             issue = functools.partial(method, group, *args, **kwargs)
-            return record(f"{group.profiled_as}:{title}", tensors, issue, is_async=kwargs.get("async_op", False))
+            if is_profiled:
+                full_title, is_async = f"{group.profiled_as}:{title}", kwargs.get("async_op", False)
+                issue = functools.partial(record, full_title, list(_tensors(values)), issue, is_async=is_async)
+            return observed(method.__name__, group, values, issue) if observers else issue()
 
         return call  # type: ignore[return-value]  # the method's own signature
 

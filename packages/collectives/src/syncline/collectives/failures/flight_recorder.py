@@ -139,14 +139,17 @@ class FlightRecorder:
 
     def running(self) -> CallRecord | None:
         """The latest call that runs; None if none does."""
-        entry = next((entry for entry in reversed(self._ring.copy()) if entry[STATE] == RUNNING), None)
+        entry = next((entry for entry in reversed(self._entries()) if entry[STATE] == RUNNING), None)
         return None if entry is None else _as_record(list(entry))
 
     def records(self) -> list[CallRecord]:
         """The calls that are remembered, in the order of their issue."""
+        return [_as_record(list(entry)) for entry in self._entries()]
+
+    def _entries(self) -> list[Entry]:
         while True:
             try:
-                return [_as_record(list(entry)) for entry in list(self._ring)]
+                return list(self._ring)
             except RuntimeError:  # another thread has issued a call meanwhile
                 continue
 

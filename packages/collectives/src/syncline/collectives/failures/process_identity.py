@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import json
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -30,7 +31,7 @@ class ProcessIdentity:
     """A process that other processes of its node can find again.
 
     Attributes:
-        node: the same for all processes that see one another's numbers: one kernel, one PID namespace.
+        node: the same for all processes that see one another's numbers: one host name, one boot of a kernel, one PID namespace.
         host: its name, for messages.
         pid: its number.
         started: when it started, in the kernel's clock ticks; another process that is given the number later differs in it.
@@ -57,6 +58,24 @@ class ProcessIdentity:
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
 
+    def to_text(self) -> str:
+        """One line that `parse` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> ProcessIdentity | None:
+        """The process of which `to_text` said that; None if the text is anything else."""
+        try:
+            said = json.loads(text)
+            return cls(str(said["node"]), str(said["host"]), int(said["pid"]), int(said["started"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+def has_ended(process: ProcessIdentity | None) -> bool:
+    """Whether a process has certainly ended. False if that cannot be known here, and of a process that is only stopped."""
+    return process is not None and process.state() is ProcessState.GONE
+
 
 def own_identity() -> ProcessIdentity | None:
     """That of this process; None where the system does not tell (not Linux, or no /proc)."""
@@ -67,7 +86,7 @@ def own_identity() -> ProcessIdentity | None:
 @functools.cache
 def _own_node() -> str:
     try:
-        return f"{_BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{socket.gethostname()}/{_BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 
@@ -75,8 +94,8 @@ def _own_node() -> str:
 def _stat(pid: int) -> tuple[str, int] | None:
     """A process's state and when it started; None if there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name before may hold blanks and brackets
+    fields = text.rpartition(")")[2].split()  # the name before may hold blanks, brackets and bytes that are no text
     return fields[0], int(fields[19])

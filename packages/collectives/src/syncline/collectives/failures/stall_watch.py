@@ -25,7 +25,10 @@ _LONGEST = 1000
 
 
 class StatusPost(ABC):
-    """Where the ranks of a group leave a line each for rank 0. Never blocks. One thread calls it, while others communicate."""
+    """Where the ranks of a group leave a line each for rank 0. One thread calls it, while others communicate.
+
+    It waits for no rank, but perhaps for a library's lock, or for a store's answer. So the watchdog must not call it.
+    """
 
     @abstractmethod
     def post(self, line: str) -> None:
@@ -142,7 +145,11 @@ def stall_in_words(group_name: str, ranks: tuple[int, ...], waiting: Mapping[int
 
 
 class _Watcher:
-    """The thread that looks at all groups of this process."""
+    """The thread that looks at all groups of this process.
+
+    It is not the watchdog's: to leave a line it calls a library, behind whose lock it may wait for as long as a call that hangs
+    there. The watchdog has to end just such a call.
+    """
 
     def __init__(self) -> None:
         self._watches: weakref.WeakSet[StallWatch] = weakref.WeakSet()

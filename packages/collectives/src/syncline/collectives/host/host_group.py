@@ -8,6 +8,7 @@ from zlib import crc32
 import torch
 
 from ..contract import checks
+from ..contract.call_observer import observers
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.layout import flat, in_plain_order, mark_written
@@ -52,7 +53,8 @@ class HostGroup(HostExchanges):
         the first of them, and the group keeps the plan. For an `all_reduce` that comes again on a simple tensor, what was
         checked then holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
         """
-        is_usual = not (async_op or self._check_calls or self._closed or self._callbacks.is_inside or profiler_runs())
+        is_watched = observers or profiler_runs()
+        is_usual = not (async_op or self._check_calls or self._closed or self._callbacks.is_inside or is_watched)
         if is_usual and type(op) is ReduceOp and checks.is_simple(tensor):
             kept = self._plans.get(("all_reduce", op, None, tensor.dtype, tensor.numel()))
             if kept is not None and self._progress.run_here(self._run_plan, *kept, tensor, op):

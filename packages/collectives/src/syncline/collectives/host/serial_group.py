@@ -234,8 +234,9 @@ class SerialGroup(ProcessGroup):
         self._stop_watching()
         self._plans.clear()
         failure = self._first_failure = self._first_failure or self._aborted()
-        if self._deadline is not None:
-            self._deadline.cancel()
+        running = self._deadline  # another thread may just end that call
+        if running is not None:
+            running.cancel()
         self._transport.abort()
         for work in list(self._in_flight):
             work.fail(failure)

@@ -12,7 +12,7 @@ from typing_extensions import override
 from ..contract.deadline import DEFAULT_TIMEOUT_S, Deadline, seconds
 from ..contract.layout import untracked
 from ..contract.work import TensorsFuture, Work, new_future
-from ..errors import CollectiveTimeout, TransportError
+from ..errors import CollectiveTimeout, SynclineError, TransportError
 from .transport import Request
 
 
@@ -109,6 +109,8 @@ class TransferWork(Work):
             self._request.wait(deadline)
         except TimeoutError:
             raise
+        except SynclineError as error:
+            self._finish(error.reworded(f"{self._describe()}: {error}"))
         except BaseException as error:  # noqa: BLE001 - every later waiter must get it
             self._finish(error)
         else:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 
 from ..contract.deadline import Deadline
 from ..errors import StoreTimeout
@@ -30,14 +28,14 @@ def meet(store: Store, rank: int, size: int, deadline: Deadline) -> Mapping[int,
         StoreError: the store failed.
     """
     mine = own_identity()
-    store.set(_key(rank), json.dumps(None if mine is None else asdict(mine)))
+    store.set(_key(rank), "" if mine is None else mine.to_text())
     keys = [_key(other) for other in range(size)]
     while not _have_come(store, keys, deadline):
         if deadline.expired():
             absent = [str(other) for other, key in enumerate(keys) if not store.check([key])]
             raise TimeoutError(f"rank(s) {', '.join(absent) or 'that came late'} did not come to the rendezvous")
-    said = [json.loads(store.get(key, _SLICE_S)) for key in keys]
-    return {other: ProcessIdentity(**process) for other, process in enumerate(said) if process is not None}
+    said = [ProcessIdentity.parse(store.get(key, _SLICE_S).decode()) for key in keys]
+    return {other: process for other, process in enumerate(said) if process is not None}
 
 
 def _have_come(store: Store, keys: list[str], deadline: Deadline) -> bool:

@@ -26,10 +26,10 @@ class RollCall:
         3. it proposes those that have set their keys, by one compare_set of the key "members"; the first proposal holds
         4. it reads what holds. Who is not in it was given up, and ends itself
 
-    Nothing is guessed: who has ended is known from the system (`process_life`), and who is silent for too long is given up by
-    an agreement that it, too, reads when it comes back. There is one decision for a generation, whoever dies meanwhile, because
-    there is one compare_set that wins. A member that dies after step 1 may be in the decision; then the next generation cannot
-    connect, and is called in its turn.
+    Nothing is guessed: who has ended is known from the system (`process_identity`), and who is silent for too long is given up
+    by an agreement that it, too, reads when it comes back. There is one decision for a generation, whoever dies meanwhile,
+    because there is one compare_set that wins. A member that dies after step 1 may be in the decision; then the next generation
+    cannot connect, and is called in its turn.
 
     Args:
         store: for this generation alone; it must outlive any member.

@@ -14,7 +14,7 @@ succeeds in giving the name `lock` to its own file. So::
     4. release: unlink("lock"), but only if the ticket has two names; then unlink the ticket
 
 A process that is killed between 2 and 4, some milliseconds, leaves the lock behind. A process of the same machine can know
-that the holder has ended (`process_life`), and takes the lock away. So that only one does, and never the lock of the next
+that the holder has ended (`process_identity`), and takes the lock away. So that only one does, and never the lock of the next
 holder, it must first make the file `break-<the holder's ticket>`, which nobody removes. On other machines nobody can know;
 there the others fail at their deadline, with an error that names the holder and the file to delete. Breaking the lock by age
 would let two in.
@@ -31,12 +31,12 @@ from contextlib import contextmanager, suppress
 
 from ...contract.deadline import Deadline
 from ...errors import StoreTimeout
+from ...failures.process_identity import ProcessIdentity, has_ended, own_identity
 from ..polling import poll
-from ..process_life import has_ended, own_process
 from .folder import Folder
 
 _LOCK = "lock"
-_LONGEST_NAME = 400
+_LONGEST_NAME = 2000  # a host name is in it three times
 
 
 class LinkLock:
@@ -70,14 +70,16 @@ class LinkLock:
         ticket = f"ticket-{secrets.token_hex(8)}"
         with os.fdopen(self._folder.open_file(folder, ticket, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n{ticket}\n{own_process()}\n")
+            mine = own_identity()
+            identity = "" if mine is None else mine.to_text()
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n{ticket}\n{identity}\n")
         return ticket
 
     def _take_over(self, folder: int, ticket: str) -> bool:
         """Take the lock away from a holder that has certainly ended, and try again; whether it is ours now."""
         try:
             _, theirs, process, *_ = [*self._read_lock(folder).split("\n"), "", ""]
-            if not theirs.startswith("ticket-") or not has_ended(process):
+            if not theirs.startswith("ticket-") or not has_ended(ProcessIdentity.parse(process)):
                 return False
             os.close(self._folder.open_file(folder, f"break-{theirs}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except OSError:

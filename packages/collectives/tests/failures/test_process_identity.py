@@ -1,0 +1,70 @@
+"""What a process can know of another's end, and how it says who it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from syncline.collectives.failures.process_identity import ProcessIdentity, has_ended, own_identity
+
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="only /proc tells of other processes")
+
+SAY_AND_WAIT = """
+from syncline.collectives.failures.process_identity import own_identity
+print(own_identity().to_text(), flush=True)
+input()
+"""
+# The name of a process is bytes that its own program chooses.
+NAME_THAT_IS_NO_TEXT = "open('/proc/self/comm', 'wb').write(b'\\xff) R (')\n"
+
+
+def own() -> ProcessIdentity:
+    found = own_identity()
+    assert found is not None
+    return found
+
+
+def test_this_process_lives() -> None:
+    assert not has_ended(own())
+
+
+@pytest.mark.parametrize("before", ["", NAME_THAT_IS_NO_TEXT])
+def test_a_process_lives_until_it_is_killed_also_before_its_parent_has_looked(before: str) -> None:
+    program = [sys.executable, "-c", before + SAY_AND_WAIT]
+    other = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    said = ProcessIdentity.parse(other.stdout.readline())
+    assert said is not None
+    assert said.pid == other.pid
+    assert not has_ended(said)
+    other.kill()
+    end_s = time.monotonic() + 20
+    while not has_ended(said) and time.monotonic() < end_s:
+        time.sleep(0.001)
+    assert has_ended(said)  # a zombie
+    other.communicate()
+    assert has_ended(said)
+
+
+def test_another_process_of_the_same_number_is_not_taken_for_it() -> None:
+    assert has_ended(replace(own(), started=own().started + 1))
+
+
+def test_a_text_of_it_is_read_again() -> None:
+    assert ProcessIdentity.parse(own().to_text()) == own()
+
+
+@pytest.mark.parametrize("text", ["", "process 123 on node7", "null", "[1]", '{"node": "n"}'])
+def test_what_is_no_process_has_not_ended(text: str) -> None:
+    assert ProcessIdentity.parse(text) is None
+    assert not has_ended(ProcessIdentity.parse(text))
+
+
+@pytest.mark.parametrize("pid", [1, 999999999])
+def test_what_runs_elsewhere_is_not_known(pid: int) -> None:
+    assert not has_ended(ProcessIdentity("elsewhere/boot/pid:[1]", "elsewhere", pid, 1))
