@@ -1,10 +1,16 @@
-"""A few jobs of the chaos test; `dev.py chaos` plays as many as one likes."""
+"""A few jobs of the chaos test, and a short soak; `dev.py chaos` and `dev.py soak` play as many, as long, as one likes."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 
+import mpi_runtimes
 from chaos import Run, play
+from commands import ROOT
+from environment import PYTHON
 
 
 @pytest.mark.launch
@@ -22,3 +28,16 @@ from chaos import Run, play
 def test_no_rank_waits_for_one_that_is_gone(run: Run) -> None:
     outcome = play(run)
     assert outcome.passed, outcome.words
+
+
+@pytest.mark.launch
+def test_a_soak_ends_and_prints_figures() -> None:
+    runtime = mpi_runtimes.find("mpich")
+    words = (*runtime.command(4), PYTHON, ROOT / "tools" / "test_support" / "soak_job.py", "3", "0")
+    environ = {**os.environ, **runtime.env, "OMP_NUM_THREADS": "1", "SYNCLINE_REPORT_DIR": ""}
+    job = subprocess.run(words, capture_output=True, text=True, env=environ, timeout=200)
+    assert job.returncode == 0, job.stderr
+    header, *lines = job.stdout.splitlines()
+    assert header.split()[:3] == ["s", "calls", "resident"]
+    assert len(lines) == 12
+    assert int(lines[-1].split()[1]) > 0

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from test_support.desync_programs import FULL, NUMELS, QUICK, catalogue, problem
+from test_support.desync_programs import NUMELS, QUICK, catalogue, problem
+from test_support.full_run import FULL
 
 pytestmark = [pytest.mark.launch, *([pytest.mark.timeout(600)] if FULL else [])]
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from test_support.desync_programs import ENDED, FULL, catalogue, problem
+from test_support.desync_programs import ENDED, catalogue, problem
+from test_support.full_run import FULL
 
 pytestmark = [
     pytest.mark.launch,

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import pytest
 
 from syncline.collectives.host.host_group import HostGroup
-from test_support.desync_programs import FULL, NUMELS, QUICK, TIMEOUT_S, catalogue, outcome, problem, same_signature_swapped
+from test_support.desync_programs import NUMELS, QUICK, TIMEOUT_S, catalogue, outcome, problem, same_signature_swapped
+from test_support.full_run import FULL
 
 pytestmark = pytest.mark.mpi
 

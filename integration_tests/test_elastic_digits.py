@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,14 @@ EXAMPLE = ROOT / "packages" / "ddp" / "examples" / "digits"
 PAGE = ROOT / "docs" / "howto" / "survive-failures.md"
 RANKS, EPOCHS = 4, 25
 MEETING = "file:///shared/digits"
+# Says when it does what, at level DEBUG.
+PROGRAM = """
+import logging, runpy
+logging.basicConfig(format="%(created).3f %(message)s")
+logging.getLogger("syncline").setLevel(logging.DEBUG)
+runpy.run_path("digits.py", run_name="__main__")
+"""
+MARKS = {"noticed": "rank lost", "agreed": "member ", "went on": "went on with", "applied": "applied step"}
 
 
 def the_diff() -> str:
@@ -47,7 +55,7 @@ def ranks_of(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
             environ = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "unused", "OMP_NUM_THREADS": "1"}
             made.append(
                 subprocess.Popen(
-                    [sys.executable, "digits.py", f"--epochs={EPOCHS}", "--report=report.json"],
+                    [sys.executable, "-c", PROGRAM, f"--epochs={EPOCHS}", "--report=report.json"],
                     cwd=folder,
                     stdout=said,
                     stderr=subprocess.STDOUT,
@@ -69,6 +77,40 @@ def wait_for(folder: Path, text: str, rank: int, timeout_s: float = 200.0) -> No
         time.sleep(0.05)
 
 
+def recovery_times(said: str, killed_s: float) -> dict[str, float] | None:
+    """After how many seconds after a kill a rank did what, from what it said; None if it was not training when it happened."""
+    found: dict[str, float] = {}
+    wanted = list(MARKS)
+    for line in said.splitlines():
+        when, _, words = line.partition(" ")
+        if not wanted or not when.replace(".", "", 1).isdigit():
+            continue
+        if float(when) > killed_s and words.startswith(MARKS[wanted[0]]):
+            found[wanted.pop(0)] = float(when) - killed_s
+    before = [line for line in said.splitlines() if line[:10].isdigit() and float(line.partition(" ")[0]) <= killed_s]
+    was_training = bool(before) and " applied step" in before[-1]
+    return found if was_training and not wanted else None
+
+
+def processes_in(folder: Path) -> list[int]:
+    """The processes that work in a folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it has ended, or is somebody else's
+    return found
+
+
+def test_times_of_a_recovery_are_read_from_what_a_rank_says() -> None:
+    lines = ["1.0 applied step 3", "3.0 rank lost or", "3.5 member 1: generation", "4.0 went on with 2", "4.25 applied step 4"]
+    said = "\n".join(["1000000000.0 applied step 2", *(f"100000000{line}" for line in lines)])
+    assert recovery_times(said, 1000000002.0) == {"noticed": 1.0, "agreed": 1.5, "went on": 2.0, "applied": 2.25}
+    assert recovery_times(said, 1000000003.2) is None
+
+
 def test_ten_lines_make_it_elastic() -> None:
     changed = [line for line in the_diff().splitlines()[2:] if line.startswith("+")]
     assert 0 < len(changed) <= 10
@@ -82,15 +124,17 @@ def test_the_lines_fit_the_example(tmp_path: Path) -> None:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SYNCLINE_ELASTIC_RUNS", "0"))))
 def test_digits_goes_on_when_ranks_are_killed(tmp_path: Path, seed: int) -> None:
-    """SYNCLINE_ELASTIC_RUNS says how many runs."""
+    """SYNCLINE_ELASTIC_RUNS says how many runs, SYNCLINE_ELASTIC_TIMES in which file to put the times of the recoveries."""
     chosen = random.Random(seed)
     folder = tmp_path / "digits"
     make_elastic(folder)
     killed = chosen.sample(range(RANKS), 2)
     with ranks_of(folder) as processes:
         wait_for(folder, "training:", 0)
+        killed_s = []
         for rank in killed:
-            time.sleep(chosen.uniform(0.0, 0.5))  # at a random moment of the training
+            time.sleep(chosen.uniform(0.0, 1.5))  # at a random moment of the training
+            killed_s.append(time.time())
             processes[rank].kill()
         statuses = [process.wait(200) for process in processes]
     said = {rank: (folder / f"output-{rank}").read_text() for rank in range(RANKS)}
@@ -99,3 +143,13 @@ def test_digits_goes_on_when_ranks_are_killed(tmp_path: Path, seed: int) -> None
     assert report["ranks"] == RANKS - len(killed)
     assert report["replicas_bitwise_identical"]
     assert report["test_accuracy_percent"] > 95
+    assert processes_in(folder) == []
+    assert not list(folder.glob("syncline-report-*")), "a loss that the training goes on from writes no report"
+    write_times([said[rank] for rank in range(RANKS) if rank not in killed], killed_s)
+
+
+def write_times(said: Sequence[str], killed_s: Sequence[float]) -> None:
+    if "SYNCLINE_ELASTIC_TIMES" in os.environ:
+        times = [recovery_times(text, when) for when in killed_s for text in said]
+        with Path(os.environ["SYNCLINE_ELASTIC_TIMES"]).open("a") as file:
+            file.writelines(f"{json.dumps(entry)}\n" for entry in times if entry is not None)

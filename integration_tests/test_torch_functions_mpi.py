@@ -279,6 +279,10 @@ def test_monitored_barriers() -> None:
     monitored_barrier()
     monitored_barrier(dist.new_group(), timedelta(seconds=20), wait_all_ranks=True)
     world().monitored_barrier(timedelta(seconds=20))
+    group = dist.new_group()
+    if dist.get_rank() == 0 < dist.get_world_size() - 1:
+        with pytest.raises(CollectiveTimeout, match="Rank 0 timed out in monitoredBarrier"):
+            group.monitored_barrier(timedelta(0))
     with pytest.raises(ValueError, match="only implemented for GLOO"):
         dist.monitored_barrier()
 

@@ -101,6 +101,18 @@ def native_ddp_with_power_sgd() -> Tensors:
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
+def native_ddp_with_uneven_inputs() -> Tensors:
+    """Its reducer waits for a work that only C++ holds."""
+    module = DistributedDataParallel(model())
+    optimizer = sgd(module)
+    with module.join(divide_by_initial_world_size=False):
+        for step in range(2 + dist.get_rank()):
+            optimizer.zero_grad()
+            module(torch.full((2, 12), 1.0 + step + dist.get_rank(), dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+    return module.module.state_dict()
+
+
 def fsdp2() -> Tensors:
     """Gathers into a view of itself."""
     module = model()
@@ -142,6 +154,7 @@ PROGRAMS: dict[str, tuple[Program, float]] = {
     "native_ddp": (native_ddp, 1e-12),
     "native_ddp_with_a_cast": (native_ddp_with_a_cast, 1e-2),
     "native_ddp_with_power_sgd": (native_ddp_with_power_sgd, 1e-4),
+    "native_ddp_with_uneven_inputs": (native_ddp_with_uneven_inputs, 1e-12),
     "fsdp2": (fsdp2, 1e-12),
     "dtensor": (dtensor, 1e-12),
     "zero": (zero, 1e-12),

@@ -66,6 +66,7 @@ ALONE = {
     "overhead": ("benchmarks.overhead",),
     "hosts": ("benchmarks.hosts",),
     "slow-links": ("benchmarks.slow_links",),
+    "predict": ("benchmarks.predict",),
     "convergence": ("benchmarks.convergence",),
     "nccl": ("benchmarks.nccl",),
 }
@@ -139,6 +140,12 @@ def launch(options: argparse.Namespace) -> int:
     return _failures(run_side_by_side(_launch_jobs(options.paths), options.jobs))
 
 
+def torch_suite(_: argparse.Namespace) -> int:
+    """Run torch's own tests over ours, with those that want GPUs on CPUs."""
+    env = {**ONE_THREAD, "SYNCLINE_TEST_PLAYED_GPUS": "1"}
+    return run((*PYTEST, "-m", "launch", JOBS / "test_torch_suite.py"), cwd=ROOT, env=env)
+
+
 def ranks(options: argparse.Namespace) -> int:
     """Run the tests under mpiexec, on every runtime and size asked for."""
     words = ["-k", options.expression] if options.expression else []
@@ -157,6 +164,14 @@ def ranks(options: argparse.Namespace) -> int:
 def chaos(options: argparse.Namespace) -> int:
     """Kill, stop and delay random ranks, and print what became of the others."""
     return 0 if play_all(options.kills, options.stops, options.delays, options.over, options.seed) else 1
+
+
+def soak(options: argparse.Namespace) -> int:
+    """Print how much memory four ranks need under random collectives from three threads."""
+    runtime = mpi_runtimes.find(options.mpi)
+    job = ROOT / "tools" / "test_support" / "soak_job.py"
+    words = (*runtime.command(4), PYTHON, job, str(options.seconds), str(options.seed))
+    return run(words, env={**RANKS_ENV, **runtime.env})
 
 
 def build_wheels(options: argparse.Namespace) -> int:
@@ -257,8 +272,10 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     docs: (PACKAGES, TOOLS, DOCS),
     unit: (PACKAGES, TOOLS, NCCL),
     launch: (PACKAGES, TOOLS),
+    torch_suite: (PACKAGES, TOOLS),
     ranks: (PACKAGES, TOOLS),
     chaos: (PACKAGES, TOOLS, OPENMPI),
+    soak: (PACKAGES, TOOLS, OPENMPI),
     bench: (PACKAGES,),
     build_wheels: (PACKAGES, TOOLS, BASE),
     release: (PACKAGES, TOOLS, BASE),
@@ -369,7 +386,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     launches = _add(verbs, "launch", launch, "tests that start jobs of their own")
     launches.add_argument("paths", nargs="*", type=Path, help="default: integration_tests")
     _add_jobs(launches)
+    suite = _add(verbs, "torch-suite", torch_suite, "torch's own tests over ours, those for GPUs on CPUs, some minutes")
+    _add_full(suite)
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
+    _add_soak(_add(verbs, "soak", soak, "print how memory grows under random collectives from three threads"))
     _add_chaos(_add(verbs, "chaos", chaos, "kill, stop and delay random ranks; nothing may hang or be without a name"))
     tried = _add(verbs, "mutations", mutations, "deliberate breaks in copies of the sources: which do the tests catch?")
     tried.add_argument(
@@ -460,6 +480,13 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--mpi", choices=mpi_runtimes.NAMES, default=BENCH_LAUNCH[1], help="which MPI (default: mpich)")
     add("benchmark", choices=sorted({**UNDER_MPIEXEC, **ALONE}), help="which; it begins after this verb's own options")
     add("words", nargs=argparse.REMAINDER, metavar="...", help="its options")
+
+
+def _add_soak(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--mpi", choices=mpi_runtimes.NAMES, default="mpich", help="which MPI (default: mpich)")
+    add("--seconds", type=float, default=120.0, help="how long (default: 120)")
+    add("--seed", type=int, default=0, help="of the collectives (default: 0)")
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -12,10 +12,12 @@ class Variant:
     Attributes:
         backend: the backend of torch.distributed that they run on.
         has_our_ddp: whether `syncline.ddp.DistributedDataParallel` stands in place of torch's.
+        plays_gpus: whether tests that want a GPU for each rank run on CPUs; see `cpu_in_place_of_gpu`.
     """
 
     backend: str
     has_our_ddp: bool
+    plays_gpus: bool = False
 
     @property
     def needs_mpi(self) -> bool:
@@ -29,3 +31,5 @@ VARIANTS = {
     "gloo, our DDP": Variant("gloo", has_our_ddp=True),
     "syncline-mpi, torch's DDP": Variant("syncline-mpi", has_our_ddp=False),
 }
+PLAYED = ", tests for GPUs on CPUs"
+VARIANTS |= {f"{name}{PLAYED}": replace(variant, plays_gpus=True) for name, variant in VARIANTS.items()}

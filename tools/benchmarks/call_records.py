@@ -49,13 +49,14 @@ def alone(*, rounds: int = 25, repetitions: int = 4_000) -> None:
 
     Processor time of this thread, so that what else runs on the machine matters less.
     """
-    recorder, calls, tensor = FlightRecorder("default", 0, [0, 1]), CallDigest(), torch.ones(16)
+    recorder, calls, tensor = FlightRecorder("default", 0, [0, 1]), CallDigest(), torch.ones(1)
+    kind = digest("all_reduce", tensor.dtype, ReduceOp.SUM, None, "", tensor.numel())
 
     def recorded() -> None:
-        recorder.issue_and_begin(1, "all_reduce", tensor, ReduceOp.SUM)[STATE] = DONE
+        recorder.issue_and_begin(1, "all_reduce", tensor, ReduceOp.SUM, 2)[STATE] = DONE
 
     def digested() -> None:
-        calls.add(digest("all_reduce", tensor.dtype, ReduceOp.SUM, None, "", tensor.numel()))
+        calls.add(kind)
 
     actions: dict[str, Callable[[], object]] = {"nothing": lambda: None, "record": recorded, "digest": digested}
     figures: dict[str, list[float]] = {name: [] for name in actions}
@@ -87,21 +88,23 @@ def side_by_side(name: str, make: Callable[[str], HostGroup], rounds: int) -> No
     for which in ("recorded", "neither"):
         groups[which]._verification = None
     groups["neither"].recorder = NoRecorder("neither", 0, [0])
-    tiny, buckets = torch.ones(16), [torch.ones(numel) for numel in _BUCKETS]
+    single = {"4 B all_reduce": torch.ones(1), "64 KiB all_reduce": torch.ones(16 * 1024)}
+    buckets = [torch.ones(numel) for numel in _BUCKETS]
     figures: dict[tuple[str, str], list[float]] = {}
     order = random.Random(0)  # the same on all ranks
     for _ in range(rounds):
         for which, group in order.sample(sorted(groups.items()), len(groups)):
-            group.all_reduce(tiny)
-            began = time.perf_counter()
-            for _ in range(50):
-                group.all_reduce(tiny)
-            figures.setdefault(("64 B all_reduce", which), []).append((time.perf_counter() - began) / 50 * 1e6)
+            for what, tensor in single.items():
+                group.all_reduce(tensor)
+                began = time.perf_counter()
+                for _ in range(50):
+                    group.all_reduce(tensor)
+                figures.setdefault((what, which), []).append((time.perf_counter() - began) / 50 * 1e6)
             began = time.perf_counter()
             step(group, buckets, verifies=which == "both")
             figures.setdefault(("step, 3 buckets, 51 MB", which), []).append((time.perf_counter() - began) * 1e6)
     if next(iter(groups.values())).rank == 0:
-        for what in ("64 B all_reduce", "step, 3 buckets, 51 MB"):
+        for what in (*single, "step, 3 buckets, 51 MB"):
             said = [f"{which} {_middle(figures[what, which])}" for which in groups]
             print(f"{name}: {what}: {', '.join(said)}", flush=True)
     for group in groups.values():

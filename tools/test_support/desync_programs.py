@@ -5,7 +5,6 @@ In each program the rank that `odd` is true for does something else than the oth
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ from syncline.hooks import bf16_compress_hook, fp16_compress_hook
 
 Body: TypeAlias = Callable[[ProcessGroup, bool, int], object]
 
-#: Whether all of it is asked for, which takes minutes: by `dev.py ranks --full`.
-FULL = os.environ.get("SYNCLINE_TEST_FULL") == "1"
 NOT_OURS = "not ours: "
 #: Said for a rank whose process the library ended.
 ENDED = "ended by the library"

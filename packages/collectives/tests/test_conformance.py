@@ -17,10 +17,11 @@ from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.host.progress import Progress
 from syncline.collectives.host.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS, Check, run_conformance, run_ranks
+from test_support.full_run import cases
 
 pytestmark = pytest.mark.ranks
 
-SIZES = (1, 2, 3, 4)
+SIZES = cases([1, 2, 4], in_full=[3])
 each_check = pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 
 
@@ -50,7 +51,7 @@ class GlooThreads:
         return HostGroup(transport, rank, self.size, name=name, timeout_s=30)
 
 
-@pytest.fixture(scope="module", params=(1, 2, 3))
+@pytest.fixture(scope="module", params=cases([1, 3], in_full=[2]))
 def gloo_threads(request: pytest.FixtureRequest) -> Iterator[GlooThreads]:
     threads = GlooThreads(request.param)
     yield threads

@@ -128,6 +128,15 @@ def total_for_ever(group: ProcessGroup) -> None:
         total(group)
 
 
+def test_the_first_alarm_tells_the_others_what_failed() -> None:
+    first, second = create_groups(2)
+    first._reunion.raise_alarm(first._reunion.generation, "rank 0 had enough")
+    second._reunion.raise_alarm(second._reunion.generation, "rank 1 as well")
+    for group in (first, second):
+        assert str(group._alarm()).endswith("this collective will not finish: rank 0 had enough")
+        group.abort()
+
+
 @pytest.mark.parametrize("lost", [{1}, {0}, {0, 3}, {0, 1, 2}])
 def test_threads_that_are_left_go_on(lost: set[int]) -> None:
     groups = create_groups(4, timeout_s=30)

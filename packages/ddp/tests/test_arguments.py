@@ -151,7 +151,7 @@ def test_arguments_may_be_passed_by_position() -> None:
         ({"device_ids": [0]}, r"device_ids=\[0\] and a module on cpu"),
         ({"output_device": 0}, "output_device without device_ids"),
         ({"process_group": "world"}, "expected a process group.*found str"),
-        ({"device_mesh": object()}, "found both: leave one out"),
+        ({"device_mesh": object()}, "Cannot specify both process_group and device_mesh"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], complaint: str) -> None:

@@ -20,6 +20,7 @@ from syncline.collectives.testing import run_ranks
 from syncline.collectives.testing.processes import run_processes
 from syncline.ddp import DistributedDataParallel, MixedPrecision
 from syncline.reducer import GradBucket
+from test_support.full_run import cases
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 JOB = Path(__file__).with_name("mixed_precision_job.py")
@@ -28,7 +29,7 @@ EPSILON = 2.0**-7
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", cases([2], in_full=[3]))
 def test_equals_native_ddp(world_size: int, tmp_path: Path) -> None:
     run_processes(JOB, world_size, tmp_path, timeout_s=100)
     for rank in range(world_size):

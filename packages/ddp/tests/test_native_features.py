@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from syncline.collectives.testing.processes import run_processes
+from test_support.full_run import cases
 
 JOB = Path(__file__).with_name("native_features_job.py")
 NETWORK = 14  # parameters and buffers
@@ -16,7 +17,7 @@ GRADIENTS = 11
 HALVES_TOLERANCE = 2e-3
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2-ranks", "3-ranks"])
+@pytest.fixture(scope="module", params=cases([2], in_full=[3]), ids="{}-ranks".format)
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     world_size, folder = request.param, tmp_path_factory.mktemp("job")
     run_processes(JOB, world_size, folder, timeout_s=100)

@@ -93,9 +93,10 @@ def test_logging_data_have_torchs_names() -> None:
         data: dict[str, Any] = ddp._get_ddp_logging_data()
         assert (data["iteration"], data["dtypes"], data["module_name"]) == (3, "float", "WithUnused")
         assert (data["unused_parameter_size"], data["total_parameter_size_bytes"]) == (12, 24)
-        assert (data["comm_hook"], data["bucket_sizes"], data["has_rebuilt_buckets"]) == ("", "24", 0)
+        assert (data["bucket_sizes"], data["has_rebuilt_buckets"]) == ("24", 0)
         assert all(data[f"avg_{name}_time"] > 0 for name in TIMES[:3])
-        assert "error" not in data
+        assert not data.keys() & {"error", "comm_hook"}
+        assert data.keys() >= {"master_addr", "gloo_socket_ifname", "gloo_device_transport"}
 
     run_ranks(2, body)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from syncline.collectives.testing.processes import run_processes
+from test_support.full_run import cases
 
 pytestmark = pytest.mark.launch
 
@@ -15,7 +16,7 @@ JOB = Path(__file__).with_name("native_ddp_job.py")
 Gradients = dict[str, list[list[torch.Tensor]]]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1-rank", "2-ranks"])
+@pytest.fixture(scope="module", params=cases([2], in_full=[1]), ids="{}-ranks".format)
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Gradients]:
     """What every rank found, by the hook's name."""
     world_size, folder = request.param, tmp_path_factory.mktemp("job")

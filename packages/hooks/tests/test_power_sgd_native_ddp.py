@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from syncline.collectives.testing.processes import run_processes
+from test_support.full_run import cases
 
 pytestmark = pytest.mark.launch
 
@@ -18,7 +19,7 @@ VARIANTS = ["powerSGD_hook", "batched_powerSGD_hook"]
 START = 2
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=["1-rank", "2-ranks", "3-ranks"])
+@pytest.fixture(scope="module", params=cases([2], in_full=[1, 3]), ids="{}-ranks".format)
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every rank found."""
     world_size, folder = request.param, tmp_path_factory.mktemp("job")

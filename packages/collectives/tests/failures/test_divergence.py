@@ -37,6 +37,11 @@ def history(letters: str, first: int = 1) -> list[CallRecord]:
             3,
             "rank 2 has not come to broadcast #3; ranks 0, 1 called broadcast(float32[2]) #3 at train.py:3",
         ),
+        (
+            ["aga", "abga", "abga"],
+            2,
+            "rank 0 skipped broadcast #2 (it called all_gather(float32[2]) #2 at train.py:2); ranks 1, 2",
+        ),
         (["aa", "ab"], 2, "rank 1 called broadcast(float32[2]) #2 at train.py:2; rank 0 called all_reduce(float32[2]) #2"),
         (["a", ""], 1, "rank 1 has not come to all_reduce #1; rank 0"),
     ],

@@ -4,6 +4,7 @@ from .contract.call_observer import ObservedCall, observe_calls
 from .contract.object_exchange import all_gather_bytes
 from .contract.reduce_op import Reduction
 from .default_group.default_group import replace_default_group
+from .host.serial_group import expect_losses
 from .startup.algorithm_thresholds import AlgorithmThresholds
 from .torch_internals import disable_dynamo, disable_dynamo_here
 
@@ -14,6 +15,7 @@ __all__ = [
     "all_gather_bytes",
     "disable_dynamo",
     "disable_dynamo_here",
+    "expect_losses",
     "observe_calls",
     "replace_default_group",
 ]

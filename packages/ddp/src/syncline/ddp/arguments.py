@@ -12,7 +12,10 @@ import torch
 
 from syncline.collectives import InvalidArgumentError
 
+AUTO = "auto"
+
 _MIB = 1024 * 1024
+_AUTO_HINT = f'; bucket_cap_mb="{AUTO}" finds one'
 _DEFAULT_CAP_MB = 25.0
 
 
@@ -30,7 +33,7 @@ def check_module(module: object) -> None:
     raise InvalidArgumentError(f"expected a torch.nn.Module, found {type(module).__name__}")
 
 
-def bucket_caps_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> int | list[int]:
+def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> int | list[int]:
     """One size limit in bytes, or those of the first, second, ... bucket.
 
     Raises:
@@ -43,6 +46,11 @@ def bucket_caps_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[
             raise InvalidArgumentError("expected at least one size in bucket_cap_mb_list, found none")
         return [_bytes("bucket_cap_mb_list", cap_mb) for cap_mb in bucket_cap_mb_list]
     return _bytes("bucket_cap_mb", _DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb)
+
+
+def tunes_buckets(bucket_cap_mb: object, bucket_cap_mb_list: Sequence[float] | None) -> bool:
+    """Whether sizes are to be found, by `bucket_cap_mb="auto"`. A list beside it is refused later."""
+    return isinstance(bucket_cap_mb, str) and bucket_cap_mb == AUTO and bucket_cap_mb_list is None
 
 
 def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
@@ -160,9 +168,9 @@ def _is_number(given: object) -> bool:
     return isinstance(given, numbers.Real) and not isinstance(given, bool)
 
 
-def _bytes(argument: str, cap_mb: float) -> int:
-    if not _is_number(cap_mb):
-        raise InvalidArgumentError(f"expected {argument} to be a number of MiB, found {cap_mb!r}")
+def _bytes(argument: str, cap_mb: float | str) -> int:
+    if not _is_number(cap_mb) or isinstance(cap_mb, str):
+        raise InvalidArgumentError(f"expected {argument} to be a number of MiB, found {cap_mb!r}{_AUTO_HINT}")
     if not 0 < cap_mb < math.inf:
         raise InvalidArgumentError(f"expected a finite {argument} above 0 MiB, found {cap_mb}")
     return int(cap_mb * _MIB)

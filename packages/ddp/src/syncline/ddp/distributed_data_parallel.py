@@ -17,6 +17,7 @@ from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
 from syncline.reducer import GradBucket, IterationStatistics, Reducer, verify_same_options
 
 from . import arguments, logging_data
+from .bucket_tuning import BucketTuning, check_can_tune, measuring_caps
 from .buffers import Buffers
 from .compatibility import TorchNames, ignored_names
 from .fused_optimizer import FusedOptimizer
@@ -37,7 +38,17 @@ if TYPE_CHECKING:
 
 # What stays behind when a model is copied or pickled.
 _OF_THIS_PROCESS = frozenset(
-    {"process_group", "_group", "_reducer", "_join", "_uneven_inputs", "_listeners", "_recordings", "_straggler_watch"}
+    {
+        "process_group",
+        "_group",
+        "_reducer",
+        "_join",
+        "_uneven_inputs",
+        "_listeners",
+        "_recordings",
+        "_straggler_watch",
+        "_bucket_tuning",
+    }
 )
 
 
@@ -62,6 +73,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         process_group: the ranks, a group of ours or of torch.distributed. None takes our default group, or torch's if only that
             is initialised, or makes ours (`init_process_group()`).
         bucket_cap_mb: gradients are reduced in buckets of about so many MiB, 25 if None; the first one is of 1 MiB at most.
+            "auto" measures the first ten steps or so, then builds buckets of the sizes that promise the shortest step; see
+            `tuned_bucket_cap_mb`.
         find_unused_parameters: a backward may leave out parameters, on each rank others. Those that no rank used keep the
             gradients that they have.
         check_reduction: deprecated; every reduction is checked.
@@ -99,7 +112,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: ProcessGroup | dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -121,7 +134,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         arguments.check_unused(find_unused_parameters, skip_all_reduce_unused_params, static_graph)
         sync_buffers_at_first, forward_sync_buffers = arguments.buffer_synchronization(broadcast_buffers, forward_sync_buffers)
         self.mixed_precision = as_mixed_precision(mixed_precision)
-        self._bucket_caps_bytes = arguments.bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        self._tunes_buckets = arguments.tunes_buckets(bucket_cap_mb, bucket_cap_mb_list)
+        self._bucket_caps_bytes = arguments.bucket_caps_bytes(
+            None if self._tunes_buckets else bucket_cap_mb, bucket_cap_mb_list
+        )
         self.parameters_to_ignore = ignored_names(module)
         self._state = ModuleState(module, self.parameters_to_ignore)
         self._is_default_group = process_group is None and device_mesh is None
@@ -158,7 +174,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._listeners = IterationListeners()
         self._recordings: list[TraceRecording] = []
         self._straggler_watch: StragglerWatch | None = None
+        self._bucket_tuning: BucketTuning | None = None
         self._reducer = self._make_reducer()
+        self._tune_buckets()
         if trace_settings is not None:
             self._start_recording(trace_settings, only_first=True)
         if stragglers_every is not None:
@@ -323,6 +341,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._is_default_group = process_group is None
         self._reducer = self._make_reducer()
         self._reducer.set_hook(hook, state)
+        self._tune_buckets()
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
         """Let `hook(state, bucket)` reduce each bucket, instead of averaging it. A later call replaces the hook.
@@ -398,6 +417,24 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._tell_no_more(self._straggler_watch.note_step)
             self._straggler_watch = None
 
+    @property
+    def tuned_bucket_cap_mb(self) -> list[float] | None:
+        """What `bucket_cap_mb="auto"` has chosen: sizes of the first bucket and of the others in MiB, the same on all ranks.
+
+        None without "auto", and until it is chosen. Give it to a later run as `bucket_cap_mb_list`.
+        """
+        caps = None if self._bucket_tuning is None else self._bucket_tuning.caps_bytes
+        return None if caps is None else [cap / 2**20 for cap in caps]
+
+    def _tune_buckets(self) -> None:
+        """If it is asked for. Anew for each reducer, on all ranks of its group."""
+        if self._bucket_tuning is not None:
+            self._tell_no_more(self._bucket_tuning.note_step)
+            self._bucket_tuning = None
+        if self._tunes_buckets:
+            self._bucket_tuning = BucketTuning(self._group, self._reducer)
+            self._tell(self._bucket_tuning.note_step)
+
     def _start_recording(self, settings: TraceSettings, *, only_first: bool = False) -> TraceRecording:
         parameters = [parameter for _, parameter in self._state.parameters()]
         recording = TraceRecording(settings, self._group, self._reducer, parameters, only_first=only_first)
@@ -418,6 +455,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _stop_counting_steps_together(self) -> None:
         """From now on ranks may have different numbers of steps, so there is no step at which all of them do something."""
         self._stop_watching_stragglers()
+        if self._bucket_tuning is not None:
+            self._bucket_tuning.give_up("ranks may have different numbers of steps")
         for recording in self._recordings:
             recording.ranks_may_differ = True
 
@@ -443,7 +482,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
-            "comm_hook": logging_data.name_of_hook(self._reducer.hook[0]),
+            **logging_data.describe_hook(self._reducer.hook[0]),
             "join_uneven_inputs": int(self._join is not None),
             **logging_data.describe_error(self._reducer),
             **logging_data.describe_buckets(self._reducer),
@@ -455,6 +494,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _make_reducer(self) -> Reducer:
         parameters = self._state.trainable_parameters(self._group)
         sparse = self._state.sparse_parameters()
+        if self._tunes_buckets:
+            check_can_tune(self.device, self.find_unused_parameters and not self.static_graph, bool(sparse))
+            self._bucket_caps_bytes = measuring_caps(sum(parameter.nbytes for _, parameter in parameters))
         reducer = Reducer(
             parameters,
             self._group,
@@ -477,7 +519,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """Compare what decides which collectives are issued."""
         sparse = self._state.sparse_parameters()
         options = {
-            "bucket_cap_mb, bucket_cap_mb_list (in bytes)": self._bucket_caps_bytes,
+            "bucket_cap_mb, bucket_cap_mb_list (in bytes)": "auto" if self._tunes_buckets else self._bucket_caps_bytes,
             "broadcast_buffers (at construction)": sync_buffers_at_first,
             "forward_sync_buffers": self.forward_sync_buffers,
             "find_unused_parameters": self.find_unused_parameters,
@@ -523,4 +565,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.process_group = choose_default_group()
         self._group = as_ours(self.process_group)
         self._listeners, self._recordings, self._straggler_watch = IterationListeners(), [], None
+        self._bucket_tuning = None
         self._reducer = self._make_reducer()
+        self._tune_buckets()

@@ -21,7 +21,7 @@ from syncline.collectives import (
     TransportError,
     exchange_objects,
 )
-from syncline.collectives.internal import replace_default_group
+from syncline.collectives.internal import expect_losses, replace_default_group
 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
@@ -78,8 +78,8 @@ class Elastic:
 
     A `TransportError` inside `with elastic.step():` ends the body there, and the loop goes on with what `batches` gives next:
     the same batch, divided anew, if the step was not applied. Outside of it, in an evaluation for instance, a loss is an error
-    as ever. The model's group is another object after a loss: ask `model.join_process_group`. If the group was the default
-    group, the new one takes its place.
+    as ever, and writes a report; a loss that the training goes on from writes none. The model's group is another object after
+    a loss: ask `model.join_process_group`. If the group was the default group, the new one takes its place.
 
     Args:
         model: on a group that can shrink.
@@ -168,6 +168,7 @@ class Elastic:
             raise MisuseError("a step was begun within a step")
         self._snapshot = StepSnapshot(self._model.module)
         self._phase = _Phase.COMPUTING
+        expect_losses(self._group, True)
         try:
             yield
             self._agree()  # a loop may decide not to step the optimizer
@@ -177,6 +178,7 @@ class Elastic:
             self._recover(error)
         finally:
             self._phase = _Phase.BETWEEN_STEPS
+            expect_losses(self._group, False)
 
     def close(self) -> None:
         """Let the optimizers step without agreement from now on."""
@@ -207,6 +209,7 @@ class Elastic:
     def _count_step(self) -> None:
         self.applied_steps += 1
         self._sampler.advance()
+        logger.debug("applied step %d", self.applied_steps)
 
     # ---- the recovery ----
 

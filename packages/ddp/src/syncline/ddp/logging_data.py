@@ -26,7 +26,14 @@ _CPP_NAMES = {
     torch.complex64: "c10::complex<float>",
     torch.complex128: "c10::complex<double>",
 }
-_ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
+_ENVIRONMENT = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "GLOO_SOCKET_IFNAME",
+    "GLOO_DEVICE_TRANSPORT",
+)
 
 _ALWAYS_SAMPLED = 10
 _DEFAULT_SAMPLE_RATE = 100
@@ -71,9 +78,9 @@ def describe_error(reducer: Reducer) -> LoggingData:
     return {} if reducer.latest_error is None else {"has_error": 1, "error": reducer.latest_error}
 
 
-def name_of_hook(hook: Callable[..., Any] | None) -> str:
-    """A communication hook's name, with that of the function around it, if it is a closure; empty if there is none."""
-    return "" if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
+def describe_hook(hook: Callable[..., Any] | None) -> LoggingData:
+    """A communication hook's name, with that of the function around it, if it is a closure; nothing if there is none."""
+    return {} if hook is None else {"comm_hook": getattr(hook, "__qualname__", type(hook).__qualname__)}
 
 
 def describe_environment() -> LoggingData:

@@ -30,11 +30,11 @@ def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
     """
     if device_mesh is not None:
         if process_group is not None:
-            raise InvalidArgumentError("expected a process_group or a device_mesh, found both: leave one out")
+            raise InvalidArgumentError("Cannot specify both process_group and device_mesh arguments. Leave one out")
         if device_mesh.ndim != 1:
             raise InvalidArgumentError(
-                f"expected a device_mesh of one dimension, found {device_mesh}: pass the slice over which gradients are "
-                "averaged, such as device_mesh['data']"
+                f"Only 1D device mesh is supported, found {device_mesh}: pass the slice over which gradients are averaged, "
+                "such as device_mesh['data']"
             )
         process_group = device_mesh.get_group(mesh_dim=0)
     if process_group is None:

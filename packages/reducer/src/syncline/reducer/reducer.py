@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -319,6 +320,27 @@ class Reducer:
         before = self._buckets
         self._rebuild_if_due()
         return self._buckets is not before
+
+    def change_bucket_caps(self, caps_bytes: Sequence[int]) -> None:
+        """Build the buckets once more, with other sizes, at the next forward that is reduced.
+
+        Every rank calls it, between the same backwards and with the same sizes.
+
+        Args:
+            caps_bytes: size limits of the first, second, ... bucket; the last holds for all further ones.
+
+        Raises:
+            MisuseError: a backward is under way, or has failed; or the order in which gradients arrive is not known: no
+                backward was reduced yet, or each may be of others (`find_unused_parameters`).
+        """
+        self._check_idle("change_bucket_caps")
+        if self._arrival_order is None:
+            raise MisuseError(
+                f"change_bucket_caps on {self._group.place()}: the order in which gradients arrive is not known; call it after "
+                "a reduced backward, without find_unused_parameters"
+            )
+        self._builder = replace(self._builder, caps_bytes=list(caps_bytes))
+        self._rebuilt = False
 
     def cancel_forward(self) -> None:
         """The forward that was prepared for last raised an error, and there will be no backward."""

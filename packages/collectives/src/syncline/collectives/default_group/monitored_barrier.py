@@ -18,7 +18,7 @@ _TAG = 32_765
 def monitored_barrier(
     group: ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return on any rank only after all have called it; on a time-out, rank 0 names the missing ranks.
+    """Return on any rank only after all have called it; on a time-out, rank 0 names the missing ranks, in torch's words.
 
     Rank 0 waits for a message of each rank in turn, then answers all: twice `size` - 1 messages of one byte, one by one. Meant
     for finding faults, not for every step.
@@ -52,7 +52,8 @@ def _collect(group: ProcessGroup, deadline: Deadline, wait_all_ranks: bool) -> N
     if missing:
         named = ", ".join(str(group.ranks[peer]) for peer in missing)
         raise CollectiveTimeout(
-            f"monitored_barrier on {group.place()}: rank(s) {named} did not come within {deadline.timeout_s:g} s (timeout)"
+            f"Rank {group.ranks[0]} timed out in monitoredBarrier on {group.place()} after {deadline.timeout_s:g} s (timeout): "
+            f"Rank{'s' if len(missing) > 1 else ''} {named} failed to pass monitoredBarrier"
             + ("" if wait_all_ranks else " (others may be missing, too: pass wait_all_ranks=True)")
         )
     for peer in arrivals:
@@ -65,8 +66,9 @@ def _report(group: ProcessGroup, deadline: Deadline) -> None:
         group.recv(_byte(), 0, _TAG, async_op=True).wait(max(deadline.remaining_s(), 1e-3))
     except CollectiveTimeout as error:
         raise CollectiveTimeout(
-            f"monitored_barrier on {group.place()}: rank 0 did not answer within {deadline.timeout_s:g} s (timeout); if it "
-            "came, it names the ranks that did not"
+            f"Rank {group.ranks[group.rank]} successfully reached monitoredBarrier, but received errors while waiting for "
+            f"send/recv from rank {group.ranks[0]} on {group.place()}: no answer within {deadline.timeout_s:g} s (timeout); if "
+            "that rank came, it names those that did not"
         ) from error
     arrival.wait()
 

@@ -67,6 +67,7 @@ class FlightRecorder:
         self.count = 0
         self._ring: deque[Entry] = deque(maxlen=MOST_CALLS)
         self._append = self._ring.append
+        self._latest_caller: CodeType | None = None  # known to be the user's program
 
     def issue(
         self,
@@ -96,12 +97,18 @@ class FlightRecorder:
         self._append(entry)
         return entry
 
-    def issue_and_begin(self, number: int, name: str, tensor: torch.Tensor, op: Reduction, *, depth: int = 2) -> Entry:
-        """`issue` and `begin` in one: the way of the calls that take the shortest."""
+    def issue_and_begin(self, number: int, name: str, tensor: torch.Tensor, op: Reduction, depth: int = 2) -> Entry:
+        """`issue` and `begin` in one: the way of the calls that take the shortest.
+
+        A loop calls from one function again and again. It is compared with the latest, which is cheaper than a look-up.
+        """
         frame = _getframe(depth)
-        code, instruction = frame.f_code, frame.f_lasti
-        if _is_library[code]:
-            code, instruction = _outside(frame.f_back)  # type: ignore[assignment]
+        code: CodeType | None = frame.f_code
+        if code is self._latest_caller:
+            instruction = frame.f_lasti
+        else:
+            code, instruction = _outside(frame)
+            self._latest_caller = code
         position = self.count
         self.count = position + 1
         entry = [number, name, tensor.dtype, tensor.shape, op, None, "", time(), code, instruction, position, RUNNING]

@@ -56,14 +56,14 @@ class HostGroup(HostExchanges):
         is_watched = observers or profiler_runs()
         is_usual = not (async_op or self._check_calls or self._closed or self._callbacks.is_inside or is_watched)
         if is_usual and type(op) is ReduceOp and checks.is_simple(tensor):
-            plan = self._plans.get(("all_reduce", op, None, tensor.dtype, tensor.numel()))
-            if plan is not None and self._progress.run_here(self._run_plan, plan, tensor, op):
+            kept = self._plans.get(("all_reduce", op, None, tensor.dtype, tensor.numel()))
+            if kept is not None and self._progress.run_here(self._run_plan, *kept, tensor, op):
                 return FinishedWork([tensor])
         return super().all_reduce(tensor, op, async_op=async_op)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
         """As `ProcessGroup.algorithm_of`: what the plan of the latest such call took."""
-        for kind, plan in reversed(self._plans.items()):
+        for kind, (plan, _) in reversed(self._plans.items()):
             if (kind[0], *kind[3:]) == (name, tensor.dtype, tensor.numel()):
                 return plan.algorithm
         return None
@@ -73,13 +73,14 @@ class HostGroup(HostExchanges):
         if not tensor.is_cpu:
             return None
         kind = CallKind(call.name, call.op, call.root, tensor.dtype, tensor.numel())
-        plan = self._plans.get(kind)
-        if plan is None:
-            plan = self._transport.plan(kind)
-            if plan is not None and not self._closed:
-                if len(self._plans) >= _MOST_PLANS:
-                    self._plans.clear()
-                self._plans[kind] = plan
+        kept = self._plans.get(kind)
+        if kept is not None:
+            return kept[0]
+        plan = self._transport.plan(kind)
+        if plan is not None and not self._closed:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[kind] = plan, kind.digest()
         return plan
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from typing_extensions import override
 
-from ..contract.collective import Collective, digest
+from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.layout import is_tracked, untracked
 from ..contract.process_group import ProcessGroup
@@ -70,6 +70,10 @@ class SerialGroup(ProcessGroup):
         check_calls: the ranks compare what they are about to do before each collective.
         calls: says who has left the job; None where nobody tells. See Note [Who will not come] in `departures`.
         liveness: says which ranks are lost; None where nobody can know. With it, the process's watchdog looks at the calls.
+
+    Attributes:
+        recorder: of the last calls.
+        losses_are_expected: whether somebody goes on after a `TransportError`, so that it shall write no report.
     """
 
     def __init__(
@@ -101,10 +105,11 @@ class SerialGroup(ProcessGroup):
         self._closed = False
         self._first_failure: BaseException | None = None
         self._in_flight: set[PendingWork] = set()
-        self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, int], Plan] = {}
+        self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, int], tuple[Plan, int]] = {}  # with digests
         self._deadline: Deadline | None = None  # of the collective that runs now
         self.recorder = FlightRecorder(name, rank, self.ranks)
         self._reporter: Reporter | None = None
+        self.losses_are_expected = False
         self._stall_warning_s = 0.0
         self._stall_watch: StallWatch | None = None
         is_compared = size == 1 or check_calls or transport.compares_every_call
@@ -279,18 +284,18 @@ class SerialGroup(ProcessGroup):
         owned = [tensor for tensor in tensors if device.owns(tensor)]
         return device.order(owned) if owned else None
 
-    def _run_plan(self, plan: Plan, tensor: torch.Tensor, op: Reduction) -> None:
+    def _run_plan(self, plan: Plan, kind_digest: int, tensor: torch.Tensor, op: Reduction) -> None:
         """Run a kept plan as `_run` runs a body; see Note [Plans]."""
         self._callbacks.issued += 1  # nobody is inside a callback
         sequence = next(self._sequence)
         if self._first_failure is not None:
             raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
         verification = self._verification
-        entry = self.recorder.issue_and_begin(sequence, "all_reduce", tensor, op, depth=4)
+        entry = self.recorder.issue_and_begin(sequence, "all_reduce", tensor, op, 4)
         deadline = self._deadline = self._start()
         try:
             if verification is not None:
-                verification.add(digest("all_reduce", tensor.dtype, op, None, "", tensor.numel()))
+                verification.add(kind_digest)
             plan.run(tensor, tensor, deadline)
             if verification is not None and verification.is_due:
                 verification.verify(deadline)
@@ -362,14 +367,14 @@ class SerialGroup(ProcessGroup):
         if isinstance(error, TimeoutError):
             _given_up.append(error)
             if deadline.reason is not None:
-                reason = self._loss_behind(deadline.reason) or deadline.reason
+                reason = self._with_lost_ranks(deadline.reason)
                 failure = reason.reworded(f"{self._in_words(call, sequence)}: {reason}")
             else:
                 failure = self._aborted() if deadline.was_cancelled else self._timed_out(call, sequence, error)
         elif isinstance(error, SynclineError):
-            lost = self._loss_behind(error)
-            failure = (lost or error).reworded(f"{self._in_words(call, sequence)}: {lost or error}")
-            failure.__cause__ = error if lost else error.__cause__
+            explained = self._with_lost_ranks(error)
+            failure = explained.reworded(f"{self._in_words(call, sequence)}: {explained}")
+            failure.__cause__ = error.__cause__ if explained is error else error
         else:
             _given_up.append(error)
         if not deadline.was_cancelled or deadline.reason is not None:
@@ -415,9 +420,15 @@ class SerialGroup(ProcessGroup):
         reason = None if self._calls is None else self._calls.reason_to_give_up()
         return reason or self.reason_to_give_up()
 
-    def _loss_behind(self, error: SynclineError) -> RankLostError | None:
-        """That a rank is lost, if that is why the transport failed."""
-        return self._liveness.loss_behind(error) if self._liveness is not None and isinstance(error, TransportError) else None
+    def _with_lost_ranks(self, error: SynclineError) -> SynclineError:
+        """The loss of a rank, if that is why the transport failed; else the error, which names ranks that stand still."""
+        if self._liveness is None or not isinstance(error, TransportError) or isinstance(error, RankLostError):
+            return error
+        lost = self._liveness.loss_behind(error)
+        if lost is not None:
+            return lost
+        stopped = self._liveness.stopped()
+        return error.reworded(f"{error}. {self._named(stopped)} stands still, stopped by a signal") if stopped else error
 
     def _named(self, ranks: Sequence[int]) -> str:
         return f"rank(s) {list(ranks)}" if self._liveness is None else self._liveness.in_words(ranks)
@@ -425,6 +436,8 @@ class SerialGroup(ProcessGroup):
     def _reported(self, failure: BaseException) -> BaseException:
         """The failure, which says where this rank's report is, if it is ours and there is one."""
         if self._reporter is None or not isinstance(failure, Exception):  # who presses Ctrl-C wants no folder
+            return failure
+        if self.losses_are_expected and isinstance(failure, TransportError):
             return failure
         folder = self._reporter.write(f"{type(failure).__name__}: {failure}")
         if folder is None or not isinstance(failure, SynclineError):
@@ -467,3 +480,9 @@ class SerialGroup(ProcessGroup):
         )
         error.__cause__ = self._first_failure
         return error
+
+
+def expect_losses(group: ProcessGroup, are_expected: bool) -> None:
+    """Whether a group writes no report when a rank is lost, because its user goes on without that rank."""
+    if isinstance(group, SerialGroup):
+        group.losses_are_expected = are_expected

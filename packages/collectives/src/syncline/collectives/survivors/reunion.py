@@ -19,6 +19,8 @@ logger = logging.getLogger("syncline.collectives")
 CONNECT_S = 15.0
 """How long the members of a new generation may take to connect, in seconds; then they are called again."""
 
+_MOST_ALARM_BYTES = 2000
+
 MOST_ATTEMPTS = 4
 """So often the same members try to connect before the shrink fails."""
 
@@ -75,13 +77,14 @@ class Reunion(ABC):
         """What keeps the members from meeting again, in one sentence; None if nothing does."""
         return None
 
-    def raise_alarm(self, generation: Generation) -> None:
-        """Tell the members of a generation that it has lost somebody, so that none waits in vain."""
-        self._keys(generation).set("alarm", b"")
+    def raise_alarm(self, generation: Generation, why: str) -> None:
+        """Tell the members of a generation that it has lost somebody, so that none waits in vain. The first alarm stays."""
+        self._keys(generation).compare_set("alarm", b"", why.encode()[:_MOST_ALARM_BYTES])
 
-    def has_alarm(self, generation: Generation) -> bool:
-        """Whether a member of a generation has raised the alarm."""
-        return self._keys(generation).check(["alarm"])
+    def alarm(self, generation: Generation) -> str | None:
+        """Why a member of a generation has raised the alarm; None if none has."""
+        keys = self._keys(generation)
+        return keys.get("alarm").decode(errors="replace") if keys.check(["alarm"]) else None
 
     def shrink(self, patience_s: float) -> Transport:
         """Connect those that are left; `generation` is theirs from then on. Every survivor calls it.
@@ -103,7 +106,7 @@ class Reunion(ABC):
                 return self._connected(self.generation)
             except TransportError as error:
                 logger.debug("generation %d did not connect: %s", self.generation.number, error)
-                self.raise_alarm(self.generation)
+                self.raise_alarm(self.generation, f"the members that are left could not connect: {error}")
                 if attempts == MOST_ATTEMPTS:
                     raise TransportError(f"the members {list(now.members)} live, and could not connect: {error}") from error
 

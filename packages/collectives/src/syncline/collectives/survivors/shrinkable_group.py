@@ -15,8 +15,6 @@ from ..host.host_group import HostGroup
 from ..host.transport import Transport
 from .reunion import Reunion
 
-_ALARM = "another rank says that a collective of this group has failed there, so this one will not finish"
-
 
 class ShrinkableGroup(HostGroup):
     """A `HostGroup` that knows how its members meet again.
@@ -46,10 +44,11 @@ class ShrinkableGroup(HostGroup):
     def _shrink(self, patience_s: float) -> ProcessGroup:
         if self._reunion.generation != self._generation:
             raise GroupClosedError(f"shrink on {self.place()}: there is a newer group already; shrink that one")
-        self._reunion.raise_alarm(self._generation)
+        self._reunion.raise_alarm(self._generation, f"rank {self.rank} has called shrink")
         self.abort()
         shrunk = type(self)(self._reunion.shrink(patience_s), self._reunion, **self._options)
         shrunk.report_to(self._reporter)
+        shrunk.losses_are_expected = self.losses_are_expected
         return shrunk
 
     @override
@@ -60,12 +59,16 @@ class ShrinkableGroup(HostGroup):
         if self._reunion.missing() is not None:
             return None
         with suppress(StoreError):  # a group that needs no store goes on without it
-            return TransportError(_ALARM) if self._reunion.has_alarm(self._generation) else None
+            why = self._reunion.alarm(self._generation)
+            return None if why is None else TransportError(f"another rank says that this collective will not finish: {why}")
         return None
 
     @override
     def _fail(self, error: BaseException, call: Collective, sequence: int | None, deadline: Deadline) -> NoReturn:
-        if self._reunion.missing() is None:
-            with suppress(StoreError):
-                self._reunion.raise_alarm(self._generation)
-        super()._fail(error, call, sequence, deadline)
+        try:
+            super()._fail(error, call, sequence, deadline)
+        except BaseException as failure:
+            if self._reunion.missing() is None:
+                with suppress(StoreError):
+                    self._reunion.raise_alarm(self._generation, str(failure))
+            raise

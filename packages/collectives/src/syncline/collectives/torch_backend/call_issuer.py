@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,9 @@ from .works import CoalescedWork, TorchSideWork
 
 Issue = Callable[[bool], Work]
 
+# Of the works of one number, so many are kept; see Note [A work that only C++ holds].
+_WORKS_KEPT = 64
+
 # These concern two ranks, and are not counted: the ranks' counts would differ.
 _TRANSFERS = frozenset({"send", "recv", "recvAnySource"})
 
@@ -28,6 +32,12 @@ _FINISHED = TorchSideWork(FinishedWork([]))
 
 class CallIssuer(dist.ProcessGroup):
     """Issues collectives on the group of ours, `syncline_group`, and gives torch its works.
+
+    Note [A work that only C++ holds]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Within `join(divide_by_initial_world_size=False)` torch's DDP hands the work of an all-reduce of one number to its reducer,
+    which waits for it in backward. Nobody in Python holds it then, and C++ keeps only its half of a work, whose `wait` would
+    never return. So the group holds the latest works of this kind.
 
     Args:
         ours: the group.
@@ -40,6 +50,7 @@ class CallIssuer(dist.ProcessGroup):
         self._backend_name = backend_name
         self._coalesced: list[Work] | None = None
         self._collectives_issued = 0
+        self._kept: deque[dist.Work] = deque(maxlen=_WORKS_KEPT)
 
     def _issue(
         self, title: str, inputs: list[torch.Tensor], issue: Issue, opts: Any = None, timeout: timedelta | None = None
@@ -59,7 +70,10 @@ class CallIssuer(dist.ProcessGroup):
             self._coalesced.append(work)
             return TorchSideWork(work, limit_s)
         if is_async:
-            return TorchSideWork(work, limit_s)
+            torchs = TorchSideWork(work, limit_s)
+            if title == "all_reduce" and inputs[0].numel() == 1:
+                self._kept.append(torchs)
+            return torchs
         work.wait(limit_s)
         return _FINISHED
 

@@ -21,6 +21,8 @@ from .options import check_first_device, listed, only, reduction_of, root_of, so
 from .together import all_reduce_together
 from .works import CoalescedWork
 
+_AT_ONCE_S = 1e-3
+
 
 class TorchCollectives(CallIssuer):
     """What torch calls with one tensor of each rank, with one for each rank on one side, or with none."""
@@ -201,8 +203,9 @@ class TorchCollectives(CallIssuer):
         return self._issue("barrier", [], lambda is_async: group.barrier(async_op=is_async), opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names the ranks that do not come."""
-        limit_s = time_limit_s(timeout)
+        """A barrier that names the ranks that do not come. A limit of zero waits for nobody; a negative one is the group's."""
+        waits_for_nobody = timeout is not None and not timeout
+        limit_s = _AT_ONCE_S if waits_for_nobody else time_limit_s(timeout)
         monitored_barrier(self.syncline_group, limit_s, wait_all_ranks)
 
     def _reduced_together(self, tensors: list[torch.Tensor], reduction: Any) -> Work:

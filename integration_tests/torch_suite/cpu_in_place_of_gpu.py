@@ -1,0 +1,110 @@
+"""Lets torch's tests that want a GPU for each rank run on CPUs: what they put on a GPU stays where it is.
+
+What is replaced, and nothing else:
+
+* the guards that skip a test where there are fewer GPUs than ranks, or by the name of the backend;
+* `Tensor.cuda`, `Tensor.to`, `Module.cuda`, `Module.to` and `device=` of everything that makes tensors: a GPU means the CPU;
+* of `torch.cuda` what chooses a device, waits for it, or seeds it: it does nothing;
+* `device_ids` and `output_device` of DistributedDataParallel: None.
+
+A test that needs more (streams, memory of GPUs, other dtypes or algorithms) fails, also over Gloo, and is not among those that
+we count.
+"""
+
+from __future__ import annotations
+
+import functools
+import unittest
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal import common_distributed, common_utils
+
+_CPU = torch.device("cpu")
+
+
+def run_always(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A guard that lets every test pass."""
+    return function
+
+
+# What torch says of a test that a backend cannot pass on its devices, or that only one backend was tried with.
+_ABOUT_BACKENDS = ("Only Nccl", "Only NCCL", "Only MPI", "backend does not support", "Coalescing manager", "in NVIDIA")
+
+
+def _skip_if(condition: bool, reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A guard that lets the backend show what it can do, and skips what torch skips for other reasons."""
+    return unittest.skipIf(condition and not any(words in reason for words in _ABOUT_BACKENDS), reason)
+
+
+def neutralise_guards() -> None:
+    """To be called before the module of tests is imported, whose decorators ask at once."""
+    common_distributed.skip_if_no_gpu = run_always
+    common_utils.skip_but_pass_in_sandcastle_if = _skip_if
+    common_utils.skip_but_pass_in_sandcastle = lambda reason: _skip_if(True, reason)
+    common_distributed.skip_if_lt_x_gpu = lambda *_, **__: run_always
+    common_distributed.init_multigpu_helper = lambda world_size, _: {rank: [rank] for rank in range(world_size)}
+
+
+@contextmanager
+def cpu_in_place_of_gpu() -> Iterator[None]:
+    """A context in which what belongs on a GPU is on the CPU."""
+    calls = {name: getattr(torch.cuda, name) for name in ("set_device", "synchronize", "manual_seed", "current_device")}
+    module_to = torch.nn.Module.to
+    for name in calls:
+        setattr(torch.cuda, name, lambda *_, **__: 0)
+    torch.nn.Module.to = _to_cpu(module_to)  # type: ignore[method-assign]
+    try:
+        with _StayOnCpu():
+            yield
+    finally:
+        torch.nn.Module.to = module_to  # type: ignore[method-assign]
+        for name, function in calls.items():
+            setattr(torch.cuda, name, function)
+
+
+def without_device_ids(wrapper: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A DistributedDataParallel that takes `device_ids`, and leaves the module on the CPU."""
+
+    class OnCpu(wrapper):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
+            del device_ids, output_device
+            super().__init__(*args, **kwargs)
+
+    OnCpu.__name__ = OnCpu.__qualname__ = wrapper.__name__
+    OnCpu.__module__ = torch.nn.parallel.__name__  # where it stands in place of torch's, and pickle looks for it
+    return OnCpu
+
+
+class _StayOnCpu(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        if function is torch.Tensor.to:
+            args = (args[0], *map(_on_cpu, args[1:2]), *args[2:])
+        return function(*args, **kwargs)
+
+
+def _on_cpu(place: Any) -> Any:
+    """The CPU for a GPU, or for the number of one; anything else as it is."""
+    if isinstance(place, int) and not isinstance(place, bool):
+        return _CPU
+    if isinstance(place, str) and place.startswith("cuda"):
+        return _CPU
+    return _CPU if isinstance(place, torch.device) and place.type == "cuda" else place
+
+
+def _to_cpu(module_to: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(module_to)
+    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return module_to(module, *map(_on_cpu, args[:1]), *args[1:], **kwargs)
+
+    return to

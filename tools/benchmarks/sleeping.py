@@ -1,0 +1,45 @@
+"""A model whose layers sleep instead of computing, as a processor does that waits for an accelerator."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+
+class SleepingModel(torch.nn.Module):
+    """Layers of equal size, each a matrix that is only a place for a gradient.
+
+    Args:
+        layers: how many.
+        layer_bytes: of each one's parameter, float32.
+        forward_s: that a layer sleeps.
+        backward_s: the same in backward, before its gradient is there.
+    """
+
+    def __init__(self, layers: int, layer_bytes: int, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(layer_bytes // 4 // 256, 256) for _ in range(layers))
+        self._times = forward_s, backward_s
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Some scalar."""
+        for weight in self.weights:
+            value = _Sleep.apply(value, weight, *self._times)  # type: ignore[no-untyped-call]  # torch's
+        return value
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        time.sleep(forward_s)
+        ctx.backward_s = backward_s
+        ctx.save_for_backward(weight)
+        return value + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        (weight,) = ctx.saved_tensors
+        return gradient, torch.zeros_like(weight), None, None
