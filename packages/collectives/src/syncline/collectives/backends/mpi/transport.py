@@ -249,8 +249,8 @@ class MPITransport(Transport):
         for request in requests:
             self._verifier.run(call, lambda request=request: request, deadline)  # type: ignore[misc]
 
+    @override
     def barrier(self, call: Collective, deadline: Deadline) -> None:
-        """MPI's barrier."""
         self._verifier.run(call, self._communicator.Ibarrier, deadline)
 
     # ---- two ranks ----
@@ -412,15 +412,15 @@ class MPIRequest(Request):
         self._status = MPI.Status()
         self._over = False
 
+    @override
     def wait(self, deadline: Deadline) -> None:
-        """Test until it is over."""
         if not self._over:
             with mpi_errors():
                 wait(self._request, deadline, self._status)
             self._end()
 
+    @override
     def test(self) -> bool:
-        """Test once."""
         if not self._over:
             with mpi_errors():
                 is_over = self._request.Test(self._status)
@@ -436,8 +436,8 @@ class MPIRequest(Request):
                 f"{self._tensor.nbytes}; make both sides pass as many elements"
             )
 
+    @override
     def source(self) -> int | None:
-        """The sender, once a receive is over."""
         return self._status.Get_source() if self._over else None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from mpi4py import MPI
+from typing_extensions import override
 
 from ....contract.collective import Collective
 from ....contract.deadline import Deadline
@@ -136,22 +137,22 @@ class NodeTransport(MPITransport):
 
     # ---- single calls: a plan that is dropped ----
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        """By a plan for this call alone."""
         self.plan(CallKind("all_reduce", op, None, tensor.dtype, tensor.numel()), call).run(tensor, tensor, deadline)
 
+    @override
     def reduce_scatter(
         self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
     ) -> None:
-        """By a plan for this call alone."""
         self.plan(CallKind("reduce_scatter", op, None, tensor.dtype, tensor.numel()), call).run(tensor, block, deadline)
 
+    @override
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
-        """By a plan for this call alone."""
         self.plan(CallKind("all_gather", None, None, tensor.dtype, tensor.numel()), call).run(tensor, block, deadline)
 
+    @override
     def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
-        """By a plan for this call alone."""
         self.plan(CallKind("broadcast", None, root, tensor.dtype, tensor.numel()), call).run(tensor, tensor, deadline)
 
     def barrier(self, call: Collective, deadline: Deadline) -> None:
