@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncline.collectives import DisagreementError
+from syncline.collectives import CollectiveTimeout, DisagreementError
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.host.transfer import TransferWork
 from syncline.collectives.host.transport import Request
@@ -27,7 +27,9 @@ class RequestThatFails(Request):
 
 def test_an_error_of_the_library_says_in_which_call_and_where() -> None:
     request = RequestThatFails(DisagreementError("rank 1 sent 8 bytes"))
-    work = TransferWork(request, [torch.ones(1)], lambda: None, lambda: "recv(float32[1]) on rank 0 of 2 in group 'default'")
+    work = TransferWork(
+        request, [torch.ones(1)], lambda: None, lambda: "recv(float32[1]) on rank 0 of 2 in group 'default'", 60.0
+    )
     for _ in range(2):  # every waiter gets it
         with pytest.raises(DisagreementError, match=r"^recv\(.*rank 0 of 2 in group 'default': rank 1 sent 8 bytes$"):
             work.wait()
@@ -36,5 +38,17 @@ def test_an_error_of_the_library_says_in_which_call_and_where() -> None:
 def test_an_error_that_is_not_ours_is_raised_as_it_is() -> None:
     error = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError) as raised:
-        TransferWork(RequestThatFails(error), [torch.ones(1)], lambda: None, lambda: "recv").wait()
+        TransferWork(RequestThatFails(error), [torch.ones(1)], lambda: None, lambda: "recv", 60.0).wait()
     assert raised.value is error
+
+
+def test_a_wait_without_a_limit_ends_with_the_groups() -> None:
+    class RequestThatIsNeverOver(RequestThatFails):
+        def wait(self, deadline: Deadline) -> None:
+            raise TimeoutError(f"{deadline.timeout_s:g} s went by")
+
+    work = TransferWork(RequestThatIsNeverOver(ValueError()), [torch.ones(1)], lambda: None, lambda: "recv", 8.0)
+    with pytest.raises(CollectiveTimeout, match=r"^recv was not over within 8 s \(timeout\)"):
+        work.wait()
+    with pytest.raises(CollectiveTimeout, match=r"within 0\.5 s"):
+        work.wait(0.5)

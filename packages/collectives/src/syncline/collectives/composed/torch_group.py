@@ -254,7 +254,7 @@ class TorchGroup(ProcessGroup):
         return work
 
     def _transfer(self, request: TorchRequest, tensor: torch.Tensor, deliver: Callable[[], Any], async_op: bool) -> Work:
-        work = TransferWork(request, [tensor], deliver, lambda: f"a transfer on {self.place()}")
+        work = TransferWork(request, [tensor], deliver, lambda: f"a transfer on {self.place()}", self.timeout_s)
         if not async_op:
             work.wait(self.timeout_s)
         return work

@@ -62,7 +62,9 @@ class HostExchanges(SerialGroup):
         self._check_usable(call)
         wire = flat_copy(tensor)
         request = self._explained(self._transport.start_send(wire, dst, tag))
-        work = TransferWork(request, [tensor], lambda: None, self._transfer_in_words(call), self._transfer_interrupt([dst]))
+        work = TransferWork(
+            request, [tensor], lambda: None, self._transfer_in_words(call), self.timeout_s, self._transfer_interrupt([dst])
+        )
         return self._finish_now(work, async_op)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
@@ -72,7 +74,9 @@ class HostExchanges(SerialGroup):
         request = self._explained(self._transport.start_recv(flat(wire), src, tag))
         senders = [other for other in range(self.size) if other != self.rank] if src is None else [src]
         interrupt = self._transfer_interrupt(senders)
-        work = TransferWork(request, [tensor], lambda: copy_back(wire, tensor), self._transfer_in_words(call), interrupt)
+        work = TransferWork(
+            request, [tensor], lambda: copy_back(wire, tensor), self._transfer_in_words(call), self.timeout_s, interrupt
+        )
         return self._finish_now(work, async_op)
 
     def _finish_now(self, work: Work, async_op: bool) -> Work:

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from typing_extensions import override
 
-from ..contract.deadline import DEFAULT_TIMEOUT_S, Deadline, seconds
+from ..contract.deadline import Deadline, seconds
 from ..contract.layout import untracked
 from ..contract.work import TensorsFuture, Work, new_future
 from ..errors import CollectiveTimeout, SynclineError, TransportError
@@ -21,6 +21,14 @@ class TransferWork(Work):
 
     Nothing happens behind the caller's back until a future is asked for: then a thread of its own waits. `_driving` lets one
     thread at a time wait for the request, the only thing that a transport must be spared.
+
+    Args:
+        request: the transport's.
+        tensors: the one that is sent or received, in a list.
+        deliver: called once it is over, such as to copy back.
+        describe: says in words which transfer it is.
+        timeout_s: how long `wait` waits that is given no limit: the group's time limit, in seconds.
+        interrupt: says why waiting is in vain, or None.
     """
 
     def __init__(
@@ -29,9 +37,11 @@ class TransferWork(Work):
         tensors: list[torch.Tensor],
         deliver: Callable[[], object],
         describe: Callable[[], str],
+        timeout_s: float,
         interrupt: Callable[[], TransportError | None] | None = None,
     ) -> None:
         self._request = request
+        self._timeout_s = timeout_s
         self._tensors = tensors
         self._deliver = deliver
         self._describe = describe
@@ -45,7 +55,7 @@ class TransferWork(Work):
     @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if not self._done:
-            self._drive_within(seconds(timeout, DEFAULT_TIMEOUT_S))
+            self._drive_within(seconds(timeout, self._timeout_s))
         if self._error is not None:
             raise self._error
         return True
@@ -136,6 +146,6 @@ class TransferWork(Work):
 
     def _timed_out(self, timeout_s: float) -> CollectiveTimeout:
         return CollectiveTimeout(
-            f"{self._describe()} was not over within {timeout_s:g} s. Does the other rank call its counterpart, with the same "
-            "tag, dtype and size?"
+            f"{self._describe()} was not over within {timeout_s:g} s (timeout). Does the other rank call its counterpart, "
+            "with the same tag, dtype and size?"
         )
