@@ -65,6 +65,7 @@ BENCH_LAUNCH = (2, "mpich")
 ALONE = {
     "overhead": ("benchmarks.overhead",),
     "hosts": ("benchmarks.hosts",),
+    "elastic": ("benchmarks.elastic",),
     "slow-links": ("benchmarks.slow_links",),
     "predict": ("benchmarks.predict",),
     "convergence": ("benchmarks.convergence",),

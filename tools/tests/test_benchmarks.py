@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mpi_runtimes
-from benchmarks import collectives, convergence, emulated_hosts, hosts_job, nccl, overhead, paper, step, torch_backend
+from benchmarks import collectives, convergence, elastic, emulated_hosts, hosts_job, nccl, overhead, paper, step, torch_backend
 from benchmarks.cases import FULL, QUICK, all_cases, many_tiny, mlp, with_unused
 from benchmarks.deferral import Deferral, deferred_hook
 from benchmarks.exposure import Compared
@@ -485,6 +485,17 @@ def test_the_reducers_cost_is_told_kept_and_drawn(tmp_path: Path, capsys: pytest
     ]
     assert all(line in capsys.readouterr().out for line in figures["verdicts"][:1])
     assert drawn_by("overhead", tmp_path) == {"dynamic", "static", "find-unused"}
+
+
+def test_what_elastic_costs_is_told_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "elastic.json"
+    assert elastic.main(["--quick", "--rounds", "2", "--json", str(kept)]) == 0
+    found = json.loads(kept.read_text())
+    told = capsys.readouterr().out
+    assert len(found) == 3
+    for case, steps_s in found.items():
+        assert {name: len(taken) for name, taken in steps_s.items()} == {"plain": 2, "elastic": 2}
+        assert case in told
 
 
 # ---- those that are run by hand ----
