@@ -49,7 +49,7 @@ def software(ranks: Observations) -> Finding:
     if torch_versions.was_run(torch):
         return ok("software", versions[0])
     found = f"{versions[0]}; the tests of this version of Syncline were not run with torch {torch}"
-    remedy = f"if something fails, try torch {' or '.join(torch_versions.RUN_WITH)}, and tell us"
+    remedy = f"if something fails, try torch {', '.join(torch_versions.RUN_WITH)}, and tell us"
     return Finding("software", Status.WARN, found, remedy)
 
 
