@@ -28,7 +28,7 @@ from ..failures.detached_call import DetachedCall
 from ..failures.liveness import Liveness
 from ..failures.stall_watch import StatusPost
 from ..host.host_group import HostGroup
-from ..host.progress import finish_all
+from ..host.progress import all_idle, finish_all
 from ..host.transport import Request, Transport
 from ..host.wire_tag import sized_wire_tag
 from ..startup.backend import Backend, ConnectRequest
@@ -386,10 +386,19 @@ def _over_mpi(request: ConnectRequest) -> dist.Store:
         atexit.register(_hang_up)
 
 
+@atexit.register
 def _hang_up() -> None:
-    """Close the connections of all groups, so that ranks that wait for this one fail, as when the process is gone."""
+    """Close the connections of all groups, so that ranks that wait for this one fail, as when the process is gone.
+
+    Note [Leaving while Gloo's thread drops a work]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    A collective is over before Gloo's own thread has dropped its work, and with it perhaps the last reference to a tensor. On a
+    busy machine the program may end in between. That thread then finds no interpreter to drop the tensor with, and aborts the
+    process ("terminate called without an active exception"). To close a group waits for its threads, so it is done while there
+    is an interpreter; but not while something is in flight, for which closing would wait as long as for the time limit.
+    """
     finish_all()
-    for transport in list(_open):
+    for transport in list(_open) if all_idle() else []:
         transport.close()
 
 
