@@ -171,8 +171,8 @@ def soak(options: argparse.Namespace) -> int:
     """Print how much memory four ranks need under random collectives from three threads."""
     runtime = mpi_runtimes.find(options.mpi)
     job = ROOT / "tools" / "test_support" / "soak_job.py"
-    words = (*runtime.command(4), PYTHON, job, str(options.seconds), str(options.seed))
-    return run(words, env={**RANKS_ENV, **runtime.env})
+    words = [str(options.seconds), str(options.seed)]
+    return run((*runtime.command(4), PYTHON, job, *words), env={**RANKS_ENV, **runtime.env})
 
 
 def build_wheels(options: argparse.Namespace) -> int:
