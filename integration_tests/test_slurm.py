@@ -22,6 +22,20 @@ SCRIPTS = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE.read_text
 PYTHON = Path(sys.executable).parent
 FOR_EVER = str(10**9)
 JOB_S = 60.0
+_ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+)
+"""Slurm's last states of a job; meanwhile it shows RUNNING, and also COMPLETING, SIGNALING or STAGE_OUT."""
+
 # There are more ranks than cores: those that wait give way.
 ENVIRONMENT = {
     "PATH": f"{PYTHON}{os.pathsep}{os.environ['PATH']}",
@@ -71,7 +85,7 @@ class Job:
 
     def wait(self) -> str:
         """Until it has ended; its state, such as COMPLETED."""
-        self._until(lambda: self._state() not in ("PENDING", "RUNNING", "COMPLETING"), "it ends")
+        self._until(lambda: self._state() in _ENDED, "it ends")
         return self._state()
 
     @property
@@ -81,7 +95,7 @@ class Job:
     def _state(self) -> str:
         shown = self._cluster.call("scontrol", "--oneliner", "show", "job", self.id)
         states = re.findall(r"\bJobState=(\w+)", shown)
-        return next((state for state in states if state in ("PENDING", "RUNNING", "COMPLETING")), states[0])
+        return next((state for state in states if state not in _ENDED), states[0])
 
     def _until(self, is_so: Callable[[], bool], words: str) -> None:
         end_s = time.monotonic() + JOB_S
