@@ -27,8 +27,7 @@ from benchmarks.summary import GeometricMean, Summary, ratio_of_costs
 from benchmarks.targets import BUCKETED, EXPOSED, HOSTS_OVER_RAW, MEMORY, POWER_SGD_FASTER, STEP, WIRE, Target
 from benchmarks.timing import Phases, interleaved, order_of_round, slowest
 from benchmarks.wire import minimum_bytes, sent_bytes
-from commands import ToolError
-from environment import ROOT
+from commands import TOOLS_ON_PATH, ToolError
 from syncline.collectives import ProcessGroup
 from syncline.collectives.bench import Buffers, Measurement
 from syncline.collectives.bench import Case as CollectiveCase
@@ -380,8 +379,7 @@ for name, main, words in (
 
 
 def environment(**more: str) -> dict[str, str]:
-    paths = os.pathsep.join((str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")))
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
+    return {**os.environ, **TOOLS_ON_PATH, "OMP_NUM_THREADS": "1", **more}
 
 
 @pytest.fixture(scope="module")
