@@ -56,6 +56,7 @@ UNDER_MPIEXEC = {
     "collectives": ("benchmarks.collectives",),
     "step": ("benchmarks.step",),
     "paper": ("benchmarks.paper",),
+    "tune": ("benchmarks.tune",),
     "hooks": ("benchmarks.hooks",),
     "waiting": ("benchmarks.waiting",),
     "torch_backend": ("benchmarks.torch_backend",),
