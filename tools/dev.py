@@ -29,7 +29,7 @@ import release as release_check
 import wheels
 from chaos import WAYS
 from chaos import chaos as play_all
-from commands import ROOT, ToolError, capture, run
+from commands import ROOT, TOOLS_ON_PATH, ToolError, capture, run
 from elastic_runs import WAYS as ELASTIC_WAYS
 from elastic_runs import elastic as play_elastic
 from environment import BASE, DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, TORCH, InstallSet, ensure, require
@@ -58,6 +58,7 @@ UNDER_MPIEXEC = {
     "collectives": ("benchmarks.collectives",),
     "step": ("benchmarks.step",),
     "paper": ("benchmarks.paper",),
+    "tune": ("benchmarks.tune",),
     "hooks": ("benchmarks.hooks",),
     "waiting": ("benchmarks.waiting",),
     "torch_backend": ("benchmarks.torch_backend",),
@@ -96,7 +97,7 @@ def bench(options: argparse.Namespace) -> int:
     if options.benchmark in ALONE and (options.ranks, options.mpi) != BENCH_LAUNCH:
         raise ToolError(f"bench {options.benchmark} starts what it needs itself; leave out --ranks and --mpi")
     launcher: tuple[str, ...] = ()
-    env = {**RANKS_ENV, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "tools"), os.environ.get("PYTHONPATH"))))}
+    env = {**RANKS_ENV, **TOOLS_ON_PATH}
     if options.benchmark in UNDER_MPIEXEC:
         runtime = mpi_runtimes.find(options.mpi)
         launcher, env = runtime.command(options.ranks), {**env, **runtime.env}
@@ -179,7 +180,7 @@ def soak(options: argparse.Namespace) -> int:
     runtime = mpi_runtimes.find(options.mpi)
     job = ROOT / "tools" / "test_support" / "soak_job.py"
     words = [str(options.seconds), str(options.seed)]
-    return run((*runtime.command(4), PYTHON, job, *words), env={**RANKS_ENV, **runtime.env})
+    return run((*runtime.command(4), PYTHON, job, *words), env={**RANKS_ENV, **TOOLS_ON_PATH, **runtime.env})
 
 
 def build_wheels(options: argparse.Namespace) -> int:

@@ -15,7 +15,19 @@ import pytest
 import torch
 
 import mpi_runtimes
-from benchmarks import collectives, convergence, elastic, emulated_hosts, hosts_job, nccl, overhead, paper, step, torch_backend
+from benchmarks import (
+    collectives,
+    convergence,
+    elastic,
+    emulated_hosts,
+    hosts_job,
+    nccl,
+    overhead,
+    paper,
+    step,
+    torch_backend,
+    tuned_buckets,
+)
 from benchmarks.cases import FULL, QUICK, all_cases, many_tiny, mlp, with_unused
 from benchmarks.deferral import Deferral, deferred_hook
 from benchmarks.exposure import Compared
@@ -24,11 +36,21 @@ from benchmarks.memory import can_be_measured, kib_in, peak_bytes
 from benchmarks.report import Report
 from benchmarks.skipped_sync import smoothed, synchronizes
 from benchmarks.summary import GeometricMean, Summary, ratio_of_costs
-from benchmarks.targets import BUCKETED, EXPOSED, HOSTS_OVER_RAW, MEMORY, POWER_SGD_FASTER, STEP, WIRE, Target
+from benchmarks.targets import (
+    BUCKETED,
+    EXPOSED,
+    HOSTS_OVER_RAW,
+    MEMORY,
+    POWER_SGD_FASTER,
+    STEP,
+    TUNED_OVER_BEST,
+    TUNED_OVER_DEFAULT,
+    WIRE,
+    Target,
+)
 from benchmarks.timing import Phases, interleaved, order_of_round, slowest
 from benchmarks.wire import minimum_bytes, sent_bytes
-from commands import ToolError
-from environment import ROOT
+from commands import TOOLS_ON_PATH, ToolError
 from syncline.collectives import ProcessGroup
 from syncline.collectives.bench import Buffers, Measurement
 from syncline.collectives.bench import Case as CollectiveCase
@@ -380,8 +402,7 @@ for name, main, words in (
 
 
 def environment(**more: str) -> dict[str, str]:
-    paths = os.pathsep.join((str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")))
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
+    return {**os.environ, **TOOLS_ON_PATH, "OMP_NUM_THREADS": "1", **more}
 
 
 @pytest.fixture(scope="module")
@@ -436,6 +457,31 @@ def test_every_part_of_the_papers_evaluation_is_told_kept_and_drawn(played: Path
     for found in kept["round_robin"].values():
         assert found.keys() == {"the group itself", "1 in turn", "2 in turn", "3 in turn", "none"}
     assert len(drawn_by("paper", played)) == 7
+
+
+def test_tuned_buckets_are_told_and_kept(tmp_path: Path) -> None:
+    runtime = mpi_runtimes.find("mpich")
+    words = ("-m", "benchmarks.tune", "--quick", "--steps", "1", "--cases", "mlp", "--json", tmp_path / "tune.json")
+    command = (*runtime.command(2), sys.executable, *words)
+    done = subprocess.run(command, env=environment(**runtime.env), capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    kept, told = kept_by("tune", tmp_path), done.stdout
+    assert kept.keys() == {"environment", "verdicts", "mpi", "gloo"}
+    for part in ("mpi", "gloo"):
+        (found,) = kept[part].values()
+        assert found["chosen_mb"] == [1.0, 25.0]  # of tiny models there is one bucket, whatever its size
+        assert found["steps_s"].keys() == {"auto", "25, again", "0.5", "1", "4", "8", "25", "100"}
+        assert found["over_best"]["count"] == 1
+    assert "auto chose 25 MiB, the first 1" in told
+    assert [sum(target.what in line for line in kept["verdicts"]) for target in (TUNED_OVER_BEST, TUNED_OVER_DEFAULT)] == [2, 2]
+
+
+def test_the_best_size_is_judged_in_other_rounds_than_those_that_chose_it() -> None:
+    equal = dict.fromkeys(tuned_buckets.CAPS_MB, [2.0] * 4)
+    found = tuned_buckets.Tuned([1.0, 8.0], {**equal, "8": [1.0, 3.0, 1.0, 5.0], "auto": [9.0, 6.0, 9.0, 5.0]})
+    assert found.best == "8"
+    assert found.over_best() == Summary(1.25, 1.5, 1.75, 2)
+    assert found.over("auto", "25").median_s == 3.75
 
 
 def test_policies_of_waiting_are_kept_and_drawn(played: Path) -> None:

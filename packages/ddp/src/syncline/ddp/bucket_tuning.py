@@ -13,15 +13,14 @@ import torch
 from syncline.collectives import InvalidArgumentError, ProcessGroup, ReduceOp
 from syncline.reducer import IterationStatistics, Reducer
 
+from .prediction.forecast import CAPS_BYTES, FIRST_CAP_BYTES, MIB
 from .prediction.replay import ReadyBucket, Workload, rebucket, replay, spread
 
-_MIB = 1 << 20
-_DEFAULT = (_MIB, 25 * _MIB)
-_CAPS_MIB = (0.5, 1, 2, 4, 8, 16, 25, 50, 100)
+_DEFAULT = (FIRST_CAP_BYTES, 25 * MIB)
 _CANDIDATES = (
     _DEFAULT,
-    *((min(_MIB, int(cap * _MIB)), int(cap * _MIB)) for cap in _CAPS_MIB if cap != 25),
-    *((int(cap * _MIB), int(cap * _MIB)) for cap in _CAPS_MIB if cap > 1),
+    *((min(FIRST_CAP_BYTES, cap), cap) for cap in CAPS_BYTES if cap != _DEFAULT[1]),
+    *((cap, cap) for cap in CAPS_BYTES if cap > FIRST_CAP_BYTES),
 )
 _WORTH = 1.02
 """Other sizes than the default must promise so many times its speed."""
@@ -58,7 +57,7 @@ class ReductionCosts:
 
 def measuring_caps(total_bytes: int) -> list[int]:
     """Sizes for the measured steps: small, so that they tell when gradients come. A pure function."""
-    return [max(_MIB, total_bytes // _MEASURED_BUCKETS)]
+    return [max(MIB, total_bytes // _MEASURED_BUCKETS)]
 
 
 def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int, int], float]:
@@ -195,7 +194,7 @@ class BucketTuning:
         return issued - began, time.perf_counter() - began
 
     def _say(self, steps: dict[tuple[int, int], float], costs: ReductionCosts, chosen: tuple[int, ...]) -> None:
-        first, others = (size / _MIB for size in chosen)
+        first, others = (size / MIB for size in chosen)
         best = min(steps.values())
         logger.info(
             'bucket_cap_mb="auto": buckets of %g MiB, the first of %g MiB: predicted %.2f ms until the gradients are there, '
@@ -206,7 +205,7 @@ class BucketTuning:
             1e3 * steps[(chosen[0], chosen[1])],
             1e3 * steps[_DEFAULT],
             1e3 * best,
-            costs.nbytes[-1] / _MIB,
+            costs.nbytes[-1] / MIB,
             1e3 * costs.seconds[-1],
             first,
             others,

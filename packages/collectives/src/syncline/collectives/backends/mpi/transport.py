@@ -13,10 +13,10 @@ from typing_extensions import override
 from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...contract.layout import bytes_of
-from ...contract.reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction
+from ...contract.reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction, divide
 from ...errors import DisagreementError
 from ...failures.stall_watch import StatusPost
-from ...host.reduction import core_op, divide, reduce_in_rank_order
+from ...host.reduction import core_op, reduce_in_rank_order
 from ...host.transport import Request, Transport
 from ...host.wire_tag import wire_tag
 from .call_verifier import CallVerifier

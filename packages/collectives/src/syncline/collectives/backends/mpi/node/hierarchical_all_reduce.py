@@ -9,8 +9,8 @@ import torch
 from ....contract.collective import Collective
 from ....contract.deadline import Deadline
 from ....contract.layout import flat, mark_written
-from ....contract.reduce_op import ReduceOp, Reduction
-from ....host.reduction import combine, core_op, divide
+from ....contract.reduce_op import ReduceOp, Reduction, divide
+from ....host.reduction import combine, core_op
 from ....host.transport import CallKind
 from ..transport import MPITransport
 from .algorithm import Algorithm, chunks, slice_of
