@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
+from ..contract.running_call import RunningCall
 from ..errors import TransportError
 from ..host.transport import Transport
 from ..stores import PrefixStore, Store
@@ -113,7 +114,7 @@ class Reunion(ABC):
     def _connected(self, generation: Generation) -> Transport:
         transport = self.connect(generation, CONNECT_S)
         try:
-            transport.barrier(Collective("barrier"), Deadline(CONNECT_S))
+            transport.barrier(RunningCall(Collective("barrier"), Deadline(CONNECT_S)))
         except (TransportError, TimeoutError) as error:
             transport.abort()
             raise TransportError(f"generation {generation.number} connected, and lost a member at once: {error}") from error
