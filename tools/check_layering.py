@@ -66,6 +66,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "summary",
         "trace_file",
         "extras",
+        "rendering",
         "table",
         "page",
         "report_reader",

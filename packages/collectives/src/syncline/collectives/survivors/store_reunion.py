@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
+from ..contract.running_call import RunningCall
 from ..errors import TransportError
 from ..host.transport import Transport
 from ..stores import PrefixStore, Store
@@ -81,7 +82,7 @@ class StoreReunion(Reunion):
     def _connected(self, generation: Generation) -> Transport:
         transport = self.connect(generation, CONNECT_S)
         try:
-            transport.barrier(Collective("barrier"), Deadline(CONNECT_S))
+            transport.barrier(RunningCall(Collective("barrier"), Deadline(CONNECT_S)))
         except (TransportError, TimeoutError) as error:
             transport.abort()
             raise TransportError(f"generation {generation.number} connected, and lost a member at once: {error}") from error
