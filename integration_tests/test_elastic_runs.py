@@ -11,7 +11,7 @@ from elastic_runs import Run, compare, play
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "run",
-    [Run("gloo", 1), Run("gloo", 0, stops=True)],
+    [Run("gloo", 1), Run("gloo", 0, stops=True), Run("ulfm", 4)],
     ids=lambda run: f"{run.way}-{'stop' if run.stops else 'kill'}-{run.seed}",
 )
 def test_training_goes_on_without_the_lost_ranks(run: Run) -> None:
