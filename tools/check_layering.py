@@ -100,6 +100,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "exit_status",
         "job_abort",
         "node",
+        "reunion",
         "backend",
     ),
     f"{COLLECTIVES}.backends.mpi.node": (

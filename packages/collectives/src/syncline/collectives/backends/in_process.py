@@ -20,8 +20,9 @@ from ..host.reduction import reduce_in_rank_order, reduce_into
 from ..host.transport import Request, Transport
 from ..startup.backend import Backend, ConnectRequest
 from ..stores import InMemoryStore, Store
-from ..survivors.reunion import Generation, Reunion
+from ..survivors.reunion import Generation
 from ..survivors.shrinkable_group import ShrinkableGroup
+from ..survivors.store_reunion import StoreReunion
 
 
 class SharedState:
@@ -290,7 +291,7 @@ class _Receiving(Request):
         return self._source
 
 
-class InProcessReunion(Reunion):
+class InProcessReunion(StoreReunion):
     """Members are threads, who meet in the memory that they share.
 
     Args:
@@ -315,6 +316,8 @@ class InProcessReunion(Reunion):
 
 class InProcessGroup(ShrinkableGroup):
     """A group of threads, one of which may be lost on purpose."""
+
+    _reunion: InProcessReunion
 
     def lose(self) -> None:
         """From now on this rank counts as a process that was killed: for tests of what the others do. It must call no more."""

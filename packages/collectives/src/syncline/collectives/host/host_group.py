@@ -260,7 +260,7 @@ class HostGroup(HostExchanges):
             ranks=ranks,
             device=self._device,
             check_calls=self._check_calls,
-            calls=None if self._calls is None else self._calls.part(name, ranks),
+            calls=None if self._calls is None else self._calls.part(name, members),
             liveness=None if liveness is None else liveness.part(members, rank, transport.lost_ranks),
         )
         made.report_to(self._reporter)
