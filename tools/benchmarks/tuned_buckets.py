@@ -83,20 +83,15 @@ def compare(part: str, cases: Sequence[Case], group: ProcessGroup, rounds: int, 
         found = measure(case, group, rounds)
         figures[case.name] = {"chosen_mb": found.chosen_mb, "best": found.best, "steps_s": found.steps_s}
         rows = [
-            [name, Summary.of(steps_s).in_ms(), _ratio(found.over(name, DEFAULT))] for name, steps_s in found.steps_s.items()
+            [name, Summary.of(steps_s).in_ms(), found.over(name, DEFAULT).as_ratio()] for name, steps_s in found.steps_s.items()
         ]
         report.table(part, f"{case.name}, by MiB: median [quartiles]", ["buckets", "step, ms", "over the default"], rows)
         over_best, over_default = found.over_best(), found.over(AUTO, DEFAULT)
         chosen = "nothing" if found.chosen_mb is None else "{:g} MiB, the first {:g}".format(*reversed(found.chosen_mb))
         report.line(
-            f"auto chose {chosen}; over the best of the even rounds, {found.best}, in the odd ones: {_ratio(over_best)}"
+            f"auto chose {chosen}; over the best of the even rounds, {found.best}, in the odd ones: {over_best.as_ratio()}"
         )
         figures[case.name] |= {"over_best": asdict(over_best), "over_default": asdict(over_default)}
         report.judge(TUNED_OVER_BEST, over_best.median_s, case.name)
         report.judge(TUNED_OVER_DEFAULT, over_default.median_s, case.name)
         report.keep(part, figures)
-
-
-def _ratio(ratios: Summary) -> str:
-    """The median, how far it may be off, and the quartiles."""
-    return f"{ratios.median_s:.3f} +- {ratios.margin_s:.3f} [{ratios.p25_s:.3f} {ratios.p75_s:.3f}]"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from syncline.collectives.testing import processes
 from syncline.collectives.testing.processes import run_processes
 
 pytestmark = pytest.mark.launch
@@ -34,6 +36,22 @@ def run(folder: Path, action: str, **options) -> None:
 def test_all_is_well(tmp_path: Path) -> None:
     run(tmp_path, "nothing")
     assert (tmp_path / "output-1").read_text() == "rank 1 of 2 was here\n"
+
+
+def test_environment_folder_and_exit_are_those_of_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THIS_JOB", "as the caller has it")
+    monkeypatch.chdir(tmp_path)
+    script = "import atexit, os, sys; atexit.register(print, os.getcwd(), os.environ['OF_THIS_JOB'], __name__, sys.path[0])"
+    (tmp_path / "job.py").write_text(script)
+    run_processes(tmp_path / "job.py", 1, tmp_path)
+    assert (tmp_path / "output-0").read_text() == f"{tmp_path} as the caller has it __main__ {tmp_path}\n"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_forks_has_one_thread(tmp_path: Path) -> None:
+    """The others of a process are missing in its forks."""
+    run(tmp_path, "nothing")
+    assert len(list(Path(f"/proc/{processes._server().pid}/task").iterdir())) == 1
 
 
 def test_a_rank_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

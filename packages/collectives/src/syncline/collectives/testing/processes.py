@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-_STACKS_S = 5.0
+_SERVER = Path(__file__).with_name("rank_server.py")
 
 
 def run_processes(
     script: Path, world_size: int, folder: Path, *, timeout_s: float = 100.0, killed: frozenset[int] = frozenset()
 ) -> None:
-    """Start `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all. They import from where this process does.
+    """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all. They import from where this process does.
+
+    They are forks of a process that has loaded torch and done nothing else, which the first call starts (`rank_server`).
 
     Args:
         script: what each rank runs.
@@ -31,40 +34,48 @@ def run_processes(
         subprocess.TimeoutExpired: they took too long.
     """
     outputs = [folder / f"output-{rank}" for rank in range(world_size)]
-    with ExitStack() as opened:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(rank), str(world_size), str(folder)],
-                stdout=opened.enter_context(output.open("w")),
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONFAULTHANDLER": "1"},
-            )
-            for rank, output in enumerate(outputs)
-        ]
-        end_s = time.monotonic() + timeout_s
-        try:
-            statuses = [rank.wait(max(0.0, end_s - time.monotonic())) for rank in ranks]
-        except subprocess.TimeoutExpired:
-            _tell_stacks(ranks)
-            print(_said(outputs), flush=True)
-            raise
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+    job = {
+        "script": str(script),
+        "world_size": world_size,
+        "folder": str(folder),
+        "outputs": [str(output) for output in outputs],
+        "timeout_s": timeout_s,
+        "environ": dict(os.environ),
+        "path": [path for path in sys.path if path],
+        "cwd": os.getcwd(),
+    }
+    answer = _answer(job)
+    if answer["timed_out"]:
+        print(_said(outputs), flush=True)
+        raise subprocess.TimeoutExpired(str(script), timeout_s)
+    statuses = answer["statuses"]
     if any((status >= 0) if rank in killed else (status != 0) for rank, status in enumerate(statuses)):
         raise AssertionError(f"the ranks ended with {statuses}\n{_said(outputs)}")
 
 
-def _tell_stacks(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """End those that run, by the signal at which Python's fault handler prints the stack of every thread."""
-    for rank in ranks:
-        rank.send_signal(signal.SIGABRT)
-    for rank in ranks:
-        try:
-            rank.wait(_STACKS_S)
-        except subprocess.TimeoutExpired:
-            pass  # it is killed
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(job) + "\n")
+    server.stdin.flush()
+    line = server.stdout.readline()
+    if not line:
+        raise AssertionError(f"the process that forks ranks ended, with status {server.wait()}")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """It ends with this process, for that closes its input."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's library starts its threads when it is loaded, and a fork would lose them
+    server = subprocess.Popen(
+        [sys.executable, str(_SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+    )
+    atexit.register(server.communicate)
+    return server
 
 
 def _said(outputs: list[Path]) -> str:

@@ -1,0 +1,87 @@
+"""A process that has loaded torch, and forks ranks: loading torch takes each new process seconds. `run_processes` starts it.
+
+A line of its input is a job, as JSON; a line of its output says how the ranks of that job ended. It runs one job at a time, and
+ends with its input. It has one thread and runs no kernel, so nothing is lost in a fork: a rank runs its script as the main
+module, with the arguments, environment and folder of the job, and ends as any interpreter does. Two things differ from one that
+was started: ranks share the seed of `hash`, and torch and numpy have read their variables of the environment already.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch  # noqa: F401, for those that are forked
+
+_STACKS_S = 5.0
+_POLL_S = 0.01
+
+
+def main() -> None:
+    """Run the jobs of standard input; a rank returns from here with its script run."""
+    gc.freeze()  # else the collector of each rank would search, and so copy, all that torch loaded
+    for line in sys.stdin:
+        job = json.loads(line)
+        ranks = []
+        for rank in range(job["world_size"]):
+            if (process := os.fork()) == 0:
+                _become_rank(rank, job)
+                return
+            ranks.append(process)
+        statuses, timed_out = _wait(ranks, job["timeout_s"])
+        print(json.dumps({"statuses": statuses, "timed_out": timed_out}), flush=True)
+
+
+def _become_rank(rank: int, job: dict[str, Any]) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    output = os.open(job["outputs"][rank], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for opened, standard in ((null, 0), (output, 1), (output, 2)):
+        os.dup2(opened, standard)
+    os.close(null)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(job["environ"])
+    os.chdir(job["cwd"])
+    faulthandler.enable()
+    script = job["script"]
+    sys.path[:] = [os.path.dirname(script), *job["path"]]
+    sys.argv[:] = [script, str(rank), str(job["world_size"]), job["folder"]]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _wait(ranks: Sequence[int], timeout_s: float) -> tuple[list[int], bool]:
+    """Their statuses, as `subprocess` tells them, once all have ended, and whether any had to be killed for that."""
+    statuses: dict[int, int] = {}
+    _reap(ranks, statuses, timeout_s)
+    left = [rank for rank in ranks if rank not in statuses]
+    for number in (signal.SIGABRT, signal.SIGKILL):  # at the first the fault handler prints the stack of every thread
+        for rank in ranks:
+            if rank not in statuses:
+                os.kill(rank, number)
+        _reap(ranks, statuses, _STACKS_S)
+    return [statuses.get(rank, -signal.SIGKILL) for rank in ranks], bool(left)
+
+
+def _reap(ranks: Sequence[int], statuses: dict[int, int], timeout_s: float) -> None:
+    end_s = time.monotonic() + timeout_s
+    while True:
+        for rank in ranks:
+            if rank not in statuses:
+                ended, status = os.waitpid(rank, os.WNOHANG)
+                if ended:
+                    statuses[rank] = os.waitstatus_to_exitcode(status)
+        if len(statuses) == len(ranks) or time.monotonic() > end_s:
+            return
+        time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    main()
