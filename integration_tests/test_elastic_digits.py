@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_runs import recoveries
+
 pytestmark = pytest.mark.launch
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +32,6 @@ logging.basicConfig(format="%(created).3f %(message)s")
 logging.getLogger("syncline").setLevel(logging.DEBUG)
 runpy.run_path("digits.py", run_name="__main__")
 """
-MARKS = {"noticed": "rank lost", "agreed": "member ", "went on": "went on with", "applied": "applied step"}
 
 
 def the_diff() -> str:
@@ -77,21 +78,6 @@ def wait_for(folder: Path, text: str, rank: int, timeout_s: float = 200.0) -> No
         time.sleep(0.05)
 
 
-def recovery_times(said: str, killed_s: float) -> dict[str, float] | None:
-    """After how many seconds after a kill a rank did what, from what it said; None if it was not training when it happened."""
-    found: dict[str, float] = {}
-    wanted = list(MARKS)
-    for line in said.splitlines():
-        when, _, words = line.partition(" ")
-        if not wanted or not when.replace(".", "", 1).isdigit():
-            continue
-        if float(when) > killed_s and words.startswith(MARKS[wanted[0]]):
-            found[wanted.pop(0)] = float(when) - killed_s
-    before = [line for line in said.splitlines() if line[:10].isdigit() and float(line.partition(" ")[0]) <= killed_s]
-    was_training = bool(before) and " applied step" in before[-1]
-    return found if was_training and not wanted else None
-
-
 def processes_in(folder: Path) -> list[int]:
     """The processes that work in a folder."""
     found = []
@@ -102,13 +88,6 @@ def processes_in(folder: Path) -> list[int]:
         except OSError:
             continue  # it has ended, or is somebody else's
     return found
-
-
-def test_times_of_a_recovery_are_read_from_what_a_rank_says() -> None:
-    lines = ["1.0 applied step 3", "3.0 rank lost or", "3.5 member 1: generation", "4.0 went on with 2", "4.25 applied step 4"]
-    said = "\n".join(["1000000000.0 applied step 2", *(f"100000000{line}" for line in lines)])
-    assert recovery_times(said, 1000000002.0) == {"noticed": 1.0, "agreed": 1.5, "went on": 2.0, "applied": 2.25}
-    assert recovery_times(said, 1000000003.2) is None
 
 
 def test_ten_lines_make_it_elastic() -> None:
@@ -150,6 +129,6 @@ def test_digits_goes_on_when_ranks_are_killed(tmp_path: Path, seed: int) -> None
 
 def write_times(said: Sequence[str], killed_s: Sequence[float]) -> None:
     if "SYNCLINE_ELASTIC_TIMES" in os.environ:
-        times = [recovery_times(text, when) for when in killed_s for text in said]
+        times = [each for text in said for each in recoveries(text, killed_s)]
         with Path(os.environ["SYNCLINE_ELASTIC_TIMES"]).open("a") as file:
-            file.writelines(f"{json.dumps(entry)}\n" for entry in times if entry is not None)
+            file.writelines(f"{json.dumps(entry)}\n" for entry in times)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mpi_runtimes
-from commands import ROOT
+from commands import ROOT, TOOLS_ON_PATH
 from environment import PYTHON
 
 JOB = ROOT / "tools" / "test_support" / "chaos_job.py"
@@ -85,7 +85,7 @@ def play(run: Run) -> Outcome:
 def _start(run: Run, folder: Path, output: object) -> list[subprocess.Popen[bytes]]:
     backend = "gloo" if run.way == "gloo" else "mpi"
     program = [str(PYTHON), str(JOB), backend, str(folder), str(run.seed), run.what]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "SYNCLINE_REPORT_DIR": str(folder)}
+    environ = {**os.environ, **TOOLS_ON_PATH, "OMP_NUM_THREADS": "1", "SYNCLINE_REPORT_DIR": str(folder)}
     commands = []
     if backend == "gloo":
         commands = [(program, {"CHAOS_RANK": str(rank), "CHAOS_SIZE": str(run.ranks)}) for rank in range(run.ranks)]

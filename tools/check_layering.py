@@ -66,6 +66,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "summary",
         "trace_file",
         "extras",
+        "rendering",
         "table",
         "page",
         "report_reader",
@@ -99,6 +100,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "exit_status",
         "job_abort",
         "node",
+        "reunion",
         "backend",
     ),
     f"{COLLECTIVES}.backends.mpi.node": (

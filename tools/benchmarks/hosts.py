@@ -11,6 +11,7 @@ sizes       all-reduces of 1, 4, 25 and 64 MiB of plain memory: ours, MPI's own,
 hooks       steps of an MLP: MPI's own all-reduce, ours, each hook of ours, torch's DDP; and their bytes on the wire
 buckets     steps by bucket size, from one reduction a parameter to one in all
 overlap     steps with buckets reduced during backward, after it, and not at all
+tune        steps with the buckets that bucket_cap_mb="auto" has chosen, beside fixed sizes
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from commands import ToolError
 
 from . import hosts_job, session
 from .emulated_hosts import EmulatedHosts
+from .tune import add_cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="2 to 8 (default: 2)")
     parser.add_argument("--rate", default="1gbit", help="of the wire, as tc has it (default: 1gbit)")
     parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich", help="default: mpich")
+    add_cases(parser)
     options = session.parse(parser, arguments)
     try:
         return _run(options)
@@ -65,6 +68,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _passed_on(options: argparse.Namespace, kept: Path, per_host: int) -> list[str]:
     words = ["--parts", *options.parts, "--steps", str(options.steps), "--json", str(kept)]
+    words += ["--cases", *options.cases]
     words += ["--quick"] if options.quick else []
     return words if options.plot is None else [*words, "--plot", str(options.plot.resolve() / f"{per_host}-per-host")]
 

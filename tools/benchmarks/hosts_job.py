@@ -46,6 +46,7 @@ from .report import Report
 from .summary import Summary
 from .targets import BUCKETED, HOSTS_OVER_RAW, POWER_SGD_FASTER, WIRE
 from .timing import interleaved
+from .tune import add_cases, tune
 from .wire import host_count, measure_sent, minimum_bytes
 
 WIRE_REPEATS = 3
@@ -78,7 +79,9 @@ HOOKS: dict[str, tuple[Callable[[ProcessGroup | None], object], Callable[..., An
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Every rank of the job calls it."""
-    return session.play("hosts", __doc__, PARTS, arguments)
+    parser = session.parser(__doc__, list(PARTS))
+    add_cases(parser)
+    return session.play_parsed("hosts", PARTS, session.parse(parser, arguments))
 
 
 def _collective(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
@@ -210,6 +213,7 @@ PARTS: dict[str, session.Part] = {
     "hooks": _hooks,
     "buckets": _buckets,
     "overlap": _overlap,
+    "tune": tune,
 }
 
 if __name__ == "__main__":

@@ -3,13 +3,17 @@ Training", VLDB 2020.
 
     python3 tools/dev.py bench paper [--parts breakdown] [--json PATH] [--plot FOLDER]
 
-breakdown    (its figure 6) forward, backward, communication with and without overlap, optimizer; ours and torch's
+tensors      (its figure 2) what a fixed sum of 16 MiB takes, all-reduced in tensors of 16 KiB to 16 MiB; ours and torch's
+ready        (figure 2) when the gradients of a model are ready
+breakdown    (figure 6) forward, backward, communication with and without overlap, optimizer; ours and torch's
 buckets      (figures 7 and 8) steps by bucket size
 no_sync      (figures 10 and 11) the mean iteration when gradients are synchronised every 1, 2, 4, 8 iterations, and the
              optimizer steps as often; and the loss on handwritten digits meanwhile, at the paper's batch sizes and rates
+scaling      (figure 9) the share of a rank's speed on up to 256 ranks: predicted from a trace of these, for two networks
 round_robin  (figure 12) steps with buckets reduced by the group itself, and by new ones in turn
 
-Models are those of the step benchmark. Each part is a table, a picture, and an entry of the JSON file.
+All of it ends within ten minutes with two ranks on two cores. Models are those of the step benchmark. Each part is a table, a
+picture, and an entry of the JSON file.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from functools import partial
 from importlib.util import find_spec
 
 from syncline.collectives import ProcessGroup, RoundRobinGroup
+from syncline.collectives.bench.sizes import in_words
 from syncline.hooks import allreduce_hook
 
-from . import bucket_sweep, picture, session
+from . import bucket_sweep, fixed_sum, picture, scaling, session
 from .cases import Case, mlp, residual_cnn, transformer
 from .contenders import ALONE, NATIVE, OURS, Wrap, alone, native, ours, trainers
 from .deferral import without_overlap
@@ -35,12 +40,15 @@ from .skipped_sync import EVERY, WINDOW, WindowOfSteps, losses, smoothed
 from .summary import Summary
 from .timing import Step, interleaved
 
+STEPS = 12
+"""By default, so that the whole ends in time."""
 AFTER = ", after backward"
 GROUPS = (1, 2, 3)
 PLAIN = "the group itself"
 """Its buckets lie in memory that ranks share; those of groups in turn do not, not even of one."""
 ROUND_ROBIN_CAP_MB = 5.0
 """Small enough that there are buckets to take turns with."""
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
 BATCHES = ((8, 0.02), (256, 0.06))
 """Images of a rank and learning rate, as in the paper."""
 
@@ -48,10 +56,53 @@ BATCHES = ((8, 0.02), (256, 0.06))
 def main(arguments: Sequence[str] | None = None) -> int:
     """Every rank of the job calls it."""
     parser = session.parser(__doc__, list(PARTS))
+    parser.set_defaults(steps=STEPS)
     options = session.parse(parser, arguments)
     if "no_sync" in options.parts and find_spec("sklearn") is None:
         parser.error("--parts no_sync needs scikit-learn: pip install 'syncline-ddp[examples]', or name the other parts")
     return session.play_parsed("paper", PARTS, options)
+
+
+def _tensors(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    total, smallest = (2**16, 2**12) if options.quick else (2**24, 2**14)
+    sizes = fixed_sum.tensor_sizes(total, smallest)
+    found = fixed_sum.by_tensor_size(total, sizes, group, -(-options.steps // 3))
+    shown = {name: {in_words(size): summary for size, summary in by_size.items()} for name, by_size in found.items()}
+    rows = [[size, *(by_size[size].in_ms() for by_size in shown.values())] for size in map(in_words, sizes)]
+    report.table("tensors", f"all-reduce of {in_words(total)} in all, ms: median [quartiles]", ["each tensor", *shown], rows)
+    report.keep("tensors", bucket_sweep.as_figures(shown))
+    picture.lines(report.picture("tensors"), f"all-reduce of {in_words(total)}, {group.size} ranks", "bytes of a tensor", shown)
+
+
+def _ready(options: argparse.Namespace, _: ProcessGroup, report: Report) -> None:
+    scale = session.scale(options)
+    found = {
+        case.name: fixed_sum.arrivals(case, options.steps)
+        for case in (mlp(16, scale), transformer(2, scale), residual_cnn(4, scale))
+    }
+    rows = [
+        [name, *(f"{1e3 * next(second for second, share in came if share >= part):.2f}" for part in QUARTERS)]
+        for name, came in found.items()
+    ]
+    head = ["model", *(f"{100 * part:g} %" for part in QUARTERS)]
+    report.table("ready", "ms of backward until this part of the gradients' elements is ready, medians", head, rows)
+    report.keep("ready", found)
+    shown = {name: [(1e3 * second, 100 * share) for second, share in came] for name, came in found.items()}
+    picture.points(report.picture("ready"), "gradients that are ready", ("backward [ms]", "elements [%]"), shown)
+
+
+def _scaling(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    figures = {}
+    for number, case in enumerate((mlp(64, session.scale(options)), transformer(8, session.scale(options)))):
+        found = scaling.efficiencies(scaling.on_networks(scaling.traced(case, group, options.steps)))
+        rows = [[name, *(f"{100 * share:.0f}" for share in shares.values())] for name, shares in found.items()]
+        title = f"{case.name}: predicted, % of a rank's speed by number of ranks"
+        report.table("scaling", title, ["network, buckets", *map(str, scaling.RANKS)], rows)
+        figures[case.name] = found
+        shown = {name: [(ranks, 100 * share) for ranks, share in shares.items()] for name, shares in found.items()}
+        labels = ("ranks, one on each node", "speed of each rank [% of one alone], predicted")
+        picture.points(report.picture(f"scaling-{number}"), case.name, labels, shown, x_base=2)
+    report.keep("scaling", figures)
 
 
 def _breakdown(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
@@ -162,9 +213,12 @@ def _some_groups(group: ProcessGroup, count: int) -> list[ProcessGroup]:
 
 
 PARTS: dict[str, session.Part] = {
+    "tensors": _tensors,
+    "ready": _ready,
     "breakdown": _breakdown,
     "buckets": _buckets,
     "no_sync": _no_sync,
+    "scaling": _scaling,
     "round_robin": _round_robin,
 }
 

@@ -84,6 +84,29 @@ def curves(path: Path | None, title: str, labels: tuple[str, str], series: Mappi
         axes.legend()
 
 
+def points(
+    path: Path | None,
+    title: str,
+    labels: tuple[str, str],
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    x_base: int | None = None,
+) -> None:
+    """A line for each name through its points; over a logarithmic axis where there is a base."""
+    with _axes(path, title) as axes:
+        if axes is None:
+            return
+        for name, found in series.items():
+            axes.plot([x for x, _ in found], [y for _, y in found], marker=".", label=name)
+        if x_base is not None:
+            axes.set_xscale("log", base=x_base)
+            axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel(labels[0])
+        axes.set_ylabel(labels[1])
+        axes.set_ylim(bottom=0)
+        axes.legend()
+
+
 @contextmanager
 def _axes(path: Path | None, title: str, height: float = 4.5) -> Iterator[Any]:
     """Axes that are written to `path` in the end; None where there is none."""

@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,19 @@ def _run(options: argparse.Namespace, runtime: MpiRuntime) -> None:
     figures: dict[str, dict[str, Any]] = {}
     for rate in options.rates:
         with tempfile.TemporaryDirectory() as folder:
-            measured = _measure(rate, Path(folder), options, runtime)
-            figures[rate] = {"measured": measured, **_predict(Path(folder), sorted(measured))}
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+            for measured in _measure(rate, Path(folder), options, runtime):
+                figures[rate] = {"measured": dict(measured), **_predict(Path(folder), sorted(measured))}
+                _keep(figures, options.json)
+    _show(figures)
+
+
+def _keep(figures: Mapping[str, Any], path: Path | None) -> None:
+    """Written anew after each measurement: a run that ends early leaves what it had."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _show(figures: Mapping[str, Any]) -> None:
     rows = [("wire", "hosts", "measured, ms", "predicted, ms", "error", "all-reduce of 2 MiB, ms", "modelled, ms")]
     for rate, kept in figures.items():
         for count, measured in kept["measured"].items():
@@ -81,9 +90,11 @@ def _run(options: argparse.Namespace, runtime: MpiRuntime) -> None:
     print(aligned(rows))
 
 
-def _measure(rate: str, folder: Path, options: argparse.Namespace, runtime: MpiRuntime) -> dict[int, dict[str, float]]:
-    """What is measured on each number of hosts. What the prediction needs lies in the folder afterwards."""
-    found = {}
+def _measure(
+    rate: str, folder: Path, options: argparse.Namespace, runtime: MpiRuntime
+) -> Iterator[dict[int, dict[str, float]]]:
+    """What is measured on each number of hosts so far, after each; the folder then has what predictions need."""
+    found: dict[int, dict[str, float]] = {}
     for count in sorted({_TRACED, *options.hosts}):
         words: list[str | Path] = [sys.executable, "-m", "benchmarks.predict_job", "--steps", str(options.steps)]
         words += ["--json", folder / "steps.json"]
@@ -94,7 +105,7 @@ def _measure(rate: str, folder: Path, options: argparse.Namespace, runtime: MpiR
                 _check(hosts.run(runtime, 1, (*bench, "--sizes", *_SIZES, "--json", _bench(folder))))
             _check(hosts.run(runtime, 1, words))
         found[count] = json.loads((folder / "steps.json").read_text())
-    return found
+        yield found
 
 
 def _check(status: int) -> None:

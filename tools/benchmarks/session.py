@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import MisuseError, ProcessGroup, destroy_process_group, init_process_group
+from syncline.collectives import MisuseError, ProcessGroup, destroy_process_group, exchange_objects, init_process_group
 from syncline.collectives.bench.plot import require_matplotlib
 from syncline.collectives.startup.rendezvous import tcp_store_of_rank_0
 
@@ -90,3 +92,13 @@ def groups() -> Iterator[ProcessGroup]:
         dist.destroy_process_group()
         destroy_process_group()
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def shared_folder(group: ProcessGroup) -> Iterator[Path]:
+    """A folder of ranks of one machine; deleted in the end. A collective."""
+    folder = Path(exchange_objects(tempfile.mkdtemp() if group.rank == 0 else "", group=group)[0])
+    yield folder
+    group.barrier()
+    if group.rank == 0:
+        shutil.rmtree(folder)

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+from .cases import Case
+
+_LAYERS, _LAYER_BYTES = 16, 1 << 20
+
 
 class SleepingModel(torch.nn.Module):
     """Layers of equal size, each a matrix that is only a place for a gradient.
@@ -43,3 +47,13 @@ class _Sleep(torch.autograd.Function):
         time.sleep(ctx.backward_s)
         (weight,) = ctx.saved_tensors
         return gradient, torch.zeros_like(weight), None, None
+
+
+def sleeping_layers(backward_s: float) -> Case:
+    """16 of them with gradients of 1 MiB each; forward takes a third as long as backward."""
+    return Case(
+        f"{_LAYERS} layers that sleep",
+        lambda: SleepingModel(_LAYERS, _LAYER_BYTES, backward_s / 3, backward_s),
+        lambda: torch.zeros((), requires_grad=True),
+        lambda output, _: output,
+    )

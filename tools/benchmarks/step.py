@@ -10,6 +10,7 @@ cases    each model: median and quartiles of a step, ours over torch's, and the 
          unsynchronised step of the same round), ours over torch's, with the geometric mean over the models
 unused   the same with find_unused_parameters, each model with a layer that nothing reaches
 buckets  steps by bucket size, from one parameter a bucket to all in one
+record   steps that are recorded (`model.trace`) over steps that are not
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from functools import partial
 
 from syncline.collectives import ProcessGroup, exchange_objects
 
-from . import bucket_sweep, memory, picture, session
-from .cases import Case, all_cases, mlp, transformer, with_unused
+from . import bucket_sweep, memory, picture, recording, session
+from .cases import Case, all_cases, many_tiny, mlp, transformer, with_unused
 from .contenders import NATIVE, OURS, VIEWS, Wrap, native, ours, trainers, with_and_without_views
 from .exposure import Compared
 from .report import Report
-from .summary import GeometricMean, as_times
-from .targets import EXPOSED, MEMORY, STEP, STEP_MEAN
+from .summary import GeometricMean, Summary, as_times
+from .targets import EXPOSED, MEMORY, RECORDING, STEP, STEP_MEAN
 from .timing import interleaved
 
 
@@ -103,11 +104,30 @@ def _peak(case: Case, wrap: Wrap, group: ProcessGroup) -> int:
     return max(peaks)
 
 
+def _record(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    scale = session.scale(options)
+    found = {
+        case.name: recording.measure(case, group, options.steps)
+        for case in (mlp(16, scale), transformer(2, scale), many_tiny(scale))
+    }
+    rows = [
+        [case, name, Summary.of(one.steps_s[name]).in_ms(), one.over_plain(name).as_ratio()]
+        for case, one in found.items()
+        for name in one.steps_s
+    ]
+    head = ["model", "step", "ms", "over not recorded"]
+    report.table("record", "median [quartiles]; ratios of the same round, +- how far the median may be off", head, rows)
+    worst = [(one.over_plain(recording.RECORDED).median_s, case) for case, one in found.items()]
+    report.judge_worst(RECORDING, worst)
+    report.keep("record", {case: one.steps_s for case, one in found.items()})
+
+
 PARTS: dict[str, session.Part] = {
     "memory": _memory,  # first: what other parts leave in the process would count
     "cases": _cases,
     "unused": _unused,
     "buckets": _buckets,
+    "record": _record,
 }
 
 if __name__ == "__main__":

@@ -50,6 +50,10 @@ class Summary:
         """The same in microseconds."""
         return self._in(1e6)
 
+    def as_ratio(self) -> str:
+        """Of samples that are ratios, not seconds: the median, how far it may be off, and the quartiles."""
+        return f"{self.median_s:.3f} +- {self.margin_s:.3f} [{self.p25_s:.3f} {self.p75_s:.3f}]"
+
     def _in(self, per_second: float) -> str:
         return f"{per_second * self.median_s:.2f} [{per_second * self.p25_s:.2f} {per_second * self.p75_s:.2f}]"
 

@@ -18,10 +18,12 @@ from pathlib import Path
 import torch
 
 from syncline import collectives as sc
+from test_support.random_collectives import issue
 
 TIMEOUT_S = 6.0
 DELAY_S = 1.5
 _MOST_CALLS = 100_000
+_SIZES = (1, 1000, 20_000, 1_000_000)
 _PATIENCE_S = 12.0
 
 
@@ -30,26 +32,6 @@ def hit(what: str, after_s: float, folder: Path) -> None:
     time.sleep(after_s)
     (folder / "victim").write_text(json.dumps({"pid": os.getpid(), "when": time.time()}))
     os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
-
-
-def call(draw: random.Random, group: sc.ProcessGroup, step: int) -> None:
-    """One random collective; its result is checked where that is cheap."""
-    numel = draw.choice((1, 1000, 20_000, 1_000_000))
-    name = draw.choice(("all_reduce", "all_reduce", "async", "broadcast", "gather", "barrier", "scatter"))
-    tensor = torch.full((numel,), float(step % 7))
-    if name == "all_reduce":
-        group.all_reduce(tensor)
-        assert tensor[0] == group.size * (step % 7)
-    elif name == "async":
-        group.all_reduce(tensor, async_op=True).wait()
-    elif name == "broadcast":
-        group.broadcast(tensor, draw.randrange(group.size))
-    elif name == "gather":
-        group.all_gather_into_tensor(torch.empty(numel * group.size), tensor)
-    elif name == "scatter":
-        group.reduce_scatter_tensor(torch.empty(numel), tensor.repeat(group.size))
-    else:
-        group.barrier()
 
 
 def main(backend: str, folder: Path, seed: int, what: str) -> None:
@@ -70,7 +52,7 @@ def main(backend: str, folder: Path, seed: int, what: str) -> None:
         for step in range(_MOST_CALLS if what != "delay" else 40):
             if group.rank == victim and what == "delay" and step == delayed:
                 time.sleep(DELAY_S)
-            call(draw, group, step)
+            issue(draw, group, torch.full((draw.choice(_SIZES),), float(step % 7)))
         seen: dict[str, object] = {"error": None}
     except sc.TransportError as error:
         ranks = error.ranks if isinstance(error, sc.RankLostError) else ()

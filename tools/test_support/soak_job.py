@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from syncline import collectives as sc
+from test_support.random_collectives import issue
 
 THREADS = 3
 _AGREE_EVERY = 20
@@ -41,27 +42,6 @@ def memory_mib() -> list[float]:
     return [status["VmRSS:"], status["RssAnon:"], status["RssShmem:"], *heap]
 
 
-def call(draw: random.Random, group: sc.ProcessGroup) -> None:
-    """One random collective of a random size."""
-    numel, name = draw.choice(_SIZES), draw.choice(("all_reduce", "async", "broadcast", "gather", "scatter", "barrier"))
-    tensor = torch.ones(numel, dtype=draw.choice((torch.float32, torch.float64, torch.bfloat16)))
-    if name == "all_reduce":
-        group.all_reduce(tensor)
-        assert tensor[-1] == group.size
-    elif name == "async":
-        works = [group.all_reduce(each, async_op=True) for each in tensor.chunk(3)]
-        for work in works:
-            work.wait()
-    elif name == "broadcast":
-        group.broadcast(tensor, draw.randrange(group.size))
-    elif name == "gather":
-        group.all_gather_into_tensor(tensor.new_empty(numel * group.size), tensor)
-    elif name == "scatter":
-        group.reduce_scatter_tensor(tensor.new_empty(numel), tensor.repeat(group.size))
-    else:
-        group.barrier()
-
-
 class Load(threading.Thread):
     """Issues collectives on one group until the ranks agree that the time is over."""
 
@@ -77,7 +57,8 @@ class Load(threading.Thread):
         is_over = torch.zeros(1)
         while not is_over.item():
             for _ in range(_AGREE_EVERY):
-                call(self._draw, self._group)
+                dtype = self._draw.choice((torch.float32, torch.float64, torch.bfloat16))
+                issue(self._draw, self._group, torch.ones(self._draw.choice(_SIZES), dtype=dtype), works=3)
                 self.calls += 1
             is_over.fill_(time.monotonic() > self._end_s)
             self._group.all_reduce(is_over, sc.ReduceOp.MAX)

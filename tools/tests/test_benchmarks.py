@@ -15,7 +15,21 @@ import pytest
 import torch
 
 import mpi_runtimes
-from benchmarks import collectives, convergence, elastic, emulated_hosts, hosts_job, nccl, overhead, paper, step, torch_backend
+from benchmarks import (
+    collectives,
+    convergence,
+    elastic,
+    emulated_hosts,
+    fixed_sum,
+    hosts_job,
+    nccl,
+    overhead,
+    paper,
+    scaling,
+    step,
+    torch_backend,
+    tuned_buckets,
+)
 from benchmarks.cases import FULL, QUICK, all_cases, many_tiny, mlp, with_unused
 from benchmarks.deferral import Deferral, deferred_hook
 from benchmarks.exposure import Compared
@@ -24,17 +38,28 @@ from benchmarks.memory import can_be_measured, kib_in, peak_bytes
 from benchmarks.report import Report
 from benchmarks.skipped_sync import smoothed, synchronizes
 from benchmarks.summary import GeometricMean, Summary, ratio_of_costs
-from benchmarks.targets import BUCKETED, EXPOSED, HOSTS_OVER_RAW, MEMORY, POWER_SGD_FASTER, STEP, WIRE, Target
+from benchmarks.targets import (
+    BUCKETED,
+    EXPOSED,
+    HOSTS_OVER_RAW,
+    MEMORY,
+    POWER_SGD_FASTER,
+    STEP,
+    TUNED_OVER_BEST,
+    TUNED_OVER_DEFAULT,
+    WIRE,
+    Target,
+)
 from benchmarks.timing import Phases, interleaved, order_of_round, slowest
 from benchmarks.wire import minimum_bytes, sent_bytes
-from commands import ToolError
-from environment import ROOT
+from commands import TOOLS_ON_PATH, ToolError
 from syncline.collectives import ProcessGroup
 from syncline.collectives.bench import Buffers, Measurement
 from syncline.collectives.bench import Case as CollectiveCase
 from syncline.collectives.bench.kinds import Allocate
 from syncline.collectives.bench.subjects import Floor
 from syncline.collectives.testing import run_ranks
+from syncline.ddp.prediction.replay import ReadyBucket, Workload, spread
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -380,8 +405,7 @@ for name, main, words in (
 
 
 def environment(**more: str) -> dict[str, str]:
-    paths = os.pathsep.join((str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")))
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
+    return {**os.environ, **TOOLS_ON_PATH, "OMP_NUM_THREADS": "1", **more}
 
 
 @pytest.fixture(scope="module")
@@ -416,6 +440,7 @@ def test_steps_are_told_kept_and_drawn(played: Path) -> None:
         assert all(case["steps"].keys() == contenders for case in kept[part]["cases"].values())
         assert kept[part]["exposed_ratio"]["ours"]["cases"] == 8
     assert kept["buckets"]["steps"]["ours"].keys() >= {"one each", "25", "all in one"}
+    assert all(steps.keys() == {"not recorded", "not recorded, again", "recorded"} for steps in kept["record"].values())
     judged = [sum(target.what in line for line in kept["verdicts"]) for target in (STEP, EXPOSED, MEMORY)]
     assert judged == [4, 4, 2 if can_be_measured() else 0]
     assert all(line in (played / "told").read_text() for line in kept["verdicts"])
@@ -435,7 +460,57 @@ def test_every_part_of_the_papers_evaluation_is_told_kept_and_drawn(played: Path
         assert losses["1"][-1] != losses["8"][-1]  # trained otherwise
     for found in kept["round_robin"].values():
         assert found.keys() == {"the group itself", "1 in turn", "2 in turn", "3 in turn", "none"}
-    assert len(drawn_by("paper", played)) == 7
+    assert kept["tensors"].keys() == {"ours", "torch"}
+    assert kept["tensors"]["ours"].keys() == {"4K", "16K", "64K"}
+    for came in kept["ready"].values():
+        assert [second for second, _ in came] == sorted(second for second, _ in came)
+        assert came[-1][1] == 1.0
+    for by_size in kept["scaling"].values():
+        assert by_size.keys() == {f"{link}, {size} MiB" for link in scaling.NETWORKS for size in (1, 25, 100)}
+        assert all(list(shares) == [str(ranks) for ranks in scaling.RANKS] for shares in by_size.values())
+    assert len(drawn_by("paper", played)) == 11
+
+
+def test_tuned_buckets_are_told_and_kept(tmp_path: Path) -> None:
+    runtime = mpi_runtimes.find("mpich")
+    words = ("-m", "benchmarks.tune", "--quick", "--steps", "1", "--cases", "mlp", "--json", tmp_path / "tune.json")
+    command = (*runtime.command(2), sys.executable, *words)
+    done = subprocess.run(command, env=environment(**runtime.env), capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    kept, told = kept_by("tune", tmp_path), done.stdout
+    assert kept.keys() == {"environment", "verdicts", "mpi", "gloo"}
+    for part in ("mpi", "gloo"):
+        (found,) = kept[part].values()
+        assert found["chosen_mb"] == [1.0, 25.0]  # of tiny models there is one bucket, whatever its size
+        assert found["steps_s"].keys() == {"auto", "25, again", "0.5", "1", "4", "8", "25", "100"}
+        assert found["over_best"]["count"] == 1
+    assert "auto chose 25 MiB, the first 1" in told
+    assert [sum(target.what in line for line in kept["verdicts"]) for target in (TUNED_OVER_BEST, TUNED_OVER_DEFAULT)] == [2, 2]
+
+
+def test_the_best_size_is_judged_in_other_rounds_than_those_that_chose_it() -> None:
+    equal = dict.fromkeys(tuned_buckets.CAPS_MB, [2.0] * 4)
+    found = tuned_buckets.Tuned([1.0, 8.0], {**equal, "8": [1.0, 3.0, 1.0, 5.0], "auto": [9.0, 6.0, 9.0, 5.0]})
+    assert found.best == "8"
+    assert found.over_best() == Summary(1.25, 1.5, 1.75, 2)
+    assert found.over("auto", "25").median_s == 3.75
+
+
+@pytest.mark.parametrize(("total", "smallest", "sizes"), [(64, 4, [4, 16, 64]), (100, 4, [4, 16, 64, 100]), (4, 4, [4])])
+def test_sizes_of_the_tensors_of_a_fixed_sum(total: int, smallest: int, sizes: list[int]) -> None:
+    assert fixed_sum.tensor_sizes(total, smallest) == sizes
+
+
+def test_the_share_of_the_gradients_that_are_ready() -> None:
+    assert fixed_sum.shares([(0.1, 1), (0.2, 2), (0.4, 1)]) == [(0.1, 0.25), (0.2, 0.75), (0.4, 1.0)]
+
+
+def test_scaling_is_near_linear_with_good_buckets_and_ends_with_one_in_all() -> None:
+    came = [spread([(256, 1024)] * 32, [2.0**20] * 32, 0.1, 0.4)[place : place + 1] for place in range(32)]
+    workload = Workload(tuple(ReadyBucket(one, one[0].came_s) for one in came), 0.4, 0.05)
+    fast = {size: scaling.efficiencies(scaling.on_networks(workload))[f"100 Gbit/s, 10 us, {size} MiB"] for size in (25, 100)}
+    assert min(fast[25].values()) > 0.95
+    assert all(one < many for one, many in zip(fast[100].values(), fast[25].values(), strict=True))
 
 
 def test_policies_of_waiting_are_kept_and_drawn(played: Path) -> None:

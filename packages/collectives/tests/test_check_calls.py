@@ -9,6 +9,7 @@ import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.backends.in_process import InProcessTransport, SharedState
+from syncline.collectives.contract.collective import Collective
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.ranks
 class Trusting(InProcessTransport):
     """Does not compare the calls, as Gloo does not."""
 
-    def _meet(self, call, value, deadline):
-        return super()._meet(call._replace(name="anything", tensor=None, op=None, root=None, detail=""), value, deadline)
+    def _meet(self, call, value):
+        return super()._meet(call._replace(collective=Collective("anything")), value)
 
 
 def on_two_ranks(body: Callable[[ProcessGroup], object], *, check_calls: bool = True) -> None:

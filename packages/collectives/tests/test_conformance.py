@@ -99,7 +99,7 @@ def test_run_conformance_runs_everything_on_new_groups() -> None:
 
 def test_run_conformance_names_the_check() -> None:
     class Wrong(InProcessTransport):
-        def broadcast(self, tensor, root, call, deadline) -> None:
+        def broadcast(self, tensor, root, call) -> None:
             tensor.zero_()
 
     def make() -> ProcessGroup:
@@ -113,51 +113,51 @@ def test_run_conformance_names_the_check() -> None:
 
 
 class NeverCommunicates(InProcessTransport):
-    def all_reduce(self, tensor, op, call, deadline) -> None:
-        tensor.mul_(len(self._show(tensor, call, deadline)))
+    def all_reduce(self, tensor, op, call) -> None:
+        tensor.mul_(len(self._show(tensor, call)))
 
 
 class WrongRoot(InProcessTransport):
-    def broadcast(self, tensor, root, call, deadline) -> None:
-        tensors = [shown.clone() for shown in self._show(tensor, call, deadline)]
-        self.barrier(call, deadline)
+    def broadcast(self, tensor, root, call) -> None:
+        tensors = [shown.clone() for shown in self._show(tensor, call)]
+        self.barrier(call)
         tensor.copy_(tensors[0])
 
 
 class OwnOrder(InProcessTransport):
     """Each rank adds starting with its own: the same value up to rounding, other bits."""
 
-    def all_reduce(self, tensor, op, call, deadline) -> None:
+    def all_reduce(self, tensor, op, call) -> None:
         if op is not ReduceOp.SUM:
-            return super().all_reduce(tensor, op, call, deadline)
-        shown = self._show(tensor, call, deadline)
+            return super().all_reduce(tensor, op, call)
+        shown = self._show(tensor, call)
         result = reduce_in_rank_order(op, [*shown[self._rank :], *shown[: self._rank]])
-        self.barrier(call, deadline)
+        self.barrier(call)
         tensor.copy_(result)
         return None
 
 
 class BarrierThatDoesNotWait(InProcessTransport):
-    def barrier(self, call, deadline) -> None:
-        if call.name != "barrier":
-            super().barrier(call, deadline)
+    def barrier(self, call) -> None:
+        if call.collective.name != "barrier":
+            super().barrier(call)
 
 
 class ReversedOutputs(InProcessTransport):
-    def all_gather(self, block, tensor, call, deadline) -> None:
-        super().all_gather(block, tensor, call, deadline)
+    def all_gather(self, block, tensor, call) -> None:
+        super().all_gather(block, tensor, call)
         block.copy_(block.view(self._size, -1).flip(0).reshape(-1))
 
 
 class NarrowHalves(InProcessTransport):
-    def all_reduce(self, tensor, op, call, deadline) -> None:
+    def all_reduce(self, tensor, op, call) -> None:
         if tensor.dtype is not torch.bfloat16 or op is not ReduceOp.SUM:
-            return super().all_reduce(tensor, op, call, deadline)
-        shown = self._show(tensor, call, deadline)
+            return super().all_reduce(tensor, op, call)
+        shown = self._show(tensor, call)
         result = shown[0].clone()
         for term in shown[1:]:
             result += term
-        self.barrier(call, deadline)
+        self.barrier(call)
         tensor.copy_(result)
         return None
 

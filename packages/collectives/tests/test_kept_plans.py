@@ -21,6 +21,7 @@ from syncline.collectives.backends.in_process import InProcessTransport, SharedS
 from syncline.collectives.contract.call_observer import ObservedCall, observe_calls
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.layout import flat
+from syncline.collectives.contract.running_call import RunningCall
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.host.transport import CallKind, Plan
 from syncline.collectives.testing import run_ranks
@@ -42,7 +43,7 @@ class RecordingPlan(Plan):
         self._transport.log.append("run")
         self._transport.on_run(deadline)
         assert self._kind.op is not None
-        self._transport.all_reduce(flat(tensor), self._kind.op, self._kind.call(tensor), deadline)
+        self._transport.all_reduce(flat(tensor), self._kind.op, RunningCall(self._kind.call(tensor), deadline))
 
 
 class PlanningTransport(InProcessTransport):

@@ -1,39 +1,74 @@
-"""One rank of an elastic training over Gloo in which ranks are killed; see `test_elastic_processes`.
+"""A rank of an elastic training that loses ranks: `elastic_job.py RANK WORLD_SIZE FOLDER`, or `elastic_job.py mpi FOLDER`.
 
-The plan is in the folder's "plan.json". Every rank that lives writes what it ended with. The reference trains the same without
-kills and without `Elastic`: at each step over a group of the ranks that took part in it.
+The plan is in the folder's "plan.json". Every rank that lives writes what it ended with, and when it did what (`log-RANK`). The
+reference trains the same without kills and without `Elastic`: at each step over a group of the ranks that took part in it, and
+then once more with all ranks.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from syncline.collectives import ProcessGroup, destroy_process_group, get_default_group, init_process_group
+from syncline.collectives import (
+    ProcessGroup,
+    RankGivenUpError,
+    destroy_process_group,
+    get_default_group,
+    init_process_group,
+)
 from syncline.ddp import DistributedDataParallel, Elastic, ElasticSampler
 
-SAMPLES, BATCH_SIZE = 120, 24
+BATCHES = 5  # of an epoch of noise
+DIGITS_BATCH_SIZE = 100
+
+Plan = dict[str, Any]
 
 
-def data() -> TensorDataset:
+def data_of(plan: Plan) -> tuple[TensorDataset, TensorDataset, int]:
+    """What is learnt, what the result is tested with, and the size of a batch: noise, or scikit-learn's digits."""
+    if plan.get("data") == "digits":
+        digits = load_digits()
+        digits = digits[torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))]
+        images, labels = (digits[:, :64] / 16).reshape(-1, 1, 8, 8), digits[:, 64].long()
+        return TensorDataset(images[:1400], labels[:1400]), TensorDataset(images[1400:], labels[1400:]), DIGITS_BATCH_SIZE
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(
-        torch.randn(SAMPLES, 1, 8, 8, generator=generator), torch.randint(0, 10, (SAMPLES,), generator=generator)
-    )
+    noise = TensorDataset(torch.randn(120, 1, 8, 8, generator=generator), torch.randint(0, 10, (120,), generator=generator))
+    return noise, noise, 120 // BATCHES
 
 
-def network() -> torch.nn.Module:
-    torch.manual_seed(5)
+def load_digits() -> torch.Tensor:
+    """For each image its 64 pixels, 0 to 16, and its label. scikit-learn's file: to import the package takes seconds."""
+    spec = find_spec("sklearn")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    file = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    return torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
+
+
+def accuracy_percent(model: torch.nn.Module, test: TensorDataset) -> float:
+    images, labels = test.tensors
+    model.eval()
+    with torch.no_grad():
+        return 100.0 * (model(images).argmax(1) == labels).float().mean().item()
+
+
+def network(plan: Plan) -> torch.nn.Module:
+    torch.manual_seed(5 + plan.get("seed", 0))
     return torch.nn.Sequential(
         torch.nn.Conv2d(1, 8, 3),
         torch.nn.BatchNorm2d(8),
@@ -59,15 +94,19 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 class Killer:
-    """Kills this process at its moment of its step; in a shrink, at the first there is."""
+    """Kills this process at its moment of its step, or stops it; in a shrink, at the first moment there is."""
 
-    def __init__(self, rank: int, kills: list[list[object]]) -> None:
-        self.mine = [(step, moment) for victim, step, moment in kills if victim == rank]
+    def __init__(self, rank: int, plan: Plan, folder: Path) -> None:
+        self.mine = [(step, moment) for victim, step, moment in plan["kills"] if victim == rank]
+        self.signal = signal.SIGSTOP if plan.get("stops") else signal.SIGKILL
+        self.note = folder / f"hit-{rank}"
         self.step = 0
 
     def __call__(self, moment: str, *, at_any_step: bool = False) -> None:
         if any(its == moment and (at_any_step or step == self.step) for step, its in self.mine):
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.mine.clear()
+            self.note.write_text(json.dumps({"pid": os.getpid(), "when": time.time()}))
+            os.kill(os.getpid(), self.signal)
 
 
 class _DiesInBackward(torch.autograd.Function):
@@ -103,7 +142,7 @@ def instrument(model: DistributedDataParallel, kill: Killer) -> None:
         reunion = group._reunion  # type: ignore[attr-defined]
         if not hasattr(reunion, "is_instrumented"):
             reunion.is_instrumented = True
-            around(reunion, "connect", "shrink, before connecting", "shrink, after connecting", at_any_step=True)
+            around(reunion, "_connect", "shrink, before connecting", "shrink, after connecting", at_any_step=True)
 
     each_group(model.join_process_group)
     update = model.update_process_group
@@ -116,18 +155,18 @@ def instrument(model: DistributedDataParallel, kill: Killer) -> None:
     model.update_process_group = updated  # type: ignore[method-assign]
 
 
-def elastic_training(rank: int, world_size: int, folder: Path, plan: dict[str, object]) -> dict[str, object]:
-    group = init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world_size, timeout=60)
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.01, gradient_as_bucket_view=bool(plan["views"]))
+def elastic_training(group: ProcessGroup, folder: Path, plan: Plan) -> dict[str, object]:
+    train, test, batch_size = data_of(plan)
+    model = DistributedDataParallel(network(plan), bucket_cap_mb=0.01, gradient_as_bucket_view=bool(plan["views"]))
     optimizer = optimizer_of(model)
-    sampler = ElasticSampler(SAMPLES, BATCH_SIZE, seed=3)
-    loader = DataLoader(data(), batch_sampler=sampler, generator=torch.Generator())  # else it draws from that of dropout
-    elastic = Elastic(model, optimizer, sampler, patience_s=20, give_up_s=90)
-    kill = Killer(rank, plan["kills"])  # type: ignore[arg-type]
+    sampler = ElasticSampler(len(train), batch_size, seed=3)
+    loader = DataLoader(train, batch_sampler=sampler, generator=torch.Generator())  # else it draws from that of dropout
+    elastic = Elastic(model, optimizer, sampler, patience_s=plan.get("patience_s", 20), give_up_s=90)
+    kill = Killer(group.rank, plan, folder)
     instrument(model, kill)
     sizes: list[int] = []
     torch.manual_seed(100)
-    for epoch in range(int(plan["epochs"])):  # type: ignore[call-overload]
+    for epoch in range(plan["epochs"]):
         sampler.set_epoch(epoch)
         for images, labels in elastic.batches(loader):
             kill.step = elastic.applied_steps
@@ -141,24 +180,36 @@ def elastic_training(rank: int, world_size: int, folder: Path, plan: dict[str, o
                 sizes.append(size)
     result = {"digest": digest(model, optimizer), "sizes": sizes, "recovery_s": elastic.recovery_s, "lost": elastic.lost_ranks}
     assert (get_default_group() is group) == (not elastic.lost_ranks)
+    result["accuracy"] = accuracy_percent(model.module, test)
+    if plan.get("stops") and get_default_group().rank == 0:
+        wake(folder)
     destroy_process_group()
     return result
 
 
-def reference_training(rank: int, world_size: int, folder: Path, plan: dict[str, object]) -> dict[str, object]:
-    """Over groups that are made beforehand, with plain DDP and no failure."""
-    world = init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world_size, timeout=60)
-    sizes: list[int] = plan["sizes"]  # type: ignore[assignment]
-    members: list[list[int]] = plan["members"]  # type: ignore[assignment]
-    model, optimizer, sampler = None, None, ElasticSampler(SAMPLES, BATCH_SIZE, seed=3)
-    module, images_labels, now = network(), data().tensors, []
+def wake(folder: Path) -> None:
+    """Let the ranks that were stopped go on, and wait for what they say."""
+    for note in folder.glob("hit-*"):
+        os.kill(json.loads(note.read_text())["pid"], signal.SIGCONT)
+        given_up = folder / note.name.replace("hit", "given-up")
+        end_s = time.monotonic() + 60
+        while not given_up.exists():
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+
+def reference_training(world: ProcessGroup, plan: Plan, members: Sequence[Sequence[int]], name: str) -> dict[str, object]:
+    """Over groups that are made beforehand, with plain DDP and no failure; `members` are those of each step."""
+    train, test, batch_size = data_of(plan)
+    model, optimizer, sampler = None, None, ElasticSampler(len(train), batch_size, seed=3)
+    module, images_labels, now = network(plan), train.tensors, []
     torch.manual_seed(100)
-    for step in range(len(sizes)):
-        if rank not in members[step]:
+    for step, those in enumerate(members):
+        if world.rank not in those:
             break
-        if members[step] != now:
-            now = members[step]
-            group = world.subset(now, f"step-{step}")
+        if those != now:
+            now = those
+            group = world.subset(now, f"{name}-{step}")
             if model is None:
                 model = DistributedDataParallel(
                     module, process_group=group, bucket_cap_mb=0.01, gradient_as_bucket_view=bool(plan["views"])
@@ -177,19 +228,44 @@ def reference_training(rank: int, world_size: int, folder: Path, plan: dict[str,
         optimizer.step()
     assert model is not None
     assert optimizer is not None
-    (folder / f"done-{rank}").touch()
-    while not all((folder / f"done-{other}").exists() for other in range(world_size)):
+    return {"digest": digest(model, optimizer), "accuracy": accuracy_percent(module, test)}
+
+
+def references(world: ProcessGroup, folder: Path, plans: Sequence[Plan]) -> list[dict[str, object]]:
+    """Of each plan."""
+    results = []
+    for number, plan in enumerate(plans):
+        result = reference_training(world, plan, plan["members"], f"disturbed-{number}")
+        if plan.get("data") == "digits":
+            everybody = [list(range(world.size))] * len(plan["members"])
+            result["undisturbed"] = reference_training(world, plan, everybody, f"undisturbed-{number}")["accuracy"]
+        results.append(result)
+    (folder / f"done-{world.rank}").touch()
+    while not all((folder / f"done-{other}").exists() for other in range(world.size)):
         time.sleep(0.05)  # the store and the connections of a rank that leaves are not needed any more
-    return {"digest": digest(model, optimizer)}
+    return results
 
 
-def main(rank: int, world_size: int, folder: Path) -> None:
+def main(words: Sequence[str]) -> None:
     torch.set_num_threads(1)
+    folder = Path(words[-1])
     os.environ["SYNCLINE_REPORT_DIR"] = str(folder)
     plan = json.loads((folder / "plan.json").read_text())
-    training = reference_training if plan["is_reference"] else elastic_training
-    (folder / f"result-{rank}.json").write_text(json.dumps(training(rank, world_size, folder, plan)))
+    timeout_s = plan.get("timeout_s", 60)
+    if words[0] == "mpi":
+        group = init_process_group("mpi", timeout=timeout_s)
+    else:
+        rank, size = int(words[0]), int(words[1])
+        group = init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=size, timeout=timeout_s)
+    logging.basicConfig(filename=folder / f"log-{group.rank}", format="%(created).6f %(message)s")
+    logging.getLogger("syncline").setLevel(logging.DEBUG)
+    try:
+        result = references(group, folder, plan["plans"]) if "plans" in plan else elastic_training(group, folder, plan)
+    except RankGivenUpError as error:
+        (folder / f"given-up-{group.rank}").write_text(str(error))
+        raise
+    (folder / f"result-{group.rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1:])

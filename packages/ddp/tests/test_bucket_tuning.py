@@ -11,7 +11,15 @@ import torch
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel
-from syncline.ddp.bucket_tuning import BucketTuning, ReductionCosts, choose, measuring_caps, predicted_steps
+from syncline.ddp.bucket_tuning import (
+    BucketTuning,
+    ReductionCosts,
+    choose,
+    measuring_caps,
+    predicted_steps,
+    share_of_cores,
+    without_outliers,
+)
 from syncline.ddp.prediction.replay import ReadyBucket, Workload, spread
 
 MIB = 1 << 20
@@ -74,9 +82,37 @@ def test_starting_a_bucket_costs_time_on_the_thread_of_backward() -> None:
     assert costly[100 * MIB, 100 * MIB] == pytest.approx(free[100 * MIB, 100 * MIB] - 63e-4, rel=1e-3)
 
 
+def test_reductions_that_take_cores_from_the_model_hide_nothing() -> None:
+    # Hidden behind backward it would be half the default's; but all of it is taken from backward.
+    free = linear(0.0, 64 * MIB / 0.1)
+    taking = ReductionCosts(free.nbytes, free.seconds, 0.0, taken=free.seconds)
+    assert choose(predicted_steps(a_workload(), free)) != (MIB, 25 * MIB)
+    steps = predicted_steps(a_workload(), taking)
+    assert choose(steps) == (MIB, 25 * MIB)
+    # Measured were buckets of 1 MiB, which have delayed backward already; one in all delays nothing, and is hidden by nothing.
+    assert steps[MIB, MIB] == pytest.approx(0.128 + 0.1 / 64, rel=1e-3)
+    assert steps[100 * MIB, 100 * MIB] == pytest.approx(0.128 + 0.1 / 64, rel=1e-3)
+
+
+def test_no_more_is_taken_from_backward_than_it_computes() -> None:
+    costs = ReductionCosts((1.0, 64.0 * MIB), (0.0, 1.0), 0.0, taken=(0.0, 1.0))
+    assert predicted_steps(a_workload(), costs)[100 * MIB, 100 * MIB] == pytest.approx(0.002 + 1.0, rel=1e-2)
+
+
+def test_times_without_outliers() -> None:
+    assert without_outliers([6.0, 3.0, 9.0, 4.0, 8.0, 28.0]) == (3.0, 3.0, 4.0, 4.0, 8.0, 28.0)
+
+
+@pytest.mark.parametrize(
+    ("busy", "ranks", "cores", "share"), [(1.0, 2, 2, 1.0), (0.1, 2, 2, 0.1), (1.5, 2, 2, 1.0), (1, 2, 8, 0.25)]
+)
+def test_the_share_of_the_cores_that_ranks_keep_busy(busy: float, ranks: int, cores: int, share: float) -> None:
+    assert share_of_cores(busy, ranks, cores) == share
+
+
 def test_a_gain_of_little_is_none() -> None:
     default = (MIB, 25 * MIB)
-    assert choose({default: 1.0, (MIB, MIB): 0.99}) == default
+    assert choose({default: 1.0, (MIB, MIB): 0.96}) == default
     assert choose({default: 1.0, (MIB, MIB): 0.9}) == (MIB, MIB)
 
 
@@ -108,7 +144,8 @@ def train(ddp: torch.nn.Module, rank: int, steps: int = STEPS) -> list[torch.Ten
 def costing(latency_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of what is measured; other on each rank, as measurements are."""
 
-    def costs(tuning: BucketTuning) -> ReductionCosts:
+    def costs(tuning: BucketTuning, share: float) -> ReductionCosts:
+        assert 0 <= share <= 1
         factor = 1.0 if tuning._group.rank == 0 else 1e-6
         return ReductionCosts((1.0, 1e9), (factor * latency_s, factor * (latency_s + 1e-6)), 0.0)
 

@@ -150,7 +150,7 @@ def test_directly() -> None:
     device = RecordingDevice(lambda tensor: tensor.numel() > 2)
 
     class Direct(InProcessTransport):
-        def all_reduce(self, tensor, op, call, deadline) -> None:
+        def all_reduce(self, tensor, op, call) -> None:
             tensor.fill_(7)
 
     transport = DeviceDispatchTransport(InProcessTransport(SharedState(1), 0), 0, device, Direct(SharedState(1), 0))
@@ -167,7 +167,7 @@ def test_memory_that_a_library_may_still_write_is_kept() -> None:
     written: list[torch.Tensor] = []
 
     class Gone(InProcessTransport):
-        def all_reduce(self, tensor, op, call, deadline) -> None:
+        def all_reduce(self, tensor, op, call) -> None:
             written.append(tensor)
             raise TransportError("the wire was cut")
 

@@ -329,3 +329,8 @@ def test_a_command_can_be_copied() -> None:
 )
 def test_whether_a_job_survives_the_loss_of_a_rank(launcher: str | None, size: int, lack: str | None, found: str) -> None:
     assert found in survival(launcher, size, lack).found
+
+
+def test_a_job_of_a_fault_tolerant_mpirun_survives_it() -> None:
+    assert "mpirun ends the job" in survival("Open MPI", 2, None).found
+    assert "can survive it" in survival("Open MPI", 2, None, tolerates_faults=True).found

@@ -2,13 +2,17 @@
 
 from .contract.call_observer import ObservedCall, observe_calls
 from .contract.object_exchange import all_gather_bytes
+from .contract.process_group import DEFAULT_PATIENCE_S
 from .contract.reduce_op import Reduction
+from .default_group.coalescing import DEFAULT_BUFFER_BYTES
 from .default_group.default_group import replace_default_group
 from .host.serial_group import expect_losses
 from .startup.algorithm_thresholds import AlgorithmThresholds
 from .torch_internals import disable_dynamo, disable_dynamo_here
 
 __all__ = [
+    "DEFAULT_BUFFER_BYTES",
+    "DEFAULT_PATIENCE_S",
     "AlgorithmThresholds",
     "ObservedCall",
     "Reduction",

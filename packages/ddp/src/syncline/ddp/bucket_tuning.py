@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -10,21 +11,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from syncline.collectives import InvalidArgumentError, ProcessGroup, ReduceOp
+from syncline.collectives import InvalidArgumentError, ProcessGroup, ReduceOp, placement_of
 from syncline.reducer import IterationStatistics, Reducer
 
+from .prediction.forecast import CAPS_BYTES, FIRST_CAP_BYTES, MIB
 from .prediction.replay import ReadyBucket, Workload, rebucket, replay, spread
 
-_MIB = 1 << 20
-_DEFAULT = (_MIB, 25 * _MIB)
-_CAPS_MIB = (0.5, 1, 2, 4, 8, 16, 25, 50, 100)
+_DEFAULT = (FIRST_CAP_BYTES, 25 * MIB)
 _CANDIDATES = (
     _DEFAULT,
-    *((min(_MIB, int(cap * _MIB)), int(cap * _MIB)) for cap in _CAPS_MIB if cap != 25),
-    *((int(cap * _MIB), int(cap * _MIB)) for cap in _CAPS_MIB if cap > 1),
+    *((min(FIRST_CAP_BYTES, cap), cap) for cap in CAPS_BYTES if cap != _DEFAULT[1]),
+    *((cap, cap) for cap in CAPS_BYTES if cap > FIRST_CAP_BYTES),
 )
-_WORTH = 1.02
-"""Other sizes than the default must promise so many times its speed."""
+_WORTH = 1.05
+"""Other sizes than the default must promise so many times its speed: predictions are not exact to less."""
 
 _SETTLING_STEPS, _MEASURED_STEPS, _TRIALS = 2, 6, 3
 _MEASURED_BUCKETS = 32
@@ -41,38 +41,64 @@ class ReductionCosts:
         nbytes: sizes, rising.
         seconds: of each; as many.
         issue_s: that the thread of backward needs to start one.
+        taken: seconds that each takes from what is computed meanwhile; as many, or none at all.
     """
 
     nbytes: tuple[float, ...]
     seconds: tuple[float, ...]
     issue_s: float
+    taken: tuple[float, ...] = ()
 
     def reduce_s(self, nbytes: float) -> float:
         """Seconds of an all-reduce: a straight line between two sizes, and beyond the largest; the smallest takes the least."""
+        return self._between(self.seconds, nbytes)
+
+    def delay_s(self, nbytes: float) -> float:
+        """Seconds by which an all-reduce delays the gradients that come after it started."""
+        return self.issue_s + (self._between(self.taken, nbytes) if self.taken else 0.0)
+
+    def _between(self, seconds: tuple[float, ...], nbytes: float) -> float:
         if nbytes <= self.nbytes[0] or len(self.nbytes) == 1:
-            return self.seconds[0] * max(1.0, nbytes / self.nbytes[0])
+            return seconds[0] * max(1.0, nbytes / self.nbytes[0])
         upper = next((place for place, size in enumerate(self.nbytes) if size >= nbytes), len(self.nbytes) - 1)
-        (x0, x1), (y0, y1) = self.nbytes[upper - 1 : upper + 1], self.seconds[upper - 1 : upper + 1]
+        (x0, x1), (y0, y1) = self.nbytes[upper - 1 : upper + 1], seconds[upper - 1 : upper + 1]
         return y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0)
+
+
+def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Times of tensors of rising size, none above that of a larger one: what disturbs a machine only adds. A pure function."""
+    return tuple(min(seconds[place:]) for place in range(len(seconds)))
+
+
+def share_of_cores(busy_cores: float, ranks: int, cores: int) -> float:
+    """How much of what an all-reduce computes is taken from the model's computing, from 0 to 1. A pure function.
+
+    Args:
+        busy_cores: how many cores this rank keeps busy while it trains.
+        ranks: of this node, each taken to be as busy.
+        cores: that they have.
+    """
+    return min(1.0, busy_cores * ranks / cores)
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
     """Sizes for the measured steps: small, so that they tell when gradients come. A pure function."""
-    return [max(_MIB, total_bytes // _MEASURED_BUCKETS)]
+    return [max(MIB, total_bytes // _MEASURED_BUCKETS)]
 
 
 def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int, int], float]:
     """For the size of the first bucket and of the others, the seconds of a step up to its last gradient. A pure function.
 
     Args:
-        workload: with the buckets that were measured, whose starts cost time on the thread of backward.
+        workload: with the buckets that were measured, which have delayed the gradients after them.
         costs: of this group.
     """
-    unhindered = _issuing(workload, -costs.issue_s)
+    unhindered = _delayed(workload, [-costs.delay_s(bucket.nbytes) for bucket in workload.buckets[:-1]] + [-costs.issue_s])
     found = {}
     for caps in _CANDIDATES:
-        hindered = _issuing(rebucket(unhindered, caps), costs.issue_s)
-        found[caps] = replay(hindered, lambda bucket: costs.reduce_s(bucket.nbytes)).step_s
+        changed = rebucket(unhindered, caps)
+        delays_s = [costs.delay_s(bucket.nbytes) for bucket in changed.buckets[:-1]] + [costs.issue_s]
+        found[caps] = replay(_delayed(changed, delays_s), lambda bucket: costs.reduce_s(bucket.nbytes)).step_s
     return found
 
 
@@ -82,14 +108,21 @@ def choose(steps: dict[tuple[int, int], float]) -> tuple[int, int]:
     return best if steps[_DEFAULT] > _WORTH * steps[best] else _DEFAULT
 
 
-def _issuing(workload: Workload, seconds: float) -> Workload:
-    """Each bucket started so much later for itself and each one before; the last start is after the last gradient."""
-    buckets, before = [], 0.0
-    for bucket in workload.buckets:
-        gradients = tuple(replace(one, came_s=one.came_s + before) for one in bucket.gradients)
-        buckets.append(ReadyBucket(gradients, bucket.ready_s + before))
-        before += seconds
-    return Workload(tuple(buckets), workload.backward_s + before, workload.rest_s)
+def _delayed(workload: Workload, delays_s: Sequence[float]) -> Workload:
+    """All that comes after a bucket's start is later by its delay; the last one's start is after the last gradient.
+
+    Where a delay is taken away, no time below 0 is left between two starts.
+    """
+    buckets, ready_s, was_ready_s, delay_s = [], 0.0, 0.0, 0.0
+    for bucket, own_delay_s in zip(workload.buckets, delays_s, strict=True):
+        gradients = tuple(
+            replace(one, came_s=ready_s + max(0.0, one.came_s - was_ready_s + delay_s)) for one in bucket.gradients
+        )
+        ready_s += max(0.0, bucket.ready_s - was_ready_s + delay_s)
+        buckets.append(ReadyBucket(gradients, ready_s))
+        was_ready_s, delay_s = bucket.ready_s, own_delay_s
+    backward_s = ready_s + max(0.0, workload.backward_s - was_ready_s + delay_s)
+    return Workload(tuple(buckets), backward_s, workload.rest_s)
 
 
 class BucketTuning:
@@ -110,6 +143,9 @@ class BucketTuning:
     Attributes:
         caps_bytes: the sizes of the first bucket and of the others; None until they are chosen.
 
+    An all-reduce that computes on cores which the model needs, too, delays the gradients that come meanwhile. How much is its
+    processor time, times the share of the cores of this node that the ranks keep busy.
+
     Cost: the all-reduces move about four times the bytes of a step.
     """
 
@@ -117,6 +153,7 @@ class BucketTuning:
         self._group = group
         self._reducer = reducer
         self._steps: list[list[float]] = []
+        self._began: tuple[float, float] | None = None
         self._settling = _SETTLING_STEPS
         self._is_over = False
         self.caps_bytes: list[int] | None = None
@@ -129,6 +166,7 @@ class BucketTuning:
             self.give_up("a communication hook reduces the gradients")
         elif self._settling:
             self._settling -= 1
+            self._began = _clocks()
         else:
             self._steps.append(_times(seen))
             if len(self._steps) == _MEASURED_STEPS:
@@ -145,9 +183,10 @@ class BucketTuning:
             self.give_up("not all of them were reduced in each step")
             return
         self._is_over = True
+        share = self._share_of_cores()
         times = torch.tensor(self._steps, dtype=torch.float64).median(dim=0).values
         self._group.all_reduce(times, ReduceOp.MAX)
-        costs = self._measure_costs()
+        costs = self._measure_costs(share)
         chosen = torch.zeros(2, dtype=torch.int64)
         if self._group.rank == 0:
             steps = predicted_steps(self._workload(times.tolist()), costs)
@@ -168,34 +207,44 @@ class BucketTuning:
             began = until
         return Workload(tuple(found), backward_s, 0.0)
 
-    def _measure_costs(self) -> ReductionCosts:
-        """A collective, of the same calls on all ranks."""
+    def _share_of_cores(self) -> float:
+        """Of this rank, in the steps that were measured. A collective."""
+        busy_s, passed_s = (now - began for now, began in zip(_clocks(), self._began or (0.0, 0.0), strict=True))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return share_of_cores(busy_s / passed_s, placement_of(self._group).local_world_size, cores)
+
+    def _measure_costs(self, share: float) -> ReductionCosts:
+        """A collective, of the same calls on all ranks; `share` of the processor's time is taken from the model's computing."""
         total = sum(bucket.nbytes for bucket in self._reducer.buckets)
         sizes = [_SMALLEST_BYTES]
         while sizes[-1] < total:
             sizes.append(min(total, sizes[-1] * _FACTOR))
         dtype = self._reducer.buckets[0].parameters[0].dtype
-        seconds, issue = [], []
+        seconds, issue, taken = [], [], []
         tensor = self._group.allocate(max(1, sizes[-1] // dtype.itemsize), dtype, torch.device("cpu")).zero_()
         for size in sizes:
             part = tensor[: max(1, size // dtype.itemsize)]
             self._group.all_reduce(part, ReduceOp.AVG)
-            taken = [self._timed(part) for _ in range(_TRIALS)]
-            issue += [issued for issued, _ in taken]
-            seconds.append(statistics.median(finished for _, finished in taken))
-        return ReductionCosts(tuple(map(float, sizes)), tuple(seconds), statistics.median(issue))
+            trials = [self._timed(part) for _ in range(_TRIALS)]
+            issue += [issued for issued, _, _ in trials]
+            seconds.append(statistics.median(finished for _, finished, _ in trials))
+            taken.append(share * statistics.median(busy for _, _, busy in trials))
+        return ReductionCosts(
+            tuple(map(float, sizes)), without_outliers(seconds), statistics.median(issue), without_outliers(taken)
+        )
 
-    def _timed(self, tensor: torch.Tensor) -> tuple[float, float]:
-        """Seconds until an all-reduce is issued, and until it is over."""
+    def _timed(self, tensor: torch.Tensor) -> tuple[float, float, float]:
+        """Seconds until an all-reduce is issued, and until it is over; and of the processor's time on all threads."""
         self._group.barrier()
-        began = time.perf_counter()
+        busy, began = _clocks()
         work = self._group.all_reduce(tensor, ReduceOp.AVG, async_op=True)
         issued = time.perf_counter()
         work.wait()
-        return issued - began, time.perf_counter() - began
+        ended_busy, ended = _clocks()
+        return issued - began, ended - began, ended_busy - busy
 
     def _say(self, steps: dict[tuple[int, int], float], costs: ReductionCosts, chosen: tuple[int, ...]) -> None:
-        first, others = (size / _MIB for size in chosen)
+        first, others = (size / MIB for size in chosen)
         best = min(steps.values())
         logger.info(
             'bucket_cap_mb="auto": buckets of %g MiB, the first of %g MiB: predicted %.2f ms until the gradients are there, '
@@ -206,11 +255,16 @@ class BucketTuning:
             1e3 * steps[(chosen[0], chosen[1])],
             1e3 * steps[_DEFAULT],
             1e3 * best,
-            costs.nbytes[-1] / _MIB,
+            costs.nbytes[-1] / MIB,
             1e3 * costs.seconds[-1],
             first,
             others,
         )
+
+
+def _clocks() -> tuple[float, float]:
+    """Seconds of the processor's time of this process, and of the clock."""
+    return time.process_time(), time.perf_counter()
 
 
 def _times(seen: IterationStatistics) -> list[float]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from syncline.collectives import InvalidArgumentError, ProcessGroup, broadcast_coalesced
+from syncline.collectives.internal import DEFAULT_BUFFER_BYTES
 
 from .buffers import BufferHook, Buffers
 from .builtin_hooks import builtin_hook
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 # How torch says which parameters and buffers a module leaves to itself: attributes of the module, and of each of them.
 _NAMES_TO_IGNORE = "_ddp_params_and_buffers_to_ignore"
 _IS_IGNORED = "_ddp_ignored"
-
-_BROADCAST_BYTES = 250 * 1024 * 1024
 
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
@@ -166,7 +165,7 @@ class TorchNames:
     @property
     def broadcast_bucket_size(self) -> int:
         """How many bytes are broadcast at once."""
-        return _BROADCAST_BYTES
+        return DEFAULT_BUFFER_BYTES
 
     @property
     def device_type(self) -> str:
@@ -211,7 +210,7 @@ class TorchNames:
         self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
         buffers = self.modules_buffers if bufs is None else bufs
-        self._distributed_broadcast_coalesced(buffers, bucket_size or _BROADCAST_BYTES, authoritative_rank)
+        self._distributed_broadcast_coalesced(buffers, bucket_size or DEFAULT_BUFFER_BYTES, authoritative_rank)
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0

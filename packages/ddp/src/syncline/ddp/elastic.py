@@ -21,7 +21,7 @@ from syncline.collectives import (
     TransportError,
     exchange_objects,
 )
-from syncline.collectives.internal import expect_losses, replace_default_group
+from syncline.collectives.internal import DEFAULT_PATIENCE_S, expect_losses, replace_default_group
 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
@@ -110,7 +110,7 @@ class Elastic:
         *,
         min_ranks: int = 1,
         max_failures: int | None = None,
-        patience_s: float = 30.0,
+        patience_s: float = DEFAULT_PATIENCE_S,
         give_up_s: float = 300.0,
     ) -> None:
         group = model.join_process_group

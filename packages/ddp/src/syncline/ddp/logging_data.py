@@ -153,10 +153,9 @@ def describe_iteration(times: IterationStatistics) -> LoggingData:
     }
     if times.forward_ended:
         found["forward_compute_time"] = forward
-    ends = [bucket.finished for bucket in times.buckets if bucket.finished is not None]
-    if ends:
-        found["backward_comm_time_start"] = times.buckets[0].started
-        found["backward_comm_time_end"] = max(ends)
+    span = _communication(times)
+    if span is not None:
+        found["backward_comm_time_start"], found["backward_comm_time_end"] = span
         found["backward_comm_time"] = comm
         found["backward_compute_comm_overlap_time"] = overlap
     return {name: round(seconds * 1e9) for name, seconds in found.items()}
@@ -166,8 +165,14 @@ def _durations(times: IterationStatistics) -> tuple[float, float, float, float]:
     """Of a finished iteration: forward, backward, communication, and how long the last two overlapped, in seconds."""
     forward = times.forward_ended - times.forward_started if times.forward_ended else 0.0
     backward = times.last_gradient - times.backward_started
-    ends = [bucket.finished for bucket in times.buckets if bucket.finished is not None]
-    if not ends:
+    span = _communication(times)
+    if span is None:
         return forward, backward, 0.0, 0.0
-    start, end = times.buckets[0].started, max(ends)
+    start, end = span
     return forward, backward, end - start, max(0.0, min(end, times.last_gradient) - start)
+
+
+def _communication(times: IterationStatistics) -> tuple[float, float] | None:
+    """When the first bucket started and the last one was reduced; None if none was."""
+    ends = [bucket.finished for bucket in times.buckets if bucket.finished is not None]
+    return (times.buckets[0].started, max(ends)) if ends else None

@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from ..composed.torch_group import TorchGroup
 from ..composed.torch_work import TorchWork
-from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import HALVES, Reduction
+from ..contract.running_call import RunningCall
 from ..contract.work import Work
 from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, SynclineError, TransportError
 from ..failures.detached_call import DetachedCall
@@ -76,44 +76,40 @@ class GlooTransport(Transport):
         """Gloo's version is torch's."""
         return f"gloo of torch {torch.__version__}"
 
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: RunningCall) -> None:
         """Gloo's ring; halves of some size as a reduce-scatter and an all-gather, which move two bytes for each."""
         if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
-            _wait(self._group.all_reduce(tensor, op, async_op=True), deadline)
+            _wait(self._group.all_reduce(tensor, op, async_op=True), call.deadline)
             return
         padded = torch.nn.functional.pad(tensor, (0, -tensor.numel() % self._group.size))
         part = torch.empty_like(padded.view(self._group.size, -1)[0])
-        _wait(self._group.reduce_scatter_tensor(part, padded, op, async_op=True), deadline)
-        _wait(self._group.all_gather_into_tensor(padded, part, async_op=True), deadline)
+        _wait(self._group.reduce_scatter_tensor(part, padded, op, async_op=True), call.deadline)
+        _wait(self._group.all_gather_into_tensor(padded, part, async_op=True), call.deadline)
         tensor.copy_(padded[: tensor.numel()])
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: RunningCall) -> None:
         """An all_reduce of a copy."""
-        _wait(self._group.reduce(tensor, root, op, async_op=True), deadline)
+        _wait(self._group.reduce(tensor, root, op, async_op=True), call.deadline)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int, call: RunningCall) -> None:
         """Gloo's broadcast of bytes."""
-        _wait(self._group.broadcast(tensor, root, async_op=True), deadline)
+        _wait(self._group.broadcast(tensor, root, async_op=True), call.deadline)
 
-    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: RunningCall) -> None:
         """Gloo's all-gather of bytes."""
-        _wait(self._group.all_gather_into_tensor(block, tensor, async_op=True), deadline)
+        _wait(self._group.all_gather_into_tensor(block, tensor, async_op=True), call.deadline)
 
-    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: RunningCall) -> None:
         """Gloo's gather of bytes."""
-        _wait(self._group.gather(tensor, self._parts(block, tensor), root, async_op=True), deadline)
+        _wait(self._group.gather(tensor, self._parts(block, tensor), root, async_op=True), call.deadline)
 
-    def scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
-    ) -> None:
+    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: RunningCall) -> None:
         """Gloo's scatter of bytes."""
-        _wait(self._group.scatter(tensor, self._parts(block, tensor), root, async_op=True), deadline)
+        _wait(self._group.scatter(tensor, self._parts(block, tensor), root, async_op=True), call.deadline)
 
-    def reduce_scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
+    def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: RunningCall) -> None:
         """An all-to-all of bytes, then a reduction in rank order."""
-        _wait(self._group.reduce_scatter_tensor(tensor, block, op, async_op=True), deadline)
+        _wait(self._group.reduce_scatter_tensor(tensor, block, op, async_op=True), call.deadline)
 
     def all_to_all(
         self,
@@ -121,15 +117,14 @@ class GlooTransport(Transport):
         tensor: torch.Tensor,
         output_counts: Sequence[int],
         input_counts: Sequence[int],
-        call: Collective,
-        deadline: Deadline,
+        call: RunningCall,
     ) -> None:
         """Gloo's all-to-all of bytes."""
-        _wait(self._group.all_to_all_single(output, tensor, output_counts, input_counts, async_op=True), deadline)
+        _wait(self._group.all_to_all_single(output, tensor, output_counts, input_counts, async_op=True), call.deadline)
 
     @override
-    def barrier(self, call: Collective, deadline: Deadline) -> None:
-        _wait(self._group.barrier(async_op=True), deadline)
+    def barrier(self, call: RunningCall) -> None:
+        _wait(self._group.barrier(async_op=True), call.deadline)
 
     @override
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:

@@ -18,7 +18,8 @@ from ..startup.backend import ConnectRequest
 from ..stores import AsTorchStore, FromTorchStore, PrefixStore, Store
 from ..stores.polling import poll
 from ..stores.store import as_keys, key_timeout
-from ..survivors.reunion import Generation, Reunion
+from ..survivors.reunion import Generation
+from ..survivors.store_reunion import StoreReunion
 
 Connect = Callable[[Generation, dist.Store, float], Transport]
 
@@ -40,7 +41,7 @@ def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = 
     return f"the ranks of this Gloo group met in a store that rank 0 serves, and that would end with it; {_REMEDY}"
 
 
-class GlooReunion(Reunion):
+class GlooReunion(StoreReunion):
     """Members are processes; each leaves in the store who it is, so that those on its machine know when it has ended.
 
     Args:

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ..contract.collective import Collective, different_calls
+from ..contract.collective import different_calls
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
+from ..contract.running_call import RunningCall
 from ..errors import DisagreementError, InvalidArgumentError, LaunchError, TransportError
 from ..host.host_group import HostGroup
 from ..host.reduction import reduce_in_rank_order, reduce_into
 from ..host.transport import Request, Transport
 from ..startup.backend import Backend, ConnectRequest
 from ..stores import InMemoryStore, Store
-from ..survivors.reunion import Generation, Reunion
+from ..survivors.reunion import Generation
 from ..survivors.shrinkable_group import ShrinkableGroup
+from ..survivors.store_reunion import StoreReunion
 
 
 class SharedState:
@@ -133,60 +135,56 @@ class InProcessTransport(Transport):
         """Its name and the number of threads."""
         return f"in_process: {self._shared_state.size} rank(s) as threads"
 
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: RunningCall) -> None:
         """Every rank reduces all tensors itself, in rank order."""
-        tensors = self._show(tensor, call, deadline)
+        tensors = self._show(tensor, call)
         if self._size == 1:  # in place: nobody reads it meanwhile
             reduce_into(tensor, op, tensors)
             return
         result = reduce_in_rank_order(op, tensors)
-        self.barrier(call, deadline)
+        self.barrier(call)
         tensor.copy_(result)
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: RunningCall) -> None:
         """The root reduces."""
-        tensors = self._show(tensor, call, deadline)
+        tensors = self._show(tensor, call)
         result = reduce_in_rank_order(op, tensors) if self._rank == root else None
-        self.barrier(call, deadline)
+        self.barrier(call)
         if result is not None:
             tensor.copy_(result)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int, call: RunningCall) -> None:
         """Every rank copies the root's tensor."""
-        tensors = self._show(tensor, call, deadline)
+        tensors = self._show(tensor, call)
         if self._rank != root:
             tensor.copy_(tensors[root])
-        self.barrier(call, deadline)
+        self.barrier(call)
 
-    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: RunningCall) -> None:
         """Every rank copies every tensor."""
-        result = torch.cat(self._show(tensor, call, deadline))
-        self.barrier(call, deadline)
+        result = torch.cat(self._show(tensor, call))
+        self.barrier(call)
         block.copy_(result)
 
-    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: RunningCall) -> None:
         """The root copies every tensor."""
-        tensors = self._show(tensor, call, deadline)
+        tensors = self._show(tensor, call)
         result = None if block is None else torch.cat(tensors)
-        self.barrier(call, deadline)
+        self.barrier(call)
         if block is not None and result is not None:
             block.copy_(result)
 
-    def scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
-    ) -> None:
+    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: RunningCall) -> None:
         """Every rank copies its part of the root's block."""
-        part = self._show(block, call, deadline)[root].view(self._size, tensor.numel())[self._rank].clone()
-        self.barrier(call, deadline)
+        part = self._show(block, call)[root].view(self._size, tensor.numel())[self._rank].clone()
+        self.barrier(call)
         tensor.copy_(part)
 
-    def reduce_scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
+    def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: RunningCall) -> None:
         """Every rank reduces its part of all blocks."""
-        blocks = self._show(block, call, deadline)
+        blocks = self._show(block, call)
         result = reduce_in_rank_order(op, [entry.view(self._size, tensor.numel())[self._rank] for entry in blocks])
-        self.barrier(call, deadline)
+        self.barrier(call)
         tensor.copy_(result)
 
     def all_to_all(
@@ -195,15 +193,14 @@ class InProcessTransport(Transport):
         tensor: torch.Tensor,
         output_counts: Sequence[int],
         input_counts: Sequence[int],
-        call: Collective,
-        deadline: Deadline,
+        call: RunningCall,
     ) -> None:
         """Every rank copies its part of every tensor."""
-        shown = self._meet(call, (tensor, list(input_counts)), deadline)
+        shown = self._meet(call, (tensor, list(input_counts)))
         parts = [theirs.split(counts)[self._rank] for theirs, counts in shown]
         sent = [part.numel() for part in parts]
         result = torch.cat(parts)
-        self.barrier(call, deadline)
+        self.barrier(call)
         if sent != list(output_counts):
             raise DisagreementError(
                 f"the other ranks send {sent} elements to rank {self._rank}, which expects {list(output_counts)}; make the "
@@ -212,8 +209,8 @@ class InProcessTransport(Transport):
         output.copy_(result)
 
     @override
-    def barrier(self, call: Collective, deadline: Deadline) -> None:
-        self._meet(call, None, deadline)
+    def barrier(self, call: RunningCall) -> None:
+        self._meet(call, None)
 
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
         """Leave a copy in the receiver's mailbox."""
@@ -239,12 +236,12 @@ class InProcessTransport(Transport):
     def _size(self) -> int:
         return self._shared_state.size
 
-    def _show(self, tensor: torch.Tensor | None, call: Collective, deadline: Deadline) -> list[Any]:
-        return self._meet(call, tensor, deadline)
+    def _show(self, tensor: torch.Tensor | None, call: RunningCall) -> list[Any]:
+        return self._meet(call, tensor)
 
-    def _meet(self, call: Collective, value: Any, deadline: Deadline) -> list[Any]:
+    def _meet(self, call: RunningCall, value: Any) -> list[Any]:
         self._round += 1
-        met = self._shared_state.exchange(self._round, self._rank, (call.signature(), value), deadline)
+        met = self._shared_state.exchange(self._round, self._rank, (call.collective.signature(), value), call.deadline)
         signatures = [signature for signature, _ in met]
         if len(set(signatures)) > 1:
             raise different_calls(signatures)
@@ -294,7 +291,7 @@ class _Receiving(Request):
         return self._source
 
 
-class InProcessReunion(Reunion):
+class InProcessReunion(StoreReunion):
     """Members are threads, who meet in the memory that they share.
 
     Args:
@@ -319,6 +316,8 @@ class InProcessReunion(Reunion):
 
 class InProcessGroup(ShrinkableGroup):
     """A group of threads, one of which may be lost on purpose."""
+
+    _reunion: InProcessReunion
 
     def lose(self) -> None:
         """From now on this rank counts as a process that was killed: for tests of what the others do. It must call no more."""

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from ..contract.deadline import DEFAULT_TIMEOUT_S
 from ..contract.layout import bytes_of, in_plain_order
 from ..contract.process_group import ProcessGroup
-from ..contract.reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction
+from ..contract.reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction, divide
 from ..contract.work import Work
 from ..errors import InvalidArgumentError
-from ..host.reduction import core_op, divide, reduce_in_rank_order
+from ..host.reduction import core_op, reduce_in_rank_order
 from ..host.transfer import TransferWork
 from .torch_work import TorchRequest, TorchWork
 

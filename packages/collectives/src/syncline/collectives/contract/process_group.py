@@ -140,7 +140,8 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
 
         Args:
             patience_s: how long to wait for a rank that does not call and of whom nobody knows that it has ended, in seconds.
-                Then it is given up: when it comes back, its `shrink` raises `RankGivenUpError`.
+                Then it is given up: when it comes back, its `shrink` raises `RankGivenUpError`. MPI gives up no rank that
+                lives: there `shrink` fails then, and may be called again.
 
         Returns:
             The new group, with the name and the time limit of this one, in which ranks count from 0.
@@ -148,6 +149,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         Raises:
             BackendUnavailableError: the group cannot; see `missing_for_shrink`.
             RankGivenUpError: the others have gone on without this rank. Let it end.
+            CollectiveTimeout: over MPI, a rank that lives does not call.
             StoreError: the store in which they would meet is lost.
         """
         lack = self.missing_for_shrink()

@@ -88,6 +88,9 @@ DTYPES_OF: dict[ReduceOp, frozenset[torch.dtype]] = {
 }
 
 
+EXACTLY_HALVED = frozenset({torch.float32, torch.float64})
+"""The product with 1 / 2, 1 / 4, ... has the bits of the quotient (complex numbers take other ways, integers have none)."""
+
 # Those that need no factor: the quickest way to ask.
 _DEFINED = {(op, dtype) for op, dtypes in DTYPES_OF.items() for dtype in dtypes if op is not ReduceOp.PREMUL_SUM}
 
@@ -112,3 +115,16 @@ def check_reduction(op: Reduction, dtype: torch.dtype) -> None:
     raise InvalidArgumentError(
         f"{kind.name} is not defined for {dtype}; reductions defined for it: {defined or 'none (it can only be moved)'}"
     )
+
+
+def divide(total: torch.Tensor, count: int) -> None:
+    """Divide in place; integers are rounded towards zero.
+
+    By a power of two floating point is multiplied, which gives the same bits in half the time.
+    """
+    if count == 1:
+        return
+    if total.dtype in EXACTLY_HALVED and count & (count - 1) == 0:
+        total.mul_(1 / count)
+    else:
+        total.div_(count, rounding_mode="trunc" if total.dtype in INTEGERS else None)

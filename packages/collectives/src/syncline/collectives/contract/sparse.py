@@ -11,7 +11,7 @@ import torch
 from ..errors import InvalidArgumentError
 from .collective import different_calls, in_words
 from .layout import untracked
-from .reduce_op import INTEGERS, PremulSum, ReduceOp, Reduction
+from .reduce_op import PremulSum, ReduceOp, Reduction, divide
 from .work import FutureWork, TensorsFuture, Work, new_future
 
 _SIGNATURE_BYTES = 512
@@ -92,7 +92,7 @@ def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction
     all_values = _gather_rows(group, values, counts)
     total = torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=True).coalesce()
     if op is ReduceOp.AVG:
-        total.values().div_(group.size, rounding_mode="trunc" if total.dtype in INTEGERS else None)
+        divide(total.values(), group.size)
     return total
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
-from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
+from ..contract.running_call import RunningCall
 from ..failures.stall_watch import StatusPost
 from ..host.device_runtime import DeviceRuntime
 from ..host.transport import CallKind, Plan, Request, Transport
@@ -51,40 +51,36 @@ class DeviceDispatchTransport(Transport):
         return f"{self._host.describe()}, {self._device.device_type} directly"
 
     @override
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        self._for(tensor).all_reduce(tensor, op, call, deadline)
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: RunningCall) -> None:
+        self._for(tensor).all_reduce(tensor, op, call)
 
     @override
     def plan(self, kind: CallKind) -> Plan | None:
         return self._host.plan(kind)
 
     @override
-    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        self._for(tensor).reduce(tensor, root, op, call, deadline)
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: RunningCall) -> None:
+        self._for(tensor).reduce(tensor, root, op, call)
 
     @override
-    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
-        self._for(tensor).broadcast(tensor, root, call, deadline)
+    def broadcast(self, tensor: torch.Tensor, root: int, call: RunningCall) -> None:
+        self._for(tensor).broadcast(tensor, root, call)
 
     @override
-    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
-        self._for(tensor).all_gather(block, tensor, call, deadline)
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: RunningCall) -> None:
+        self._for(tensor).all_gather(block, tensor, call)
 
     @override
-    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
-        self._for(tensor).gather(tensor, block, root, call, deadline)
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: RunningCall) -> None:
+        self._for(tensor).gather(tensor, block, root, call)
 
     @override
-    def scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
-    ) -> None:
-        self._for(tensor).scatter(tensor, block, root, call, deadline)
+    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: RunningCall) -> None:
+        self._for(tensor).scatter(tensor, block, root, call)
 
     @override
-    def reduce_scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
-        self._for(tensor).reduce_scatter(tensor, block, op, call, deadline)
+    def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: RunningCall) -> None:
+        self._for(tensor).reduce_scatter(tensor, block, op, call)
 
     @override
     def all_to_all(
@@ -93,14 +89,13 @@ class DeviceDispatchTransport(Transport):
         tensor: torch.Tensor,
         output_counts: Sequence[int],
         input_counts: Sequence[int],
-        call: Collective,
-        deadline: Deadline,
+        call: RunningCall,
     ) -> None:
-        self._for(tensor).all_to_all(output, tensor, output_counts, input_counts, call, deadline)
+        self._for(tensor).all_to_all(output, tensor, output_counts, input_counts, call)
 
     @override
-    def barrier(self, call: Collective, deadline: Deadline) -> None:
-        self._host.barrier(call, deadline)
+    def barrier(self, call: RunningCall) -> None:
+        self._host.barrier(call)
 
     @override
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
@@ -111,8 +106,8 @@ class DeviceDispatchTransport(Transport):
         return self._for(tensor).start_recv(tensor, src, tag)
 
     @override
-    def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
-        return self._host.allocate(numel, dtype, call, deadline)
+    def allocate(self, numel: int, dtype: torch.dtype, call: RunningCall) -> torch.Tensor:
+        return self._host.allocate(numel, dtype, call)
 
     @override
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from typing_extensions import override
 
-from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
+from ..contract.running_call import RunningCall
 from ..failures.stall_watch import StatusPost
 from ..host.device_runtime import DeviceRuntime
 from ..host.transport import Request, Transport
@@ -45,58 +45,54 @@ class StagedTransport(Transport):
         """What the host transport says, and how tensors come to it."""
         return f"{self._host.describe()}, {self._device.device_type} staged through the host"
 
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: RunningCall) -> None:
         """In on every rank, out on every rank."""
         with self._kept(self._device.to_host(tensor)) as (there,):
-            self._host.all_reduce(there, op, call, deadline)
+            self._host.all_reduce(there, op, call)
         self._device.to_device(there, tensor)
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: RunningCall) -> None:
         """In on every rank, out on the root."""
         with self._kept(self._device.to_host(tensor)) as (there,):
-            self._host.reduce(there, root, op, call, deadline)
+            self._host.reduce(there, root, op, call)
         if self._rank == root:
             self._device.to_device(there, tensor)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int, call: RunningCall) -> None:
         """In on the root, out on the others."""
         copy = self._device.to_host if self._rank == root else self._device.empty_on_host
         with self._kept(copy(tensor)) as (there,):
-            self._host.broadcast(there, root, call, deadline)
+            self._host.broadcast(there, root, call)
         if self._rank != root:
             self._device.to_device(there, tensor)
 
-    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: RunningCall) -> None:
         """The tensor in, the block out."""
         with self._kept(self._device.empty_on_host(block), self._device.to_host(tensor)) as (all_there, there):
-            self._host.all_gather(all_there, there, call, deadline)
+            self._host.all_gather(all_there, there, call)
         self._device.to_device(all_there, block)
 
-    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: RunningCall) -> None:
         """The tensor in, the block out on the root."""
         if block is None:
             with self._kept(self._device.to_host(tensor)) as (there,):
-                self._host.gather(there, None, root, call, deadline)
+                self._host.gather(there, None, root, call)
             return
         with self._kept(self._device.to_host(tensor), self._device.empty_on_host(block)) as (there, all_there):
-            self._host.gather(there, all_there, root, call, deadline)
+            self._host.gather(there, all_there, root, call)
         self._device.to_device(all_there, block)
 
-    def scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
-    ) -> None:
+    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: RunningCall) -> None:
         """The block in on the root, the tensor out."""
         blocks = [] if block is None else [self._device.to_host(block)]
         with self._kept(self._device.empty_on_host(tensor), *blocks) as (there, *all_there):
-            self._host.scatter(there, all_there[0] if all_there else None, root, call, deadline)
+            self._host.scatter(there, all_there[0] if all_there else None, root, call)
         self._device.to_device(there, tensor)
 
-    def reduce_scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
+    def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: RunningCall) -> None:
         """The block in, the tensor out."""
         with self._kept(self._device.empty_on_host(tensor), self._device.to_host(block)) as (there, all_there):
-            self._host.reduce_scatter(there, all_there, op, call, deadline)
+            self._host.reduce_scatter(there, all_there, op, call)
         self._device.to_device(there, tensor)
 
     def all_to_all(
@@ -105,17 +101,16 @@ class StagedTransport(Transport):
         tensor: torch.Tensor,
         output_counts: Sequence[int],
         input_counts: Sequence[int],
-        call: Collective,
-        deadline: Deadline,
+        call: RunningCall,
     ) -> None:
         """The input in, the output out."""
         with self._kept(self._device.empty_on_host(output), self._device.to_host(tensor)) as (received, sent):
-            self._host.all_to_all(received, sent, output_counts, input_counts, call, deadline)
+            self._host.all_to_all(received, sent, output_counts, input_counts, call)
         self._device.to_device(received, output)
 
-    def barrier(self, call: Collective, deadline: Deadline) -> None:
+    def barrier(self, call: RunningCall) -> None:
         """The host's: it does not wait for the device."""
-        self._host.barrier(call, deadline)
+        self._host.barrier(call)
 
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
         """In at once."""

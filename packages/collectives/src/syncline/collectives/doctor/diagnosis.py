@@ -36,7 +36,11 @@ def diagnose(
         *gpus(ranks),
         backend(choice),
         connection(len(ranks), problem),
-        *([] if problem else [survival(ranks[0].launcher, len(ranks), shrink_lack)]),
+        *(
+            []
+            if problem
+            else [survival(ranks[0].launcher, len(ranks), shrink_lack, tolerates_faults=ranks[0].tolerates_faults)]
+        ),
     ]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ..backends.mpi.node.memory_limit import Limit, memory_limits
 from ..errors import LaunchError
-from ..startup.launch import Launch, detect_launch
+from ..startup.launch import Launch, detect_launch, tolerates_faults
 from ..startup.nodes import HostIdentity, host_identity
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -64,6 +64,7 @@ class Observation:
         gpus: the names of the visible CUDA devices.
         cupy, nccl: CuPy's version and that of the NCCL it finds, or None.
         cuda_aware: the result of a transfer of CUDA memory by MPI, in words; None if it was not tried.
+        tolerates_faults: whether mpirun was told to leave the other ranks alone when one is lost (`--with-ft ulfm`).
     """
 
     host: HostIdentity
@@ -85,6 +86,7 @@ class Observation:
     nccl: str | None = None
     cuda_aware: str | None = None
     launch_is_mpi: bool = True
+    tolerates_faults: bool = False
 
 
 def observe(
@@ -114,6 +116,7 @@ def observe(
         cupy=cupy,
         nccl=nccl,
         cuda_aware=cuda_aware,
+        tolerates_faults=tolerates_faults(environ),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -14,6 +15,10 @@ from .report import Reporter
 
 # One signal is heard twice: by the thread below, and by the main thread when it is in Python.
 _ONCE_S = 1.0
+
+# What the thread is told at exit; no signal has that number.
+_STOP = b"\0"
+_STOP_S = 5.0
 
 
 def report_on_signal(reporter: Reporter) -> bool:
@@ -77,10 +82,20 @@ def _listen(handler: _OnSignal) -> None:
         os.close(heard)
         os.close(told)
         return
-    threading.Thread(target=_report_when_told, args=(heard, handler), name="syncline-report", daemon=True).start()
+    thread = threading.Thread(target=_report_when_told, args=(heard, handler), name="syncline-report", daemon=True)
+    thread.start()
+    atexit.register(_stop, thread, told, os.getpid())
 
 
 def _report_when_told(heard: int, handler: _OnSignal) -> None:
-    while True:
-        if signal.SIGUSR1 in os.read(heard, 64):  # a byte for each signal that Python has caught
+    signals = b""
+    while _STOP not in signals:
+        signals = os.read(heard, 64)  # a byte for each signal that Python has caught
+        if signal.SIGUSR1 in signals:
             handler.report()
+
+
+def _stop(thread: threading.Thread, told: int, pid: int) -> None:
+    if os.getpid() == pid:  # not in a fork, which has the same pipe
+        os.write(told, _STOP)
+        thread.join(_STOP_S)

@@ -20,17 +20,22 @@ Which thread does what: the calling thread writes which call runs (one attribute
 and raises errors. The watchdog's thread reads it, cancels deadlines, prints and exits. `interrupt` runs on a thread of
 its own, as a library may block in it, too. A group is looked at as long as somebody holds it.
 
+At exit the watchdog is ended while there is still an interpreter: a group that is dropped while the watchdog looks at it is
+freed by the watchdog, with its tensors. Torch releases the interpreter for that; if the interpreter has been taken down
+meanwhile, the thread cannot return from torch, and the C++ library aborts the process ("terminate called without an active
+exception"). What handlers that run later wait for is not watched; they have limits of their own.
+
 Locks: `_lock` guards the list of what is watched, and is held only while it is copied or added to, never while anything is
 asked or ended. No lock of a group is taken.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from enum import Enum
@@ -40,6 +45,7 @@ from ..contract.deadline import Deadline
 from ..errors import TransportError
 
 PERIOD_S = 0.2
+_STOP_S = 5.0
 INTERRUPT_LOOKS = 3
 END_LOOKS = 11
 END_STATUS = 70  # EX_SOFTWARE of sysexits.h
@@ -98,7 +104,7 @@ class CallEscalation:
 
 
 class Watchdog:
-    """Looks at what is watched until the process ends. See Note [Who ends a call].
+    """Looks at what is watched until it is stopped. See Note [Who ends a call].
 
     Args:
         end_process: told why, in words.
@@ -108,17 +114,22 @@ class Watchdog:
         self._end_process = end_process
         self._lock = threading.Lock()
         self._watched: list[tuple[weakref.ref[Watched], CallEscalation]] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="syncline-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Look every `PERIOD_S` seconds, on a thread of its own."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread that was started, once it has looked."""
+        self._stopping.set()
+        self._thread.join(_STOP_S)
 
     def watch(self, group: Watched) -> None:
         """Look at the group's calls from now on, as long as somebody holds it."""
         with self._lock:
             self._watched.append((weakref.ref(group), CallEscalation()))
-
-    def run(self) -> None:
-        """Look for ever."""
-        while True:
-            time.sleep(PERIOD_S)
-            self.look()
 
     def look(self) -> None:
         """One look at all."""
@@ -129,6 +140,10 @@ class Watchdog:
             group = reference()
             if group is not None:
                 self._look_at(group, escalation)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(PERIOD_S):
+            self.look()
 
     def _look_at(self, group: Watched, escalation: CallEscalation) -> None:
         deadline = group.running_deadline
@@ -167,5 +182,12 @@ def watch(group: Watched) -> None:
             watchdog = Watchdog(end_process)
             _watchdogs.clear()
             _watchdogs[pid] = watchdog
-            threading.Thread(target=watchdog.run, name="syncline-watchdog", daemon=True).start()
+            watchdog.start()
     watchdog.watch(group)
+
+
+@atexit.register
+def _stop() -> None:
+    watchdog = _watchdogs.pop(os.getpid(), None)
+    if watchdog is not None:
+        watchdog.stop()

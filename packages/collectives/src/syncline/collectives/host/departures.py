@@ -94,9 +94,10 @@ class GroupCalls:
         self._key = key
         self._ranks = tuple(ranks)
 
-    def part(self, name: str, ranks: Sequence[int]) -> GroupCalls:
-        """The same for a group of some of the ranks."""
-        return self._departures.group(name, ranks, is_part=True)
+    def part(self, name: str, members: Sequence[int]) -> GroupCalls:
+        """The same for a group of some members of this one, by their ranks in it."""
+        ranks = [self._ranks[member] for member in members]
+        return self._departures.group(f"{self._key}/{name}", ranks, is_part=True)
 
     def reason_to_give_up(self) -> RankLostError | None:
         """Why the collective that this rank started last will not finish; None if it may."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 
-from ..contract.deadline import Deadline
+from ..contract.running_call import RunningCall
 
-Body = Callable[[Deadline], None]
+Body = Callable[[RunningCall], None]
+_T = TypeVar("_T")
 
 
 class StreamOrder(ABC):
@@ -27,12 +29,12 @@ class StreamOrder(ABC):
     5. `resumed`: the group's streams once more, for a future that is told the result; its callbacks are ordered after 3.
     """
 
-    def around(self, body: Body) -> Body:
+    def around(self, body: Callable[[_T], None]) -> Callable[[_T], None]:
         """The collective, in its place."""
 
-        def ordered(deadline: Deadline) -> None:
+        def ordered(argument: _T) -> None:
             with self._entered():
-                body(deadline)
+                body(argument)
 
         return ordered
 

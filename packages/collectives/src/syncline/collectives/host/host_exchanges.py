@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from ..contract.collective import Collective
-from ..contract.deadline import Deadline
 from ..contract.layout import flat, in_plain_order
+from ..contract.running_call import RunningCall
 from ..contract.work import Work
 from ..errors import TransportError
 from .explained_request import ExplainedRequest
@@ -26,13 +26,13 @@ class HostExchanges(SerialGroup):
     def _all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool) -> Work:
         call = Collective("all_to_all", detail=f"dtype={inputs[0].dtype}")
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             counts = [entry.numel() for entry in outputs]
             sent = [entry.numel() for entry in inputs]
-            self._compare_splits(counts, sent, call, deadline)
+            self._compare_splits(counts, sent, running)
             received = torch.empty(sum(counts), dtype=inputs[0].dtype, device=inputs[0].device)
             packed = torch.cat([flat_copy(entry) for entry in inputs])
-            self._transport.all_to_all(received, packed, counts, sent, call, deadline)
+            self._transport.all_to_all(received, packed, counts, sent, running)
             for output, part in zip(outputs, torch.split(received, counts), strict=True):
                 output.copy_(part.view(output.shape))
 
@@ -44,18 +44,18 @@ class HostExchanges(SerialGroup):
         call = Collective("all_to_all_single", detail=f"dtype={tensor.dtype}, row={list(tensor.shape[1:])}")
         row = math.prod(tensor.shape[1:])
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             wire = in_plain_order(output)
             counts, sent = [rows * row for rows in output_splits], [rows * row for rows in input_splits]
-            self._compare_splits(counts, sent, call, deadline)
-            self._transport.all_to_all(flat(wire), flat_copy(tensor), counts, sent, call, deadline)
+            self._compare_splits(counts, sent, running)
+            self._transport.all_to_all(flat(wire), flat_copy(tensor), counts, sent, running)
             copy_back(wire, output)
 
         return self._issue(call, [output], [tensor], body, async_op)
 
-    def _compare_splits(self, expected: list[int], sent: list[int], call: Collective, deadline: Deadline) -> None:
+    def _compare_splits(self, expected: list[int], sent: list[int], running: RunningCall) -> None:
         if self.size > 1:
-            compare_splits(self._transport, expected, sent, call, deadline)
+            compare_splits(self._transport, expected, sent, running)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
         call = Collective("send", tensor, detail=f"dst={dst}, tag={tag}")

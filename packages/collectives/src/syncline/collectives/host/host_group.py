@@ -14,6 +14,7 @@ from ..contract.deadline import Deadline
 from ..contract.layout import flat, in_plain_order, mark_written
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import ReduceOp, Reduction
+from ..contract.running_call import RunningCall
 from ..contract.work import FinishedWork, Work
 from ..torch_internals import profiler_runs
 from .host_exchanges import HostExchanges
@@ -35,9 +36,9 @@ class HostGroup(HostExchanges):
         call = Collective("allocate", detail=f"numel={numel}, dtype={dtype}")
         made: list[torch.Tensor] = []
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             with torch.inference_mode(False):  # what is made in that mode could not hold gradients
-                made.append(self._transport.allocate(numel, dtype, call, deadline))
+                made.append(self._transport.allocate(numel, dtype, running))
 
         self._issue(call, [], (), body, async_op=False)
         return made[0]
@@ -86,13 +87,13 @@ class HostGroup(HostExchanges):
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
         call = Collective("all_reduce", tensor, op)
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             wire = in_plain_order(tensor)
             plan = self._plan(call, wire)
             if plan is None:
-                self._transport.all_reduce(flat(wire), op, call, deadline)
+                self._transport.all_reduce(flat(wire), op, running)
             else:
-                plan.run(wire, wire, deadline)
+                plan.run(wire, wire, running.deadline)
             copy_back(wire, tensor)
             mark_written(tensor)
 
@@ -101,9 +102,9 @@ class HostGroup(HostExchanges):
     def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
         call = Collective("reduce", tensor, op, root)
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             wire = in_plain_order(tensor)
-            self._transport.reduce(flat(wire), root, op, call, deadline)
+            self._transport.reduce(flat(wire), root, op, running)
             if self.rank == root:
                 copy_back(wire, tensor)
 
@@ -112,13 +113,13 @@ class HostGroup(HostExchanges):
     def _broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work:
         call = Collective("broadcast", tensor, root=root)
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             wire = in_plain_order(tensor)
             plan = self._plan(call, wire)
             if plan is None:
-                self._transport.broadcast(flat(wire), root, call, deadline)
+                self._transport.broadcast(flat(wire), root, running)
             else:
-                plan.run(wire, wire, deadline)
+                plan.run(wire, wire, running.deadline)
             if self.rank != root:
                 copy_back(wire, tensor)
 
@@ -129,9 +130,9 @@ class HostGroup(HostExchanges):
     def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Work:
         call = Collective("all_gather", tensor)
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             block = empty_block(tensor, self.size)
-            self._run_all_gather(block, tensor, call, deadline)
+            self._run_all_gather(block, tensor, running)
             unpack(block, outputs)
 
         return self._issue(call, outputs, [tensor], body, async_op)
@@ -139,9 +140,9 @@ class HostGroup(HostExchanges):
     def _all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool) -> Work:
         call = Collective("all_gather_into_tensor", tensor)
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             wire = in_plain_order(output)
-            self._run_all_gather(wire, tensor, call, deadline)
+            self._run_all_gather(wire, tensor, running)
             copy_back(wire, output)
 
         return self._issue(call, [output], [tensor], body, async_op)
@@ -149,9 +150,9 @@ class HostGroup(HostExchanges):
     def _gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
         call = Collective("gather", tensor, root=root)
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             block = None if outputs is None else empty_block(tensor, self.size)
-            self._transport.gather(flat_copy(tensor), block, root, call, deadline)
+            self._transport.gather(flat_copy(tensor), block, root, running)
             if outputs is not None and block is not None:
                 unpack(block, outputs)
 
@@ -160,10 +161,10 @@ class HostGroup(HostExchanges):
     def _scatter(self, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
         call = Collective("scatter", tensor, root=root)
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             wire = in_plain_order(tensor)
             block = None if inputs is None else torch.cat([flat_copy(entry) for entry in inputs])
-            self._transport.scatter(flat(wire), block, root, call, deadline)
+            self._transport.scatter(flat(wire), block, root, running)
             copy_back(wire, tensor)
 
         return self._issue(call, [tensor], inputs or (), body, async_op)
@@ -171,10 +172,10 @@ class HostGroup(HostExchanges):
     def _reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: Reduction, async_op: bool) -> Work:
         call = Collective("reduce_scatter", output, op)
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             wire = in_plain_order(output)
             block = torch.cat([flat_copy(entry) for entry in inputs])
-            self._run_reduce_scatter(wire, block, op, call, deadline)
+            self._run_reduce_scatter(wire, block, op, running)
             copy_back(wire, output)
 
         return self._issue(call, [output], inputs, body, async_op)
@@ -182,39 +183,37 @@ class HostGroup(HostExchanges):
     def _reduce_scatter_tensor(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
         call = Collective("reduce_scatter_tensor", output, op)
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             wire = in_plain_order(output)
-            self._run_reduce_scatter(wire, in_plain_order(tensor), op, call, deadline)
+            self._run_reduce_scatter(wire, in_plain_order(tensor), op, running)
             copy_back(wire, output)
 
         return self._issue(call, [output], [tensor], body, async_op)
 
-    def _run_all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+    def _run_all_gather(self, block: torch.Tensor, tensor: torch.Tensor, running: RunningCall) -> None:
         part = in_plain_order(tensor)
-        plan = self._plan(call, part)
+        plan = self._plan(running.collective, part)
         if plan is None:
-            self._transport.all_gather(flat(block), flat(part), call, deadline)
+            self._transport.all_gather(flat(block), flat(part), running)
         else:
-            plan.run(part, block, deadline)
+            plan.run(part, block, running.deadline)
 
-    def _run_reduce_scatter(
-        self, part: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
-        plan = self._plan(call, part)
+    def _run_reduce_scatter(self, part: torch.Tensor, block: torch.Tensor, op: Reduction, running: RunningCall) -> None:
+        plan = self._plan(running.collective, part)
         if plan is None:
-            self._transport.reduce_scatter(flat(part), flat(block), op, call, deadline)
+            self._transport.reduce_scatter(flat(part), flat(block), op, running)
         else:
-            plan.run(part, block, deadline)
+            plan.run(part, block, running.deadline)
 
     # ---- no tensor ----
 
     def _barrier(self, async_op: bool) -> Work:
         call = Collective("barrier")
 
-        def body(deadline: Deadline) -> None:
-            self._transport.barrier(call, deadline)
+        def body(running: RunningCall) -> None:
+            self._transport.barrier(running)
             if self._verification is not None:
-                self._verification.verify(deadline)
+                self._verification.verify(running.deadline)
 
         return self._issue(call, [], (), body, async_op)
 
@@ -222,15 +221,15 @@ class HostGroup(HostExchanges):
         call = Collective("split")
         made: list[HostGroup] = []
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             mine = torch.tensor([-1 if color is None else color, key], dtype=torch.int64, device="cpu")
             block = empty_block(mine, self.size)
-            self._transport.all_gather(block, mine, call, deadline)
+            self._transport.all_gather(block, mine, running)
             number = next(self._splits_made)
             if color is None:
                 return
             members = members_of(color, block.view(self.size, 2).tolist())
-            made.append(self._part(members, f"{self.name}/{number}.{color}", number, timeout_s, deadline))
+            made.append(self._part(members, f"{self.name}/{number}.{color}", number, timeout_s, running.deadline))
 
         self._issue(call, [], (), body, async_op=False)
         return made[0] if made else None
@@ -241,7 +240,7 @@ class HostGroup(HostExchanges):
             Collective("subset", detail=f"members={members}"),
             [],
             (),
-            lambda deadline: made.append(self._part(members, name, crc32(name.encode()), timeout_s, deadline)),
+            lambda running: made.append(self._part(members, name, crc32(name.encode()), timeout_s, running.deadline)),
             async_op=False,
             is_numbered=False,
         )
@@ -261,7 +260,7 @@ class HostGroup(HostExchanges):
             ranks=ranks,
             device=self._device,
             check_calls=self._check_calls,
-            calls=None if self._calls is None else self._calls.part(name, ranks),
+            calls=None if self._calls is None else self._calls.part(name, members),
             liveness=None if liveness is None else liveness.part(members, rank, transport.lost_ranks),
         )
         made.report_to(self._reporter)

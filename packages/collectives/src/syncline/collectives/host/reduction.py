@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..contract.reduce_op import HALVES, INTEGERS, PremulSum, ReduceOp, Reduction
+from ..contract.reduce_op import EXACTLY_HALVED, HALVES, PremulSum, ReduceOp, Reduction, divide
 
 _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -19,9 +19,6 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-
-# The product with 1 / 2, 1 / 4, ... has the bits of the quotient (complex numbers take other ways, integers have none).
-_EXACTLY_HALVED = frozenset({torch.float32, torch.float64})
 
 # Widened halves of this many elements stay in a core's cache: several times faster than all at once.
 _PIECE_NUMEL = 64 * 1024
@@ -79,7 +76,7 @@ def always_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype) 
     """`reduce_into` for terms that lie at the same place every time: a function of `out`, by that name."""
     if _is_one_addition(op, terms, dtype):
         return functools.partial(torch.add, *terms)
-    if op is ReduceOp.AVG and len(terms) == 2 and dtype in _EXACTLY_HALVED:
+    if op is ReduceOp.AVG and len(terms) == 2 and dtype in EXACTLY_HALVED:
         return functools.partial(_mean_of_two, *terms)
     return functools.partial(reduce_into, op=op, terms=terms)
 
@@ -107,19 +104,6 @@ def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> 
     for term in terms[2:-1]:
         function(total, term, out=total)
     return function(total, terms[-1], out=out)
-
-
-def divide(total: torch.Tensor, count: int) -> None:
-    """Divide in place; integers are rounded towards zero.
-
-    By a power of two floating point is multiplied, which gives the same bits in half the time.
-    """
-    if count == 1:
-        return
-    if total.dtype in _EXACTLY_HALVED and count & (count - 1) == 0:
-        total.mul_(1 / count)
-    else:
-        total.div_(count, rounding_mode="trunc" if total.dtype in INTEGERS else None)
 
 
 def _mean_of_two(first: torch.Tensor, second: torch.Tensor, *, out: torch.Tensor) -> None:

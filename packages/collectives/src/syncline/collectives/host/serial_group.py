@@ -17,6 +17,7 @@ from ..contract.deadline import Deadline
 from ..contract.layout import is_tracked, untracked
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import Reduction
+from ..contract.running_call import RunningCall
 from ..contract.work import FinishedWork, PendingWork, Work
 from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, RankLostError, SynclineError, TransportError
 from ..failures.call_record import DONE
@@ -167,7 +168,11 @@ class SerialGroup(ProcessGroup):
         verification = self._verification
         if verification is None:
             return None
-        return self._issue(Collective("verify_calls"), [], (), verification.verify, async_op, is_numbered=False)
+
+        def body(running: RunningCall) -> None:
+            verification.verify(running.deadline)
+
+        return self._issue(Collective("verify_calls"), [], (), body, async_op, is_numbered=False)
 
     def close(self) -> None:
         """Run what was issued, compare the calls with those of the other ranks, then close the transport.
@@ -192,9 +197,9 @@ class SerialGroup(ProcessGroup):
         if verification is None:
             return
 
-        def body(deadline: Deadline) -> None:
+        def body(running: RunningCall) -> None:
             try:
-                verification.verify(Deadline(min(deadline.remaining_s(), _CLOSE_S), self._reason_not_to_wait))
+                verification.verify(Deadline(min(running.deadline.remaining_s(), _CLOSE_S), self._reason_not_to_wait))
             except (TimeoutError, TransportError) as error:
                 logger.info("close on %s: calls were not compared with those of the other ranks: %s", self.place(), error)
 
@@ -340,16 +345,17 @@ class SerialGroup(ProcessGroup):
         self.recorder.begin(entry)
         verification = None if sequence is None else self._verification
         deadline = self._deadline = Deadline(self.timeout_s, self.reason_to_give_up) if sequence is None else self._start()
+        running = RunningCall(call, deadline)
         try:
             if verification is not None:
                 verification.add(call.digest())
             if self._check_calls and sequence is not None:
-                compare_calls(self._transport, self.size, call, deadline)
+                compare_calls(self._transport, self.size, running)
             if is_tracked(tensors):
                 with untracked():
-                    body(deadline)
+                    body(running)
             else:
-                body(deadline)
+                body(running)
             if verification is not None and verification.is_due:
                 verification.verify(deadline)
             self.recorder.end(entry)

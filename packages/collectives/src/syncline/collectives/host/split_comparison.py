@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..contract.collective import Collective
-from ..contract.deadline import Deadline
+from ..contract.running_call import RunningCall
 from ..errors import DisagreementError
 from .packing import empty_block
 from .transport import Transport
@@ -17,8 +17,7 @@ def compare_splits(
     transport: Transport,
     output_counts: Sequence[int],
     input_counts: Sequence[int],
-    call: Collective,
-    deadline: Deadline,
+    call: RunningCall,
 ) -> None:
     """Gather how much each rank sends and expects: an all-gather of two numbers for each rank.
 
@@ -29,7 +28,8 @@ def compare_splits(
     """
     mine = torch.tensor([*output_counts, *input_counts], dtype=torch.int64, device="cpu")
     block = empty_block(mine, len(output_counts))
-    transport.all_gather(block, mine, Collective("all_gather_splits", mine, detail=call.name), deadline)
+    told = Collective("all_gather_splits", mine, detail=call.collective.name)
+    transport.all_gather(block, mine, RunningCall(told, call.deadline))
     problem = different_splits(block.view(len(output_counts), 2, len(output_counts)).tolist())
     if problem is not None:
         raise DisagreementError(problem)

@@ -11,6 +11,7 @@ import torch
 from ..contract.collective import Collective, digest
 from ..contract.deadline import Deadline
 from ..contract.reduce_op import Reduction
+from ..contract.running_call import RunningCall
 from ..failures.liveness import Liveness
 from ..failures.stall_watch import StatusPost
 
@@ -88,8 +89,9 @@ class Transport(ABC):
 
     `HostGroup` calls one collective at a time, in the group's total order, on its progress thread or on the caller's. Each
     method blocks until this rank's part is done. Tensors are flat, contiguous, on the CPU, of any dtype, and checked; a "block"
-    holds `size` equal parts, one for each rank. A method must give up when the deadline has passed, by raising `TimeoutError`
-    with what it knows of the other ranks; errors of the library underneath are raised as `TransportError`, `from` the original.
+    holds `size` equal parts, one for each rank. `call` says which collective runs, and until when: a method must give up when
+    the deadline has passed, by raising `TimeoutError` with what it knows of the other ranks. Errors of the library underneath
+    are raised as `TransportError`, `from` the original.
     """
 
     #: The registry's name of the backend, such as "mpi".
@@ -107,12 +109,12 @@ class Transport(ABC):
     def describe(self) -> str:
         """The library underneath and its version, in a few words."""
 
-    def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:  # noqa: ARG002
+    def allocate(self, numel: int, dtype: torch.dtype, call: RunningCall) -> torch.Tensor:  # noqa: ARG002
         """Memory from which the transport communicates fastest, flat; what it holds is undefined. By default plain memory."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: RunningCall) -> None:
         """Combine in place; all ranks end with the same bits."""
 
     def plan(self, kind: CallKind) -> Plan | None:  # noqa: ARG002
@@ -124,31 +126,27 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: RunningCall) -> None:
         """Combine in place on the root; elsewhere the tensor is not changed."""
 
     @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int, call: RunningCall) -> None:
         """Copy the root's tensor to all, in place."""
 
     @abstractmethod
-    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: RunningCall) -> None:
         """Copy rank r's tensor into part r of the block, on every rank. `tensor` may be this rank's part of the block."""
 
     @abstractmethod
-    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: RunningCall) -> None:
         """Copy rank r's tensor into part r of the root's block."""
 
     @abstractmethod
-    def scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
-    ) -> None:
+    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: RunningCall) -> None:
         """Copy part r of the root's block into rank r's tensor."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
+    def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: RunningCall) -> None:
         """Combine the blocks and leave part r in rank r's tensor. The block is not changed, unless `tensor` is part of it."""
 
     @abstractmethod
@@ -158,13 +156,12 @@ class Transport(ABC):
         tensor: torch.Tensor,
         output_counts: Sequence[int],
         input_counts: Sequence[int],
-        call: Collective,
-        deadline: Deadline,
+        call: RunningCall,
     ) -> None:
         """Send `input_counts[r]` elements to rank r, receive `output_counts[r]` from it; parts lie one after the other."""
 
     @abstractmethod
-    def barrier(self, call: Collective, deadline: Deadline) -> None:
+    def barrier(self, call: RunningCall) -> None:
         """Return once all ranks have entered."""
 
     @abstractmethod

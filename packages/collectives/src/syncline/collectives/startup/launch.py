@@ -115,6 +115,11 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
     return launches[0]
 
 
+def tolerates_faults(environ: Mapping[str, str]) -> bool:
+    """Whether Open MPI's mpirun was told to go on when a rank is lost (`--with-ft ulfm`). A pure function."""
+    return environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true", "yes")
+
+
 def check_init_method(init_method: str | None) -> str | None:
     """The scheme of an `init_method` such as "tcp://host:1234", or None without one. A pure function.
 

@@ -15,11 +15,12 @@ from ..contract.deadline import Deadline, seconds
 from ..errors import InvalidArgumentError, StoreTimeout
 
 DEFAULT_STORE_TIMEOUT_S = 300.0
-_LOOK_AGAIN_S = 0.05
 """How long a store waits for a key unless told otherwise; as long as torch's."""
 
 LONGEST_STORE_TIMEOUT_S = 20 * 86400.0
 """Longer limits, infinity among them, are cut to twenty days: the system's calls count milliseconds in 31 bits."""
+
+_LOOK_AGAIN_S = 0.05
 
 
 class Store(ABC):

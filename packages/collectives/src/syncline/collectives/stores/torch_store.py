@@ -71,10 +71,8 @@ class AsTorchStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Wait for a value."""
-        try:
+        with _as_torchs_timeout():
             return self._store.get(key, _limit(_torch_timeout(self)))
-        except StoreTimeout as error:
-            raise TorchStoreTimeout(str(error)) from error
 
     def add(self, key: str, value: int) -> int:
         """Count."""
@@ -86,10 +84,8 @@ class AsTorchStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for keys."""
-        try:
+        with _as_torchs_timeout():
             self._store.wait(keys, _limit(_torch_timeout(self) if timeout is None else timeout))
-        except StoreTimeout as error:
-            raise TorchStoreTimeout(str(error)) from error
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
         """Exchange a value."""
@@ -130,10 +126,8 @@ class AsTorchStore(dist.Store):
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take from a queue."""
-        try:
+        with _as_torchs_timeout():
             return self._store.queue_pop(key, block, _limit(_torch_timeout(self)))
-        except StoreTimeout as error:
-            raise TorchStoreTimeout(str(error)) from error
 
     def queue_len(self, key: str) -> int:
         """The length of a queue."""
@@ -261,6 +255,15 @@ class FromTorchStore(Store):
 
     def _failed(self, error: BaseException) -> StoreError:
         return StoreError(f"{self.describe()} failed: {error}")
+
+
+@contextmanager
+def _as_torchs_timeout() -> Iterator[None]:
+    """Turn our time-out into the one that torch's code catches, too."""
+    try:
+        yield
+    except StoreTimeout as error:
+        raise TorchStoreTimeout(str(error)) from error
 
 
 def _torch_timeout(store: dist.Store) -> timedelta:

@@ -30,7 +30,14 @@ class ShrinkableGroup(HostGroup):
 
     def __init__(self, transport: Transport, reunion: Reunion, **options: Any) -> None:
         generation = reunion.generation
-        super().__init__(transport, generation.rank, len(generation.members), liveness=transport.liveness, **options)
+        super().__init__(
+            transport,
+            generation.rank,
+            len(generation.members),
+            liveness=transport.liveness,
+            calls=reunion.calls(),
+            **options,
+        )
         self._reunion = reunion
         self._generation = generation
         self._options = options
@@ -47,6 +54,8 @@ class ShrinkableGroup(HostGroup):
         self._reunion.raise_alarm(self._generation, f"rank {self.rank} has called shrink")
         self.abort()
         shrunk = type(self)(self._reunion.shrink(patience_s), self._reunion, **self._options)
+        if self._calls is not None:
+            self._calls.is_closed = True  # in order: the new group takes its place
         shrunk.report_to(self._reporter)
         shrunk.losses_are_expected = self.losses_are_expected
         return shrunk

@@ -8,7 +8,7 @@ from typing import Any
 
 from syncline.collectives import InvalidArgumentError
 
-from ..tracing.extras import require_extra
+from ..tracing.rendering import figure, script
 from .forecast import MIB, Choice, Forecast, advice
 
 
@@ -19,22 +19,32 @@ def write(found: Forecast, path: Path) -> None:
         MisuseError: Plotly is not installed.
         InvalidArgumentError: the file cannot be written.
     """
-    require_extra("plotly")
+    page = _page(found)
     try:
-        path.write_text(_page(found), encoding="utf-8")
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise InvalidArgumentError(f"cannot write the page {path}: {error.strerror}") from error
 
 
 def _page(found: Forecast) -> str:
-    from plotly.offline import get_plotlyjs
-
     figures = [
-        _figure("predict-efficiency", _efficiencies(found), "Efficiency, best buckets", "ranks", "% of a rank's speed"),
-        _figure("predict-buckets", _by_size(found), "Step by bucket size, without compression", "MiB", "ms"),
+        figure(
+            "predict-efficiency",
+            _efficiencies(found),
+            "Efficiency, best buckets",
+            {"title": "ranks", "type": "log"},
+            {"title": "% of a rank's speed"},
+        ),
+        figure(
+            "predict-buckets",
+            _by_size(found),
+            "Step by bucket size, without compression",
+            {"title": "MiB", "type": "log"},
+            {"title": "ms"},
+        ),
     ]
     words = f"<h1>Predicted steps</h1>\n<p>{html.escape(advice(found))}</p>"
-    body = "\n".join([words, f"<script>{get_plotlyjs()}</script>", *figures])
+    body = "\n".join([words, script(), *figures])
     head = '<head><meta charset="utf-8"><title>Predicted steps</title></head>'
     return f'<!DOCTYPE html>\n<html lang="en">{head}\n<body>{body}</body></html>\n'
 
@@ -65,10 +75,3 @@ def _by_size(found: Forecast) -> list[dict[str, Any]]:
 
 def _line(name: str, x: list[float], y: list[float]) -> dict[str, Any]:
     return {"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y}
-
-
-def _figure(name: str, data: list[dict[str, Any]], title: str, x: str, y: str) -> str:
-    import plotly.graph_objects as graphs
-
-    layout = {"title": title, "height": 420, "xaxis": {"title": x, "type": "log"}, "yaxis": {"title": y}}
-    return str(graphs.Figure(data=data, layout=layout).to_html(full_html=False, include_plotlyjs=False, div_id=name))

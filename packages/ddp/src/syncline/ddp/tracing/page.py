@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from .extras import require_extra
+from .rendering import figure, script
 from .summary import StepSummary, summarize_steps
 from .table import in_words
 from .timeline import RankTimeline, Timeline
@@ -21,20 +21,24 @@ def fragment(timeline: Timeline) -> str:
     Raises:
         MisuseError: Plotly is not installed.
     """
-    require_extra("plotly")
     steps = summarize_steps(timeline)
     words = f"<h2>Trace</h2>\n<p>{html.escape(in_words(timeline))}</p>"
     if not steps:
         return f"{words}\n<p>No step was traced by all of them.</p>"
     slowest = max(steps, key=lambda step: step.duration_s)
     figures = [
-        _figure(
-            "timeline", _bars(timeline, slowest.number), f"Step {slowest.number}, the slowest", "ms", "", barmode="overlay"
+        figure(
+            "trace-timeline",
+            _bars(timeline, slowest.number),
+            f"Step {slowest.number}, the slowest",
+            {"title": "ms"},
+            {"autorange": "reversed"},
+            barmode="overlay",
         ),
-        _figure("waiting", _waiting(timeline, steps), "Waiting for communication", "step", "ms"),
-        _figure("exposed", _exposed(steps), "Exposed communication", "step", "% of the step"),
+        figure("trace-waiting", _waiting(timeline, steps), "Waiting for communication", {"title": "step"}, {"title": "ms"}),
+        figure("trace-exposed", _exposed(steps), "Exposed communication", {"title": "step"}, {"title": "% of the step"}),
     ]
-    return "\n".join([words, _script(), *figures, _bucket_table(timeline, slowest.number)])
+    return "\n".join([words, script(), *figures, _bucket_table(timeline, slowest.number)])
 
 
 def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
@@ -94,23 +98,6 @@ def _waiting(timeline: Timeline, steps: Sequence[StepSummary]) -> list[dict[str,
 def _exposed(steps: Sequence[StepSummary]) -> list[dict[str, Any]]:
     shares = [100 * step.exposed_s / step.duration_s for step in steps]
     return [{"type": "bar", "x": [step.number for step in steps], "y": shares}]
-
-
-def _figure(name: str, data: list[dict[str, Any]], title: str, x: str, y: str, **layout: Any) -> str:
-    import plotly.graph_objects as graphs
-
-    figure = graphs.Figure(
-        data=data, layout={"title": title, "height": 420, "xaxis": {"title": x}, "yaxis": {"title": y}, **layout}
-    )
-    if name == "timeline":
-        figure.update_yaxes(autorange="reversed")
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, div_id=f"trace-{name}"))
-
-
-def _script() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return f"<script>{get_plotlyjs()}</script>"
 
 
 def _bucket_table(timeline: Timeline, number: int) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .extras import require_extra
+from .rendering import milliseconds, printed, table
 from .summary import RankSummary, StepSummary, summarize_ranks, summarize_steps
 from .timeline import Timeline
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-_WIDTH = 110
 
 
 def tables(timeline: Timeline) -> str:
@@ -22,18 +19,10 @@ def tables(timeline: Timeline) -> str:
     Raises:
         MisuseError: rich is not installed.
     """
-    require_extra("rich")
-    from rich.console import Console
-
     steps = summarize_steps(timeline)
     if not steps:
         return f"{in_words(timeline)}; no step was traced by all of them"
-    text = io.StringIO()
-    console = Console(file=text, width=_WIDTH)
-    console.print(in_words(timeline), highlight=False, markup=False)
-    console.print(_of_ranks(summarize_ranks(timeline, steps)))
-    console.print(_of_steps(steps))
-    return text.getvalue().rstrip()
+    return printed(in_words(timeline), _of_ranks(summarize_ranks(timeline, steps)), _of_steps(steps))
 
 
 def in_words(timeline: Timeline) -> str:
@@ -46,45 +35,31 @@ def in_words(timeline: Timeline) -> str:
 
 def _of_ranks(ranks: Sequence[RankSummary]) -> Table:
     columns = ("rank", "compute, ms", "exposed, ms", "was last", "late by, ms", "others waited for it, ms")
-    table = _table("Ranks (medians of the steps)", columns)
+    made = table("Ranks (medians of the steps)", columns)
     for one in ranks:
-        table.add_row(
+        made.add_row(
             str(one.rank),
-            _ms(one.compute_s),
-            _ms(one.exposed_s),
+            milliseconds(one.compute_s),
+            milliseconds(one.exposed_s),
             f"{one.times_last} times",
-            _ms(one.late_s) if one.times_last else "-",
-            _ms(one.caused_s),
+            milliseconds(one.late_s) if one.times_last else "-",
+            milliseconds(one.caused_s),
         )
-    return table
+    return made
 
 
 def _of_steps(steps: Sequence[StepSummary]) -> Table:
     columns = ("step", "took, ms", "compute, ms", "exposed, ms", "last rank", "late by, ms", "MiB", "MiB/s")
-    table = _table("Steps (means of the ranks)", columns)
+    made = table("Steps (means of the ranks)", columns)
     for step in steps:
-        table.add_row(
+        made.add_row(
             str(step.number),
-            _ms(step.duration_s),
-            _ms(step.compute_s),
-            _ms(step.exposed_s),
+            milliseconds(step.duration_s),
+            milliseconds(step.compute_s),
+            milliseconds(step.exposed_s),
             str(step.last_rank),
-            _ms(step.late_s),
+            milliseconds(step.late_s),
             f"{step.nbytes / 2**20:.3g}",
             f"{step.bandwidth / 2**20:.4g}",
         )
-    return table
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(title=title, box=SIMPLE, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f}"
+    return made

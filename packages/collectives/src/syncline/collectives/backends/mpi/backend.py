@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,19 @@ from ...devices import DeviceDispatchTransport, DeviceRuntime
 from ...devices.cuda import cuda_runtime
 from ...devices.cuda_awareness import CudaAwareness, try_cuda_awareness
 from ...errors import BackendUnavailableError, LaunchError
+from ...failures.liveness import Liveness
 from ...host.host_group import HostGroup
 from ...host.transport import Transport
+from ...startup.algorithm_thresholds import AlgorithmThresholds
 from ...startup.backend import Backend, ConnectRequest
 from ...startup.launch import detect_launch
 from ...startup.srun import srun_hint
+from ...survivors.shrinkable_group import ShrinkableGroup
 from .srun_check import srun_problem
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from .job_abort import ExitBarrier
 
 _START_S = 300.0
@@ -53,8 +59,7 @@ class MPIBackend(Backend):
         from mpi4py import MPI
 
         from .job_abort import abort_on_uncaught
-        from .node.node_transport import NodeTransport
-        from .transport import MPITransport
+        from .reunion import MPIReunion
 
         if not MPI.Is_initialized():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -64,36 +69,51 @@ class MPIBackend(Backend):
         _check_sizes(request, world.Get_rank(), world.Get_size())
         exit_barrier = _exit_barrier()
         device = cuda_runtime() if request.wants("cuda") else None
-        thresholds = world.bcast(request.thresholds)
-        transport: Transport = NodeTransport(world.Dup(), reproducible=request.reproducible, thresholds=thresholds)
-        direct = (
-            MPITransport(world.Dup(), reproducible=request.reproducible, on_device=True)
-            if _all_are_cuda_aware(device)
-            else None
-        )
-        if device is not None:
-            transport = DeviceDispatchTransport(transport, world.Get_rank(), device, direct)
-        group = HostGroup(
-            transport,
-            world.Get_rank(),
-            world.Get_size(),
+        connect = functools.partial(_transport, request, world.bcast(request.thresholds), device, exit_barrier.liveness)
+        reunion = MPIReunion(world.Dup(), connect, exit_barrier.departures, request.group_name)
+        group = ShrinkableGroup(
+            reunion.transport,
+            reunion,
             name=request.group_name,
             timeout_s=request.timeout_s,
             device=device,
             check_calls=request.check_calls,
-            calls=exit_barrier.departures.group(request.group_name, range(world.Get_size())),
-            liveness=exit_barrier.liveness.part(range(world.Get_size()), world.Get_rank(), transport.lost_ranks),
         )
         group.start({"check_calls": request.check_calls, "reproducible": request.reproducible}, request.stall_warning_s)
         return group
 
 
-def _all_are_cuda_aware(device: DeviceRuntime | None) -> bool:
-    """Whether every rank has CUDA devices whose memory MPI can be given. A collective of all ranks of the job."""
+def _transport(
+    request: ConnectRequest,
+    thresholds: AlgorithmThresholds | None,
+    device: DeviceRuntime | None,
+    liveness: Liveness,
+    communicator: MPI.Intracomm,
+    members: Sequence[int],
+) -> Transport:
+    """Connect the ranks of a communicator, which are `members` in MPI_COMM_WORLD. A collective of it."""
+    from .node.node_transport import NodeTransport
+    from .transport import MPITransport
+
+    rank = communicator.Get_rank()
+    transport: Transport = NodeTransport(communicator.Dup(), reproducible=request.reproducible, thresholds=thresholds)
+    direct = (
+        MPITransport(communicator.Dup(), reproducible=request.reproducible, on_device=True)
+        if _all_are_cuda_aware(device, communicator)
+        else None
+    )
+    if device is not None:
+        transport = DeviceDispatchTransport(transport, rank, device, direct)
+    transport.liveness = liveness.part(members, rank, transport.lost_ranks)
+    return transport
+
+
+def _all_are_cuda_aware(device: DeviceRuntime | None, communicator: MPI.Intracomm) -> bool:
+    """Whether every rank has CUDA devices whose memory MPI can be given. A collective of the communicator."""
     from mpi4py import MPI
 
     is_aware = device is not None and _cuda_awareness().is_aware
-    return bool(MPI.COMM_WORLD.allreduce(is_aware, MPI.LAND))
+    return bool(communicator.allreduce(is_aware, MPI.LAND))
 
 
 @functools.cache

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
-from ...contract.collective import Collective, different_calls
-from ...contract.deadline import Deadline
+from ...contract.collective import different_calls
+from ...contract.running_call import RunningCall
 from ...errors import DisagreementError
 from .library import mapped, mpi_errors, wait
 from .timeout_report import TimeoutReport
@@ -37,7 +37,7 @@ class CallVerifier:
         self._numbers = array("q", (0,) * 4)
         self._abandoned: list[object] = []
 
-    def verify(self, call: Collective, deadline: Deadline, key: int = NO_KEY) -> bool:
+    def verify(self, call: RunningCall, key: int = NO_KEY) -> bool:
         """Return when all ranks have come here for the same call; whether all gave the same key, and not `NO_KEY`.
 
         One reduction compares both: the largest number is also the smallest.
@@ -45,25 +45,25 @@ class CallVerifier:
         Raises:
             DisagreementError: the calls differ.
         """
-        digest = call.digest()
+        digest = call.collective.digest()
         numbers = self._numbers
         numbers[0], numbers[1], numbers[2], numbers[3] = digest, -digest, key, -key
         spec = (numbers, MPI.INT64_T)
-        self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX), deadline)
+        self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX))
         if numbers[0] != -numbers[1]:
-            raise self.different_calls(call, deadline)
+            raise self.different_calls(call)
         return numbers[2] == -numbers[3] != NO_KEY
 
-    def different_calls(self, call: Collective, deadline: Deadline) -> DisagreementError:
+    def different_calls(self, call: RunningCall) -> DisagreementError:
         """The error that names what each rank called. All ranks call this, when they know that the calls differ.
 
         Raises:
             TimeoutError: a rank does not answer: it has given up before.
         """
-        run = lambda start: self.run(call, start, deadline)  # noqa: E731
-        return different_calls(all_gather_objects(self._communicator, call.signature(), run))
+        run = lambda start: self.run(call, start)  # noqa: E731
+        return different_calls(all_gather_objects(self._communicator, call.collective.signature(), run))
 
-    def run(self, call: Collective, start: Callable[[], MPI.Request], deadline: Deadline) -> None:
+    def run(self, call: RunningCall, start: Callable[[], MPI.Request]) -> None:
         """Start an operation and wait for it.
 
         Raises:
@@ -73,25 +73,25 @@ class CallVerifier:
         request = None
         try:
             request = start()
-            wait(request, deadline)
+            wait(request, call.deadline)
         except MPI.Exception as error:
             raise mapped(error) from error
         except BaseException as error:
             # The request stays active, and MPI may still write: `HostGroup` lets the tensors live.
             self._abandoned.append((request, start))
             if isinstance(error, TimeoutError):
-                self.raise_timeout(error, call, deadline)
+                self.raise_timeout(error, call)
             raise
 
     def abandon(self, *objects: object) -> None:
         """Let requests live, and what MPI may still write to."""
         self._abandoned.append(objects)
 
-    def raise_timeout(self, error: TimeoutError, call: Collective, deadline: Deadline) -> None:
+    def raise_timeout(self, error: TimeoutError, call: RunningCall) -> None:
         """Raise a time-out again with a report of where the other ranks stand; return if the call was cancelled here."""
-        if not deadline.was_cancelled:
+        if not call.deadline.was_cancelled:
             with mpi_errors():
-                raise TimeoutError(self._report.collect(call.signature())) from None
+                raise TimeoutError(self._report.collect(call.collective.signature())) from None
 
 
 def all_gather_objects(communicator: MPI.Intracomm, mine: _T, run: Run) -> list[_T]:

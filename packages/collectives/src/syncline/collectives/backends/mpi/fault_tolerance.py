@@ -10,12 +10,24 @@ from collections.abc import Iterable
 
 from mpi4py import MPI
 
-_SWITCH = "OMPI_MCA_mpi_ft_enable"
+from ...startup.launch import tolerates_faults
 
 
 def is_fault_tolerant() -> bool:
     """Whether this job was started so that it outlives the loss of a rank."""
-    return MPI.get_vendor()[0] == "Open MPI" and os.environ.get(_SWITCH, "0").lower() in ("1", "true", "yes")
+    return MPI.get_vendor()[0] == "Open MPI" and tolerates_faults(os.environ)
+
+
+def missing_for_shrink() -> str | None:
+    """What keeps the ranks that are left from going on, with the remedy; None if nothing does."""
+    if is_fault_tolerant():
+        return None
+    if MPI.get_vendor()[0] == "Open MPI":
+        return "Open MPI was started without its tolerance of faults; start the job with `mpirun --with-ft ulfm`"
+    return (
+        f"{MPI.get_vendor()[0]} cannot go on when a rank is lost; use Open MPI with `mpirun --with-ft ulfm`, or backend "
+        "'gloo' with init_method='file:///shared/folder'"
+    )
 
 
 def failed_ranks(communicator: MPI.Comm) -> list[int]:

@@ -9,9 +9,8 @@ from itertools import islice
 import torch
 from mpi4py import MPI
 
-from ...contract.collective import Collective
-from ...contract.deadline import Deadline
 from ...contract.reduce_op import ReduceOp
+from ...contract.running_call import RunningCall
 from ...host.reduction import reduce_into
 from .call_verifier import CallVerifier
 from .datatypes import memory
@@ -52,14 +51,13 @@ class RingAllReduce:
         self._size = communicator.Get_size()
         self._landing: torch.Tensor | None = None
 
-    def run(self, tensor: torch.Tensor, op: ReduceOp, call: Collective, deadline: Deadline) -> None:
+    def run(self, tensor: torch.Tensor, op: ReduceOp, call: RunningCall) -> None:
         """Reduce in place, after all ranks have come for the same call.
 
         Args:
             tensor: flat, in host memory, of one of `DTYPES`, with at least as many elements as there are ranks.
             op: one of those between ranks (see `core_op`).
-            call: that one.
-            deadline: of the call.
+            call: of which this is a part.
         """
         step = PIECE_BYTES // tensor.element_size()
         parts = [list(torch.split(part, step)) for part in tensor.tensor_split(self._size)]
@@ -68,9 +66,9 @@ class RingAllReduce:
         for turn in range(size - 1):
             arriving = parts[(rank - turn - 1) % size]
             room = [landing[number % DEPTH][: piece.numel()] for number, piece in enumerate(arriving)]
-            self._pass_on(parts[(rank - turn) % size], room, _adding(arriving, op), call, deadline)
+            self._pass_on(parts[(rank - turn) % size], room, _adding(arriving, op), call)
         for turn in range(size - 1):
-            self._pass_on(parts[(rank - turn + 1) % size], parts[(rank - turn) % size], None, call, deadline)
+            self._pass_on(parts[(rank - turn + 1) % size], parts[(rank - turn) % size], None, call)
 
     def _pieces_to_land(self, dtype: torch.dtype, step: int) -> list[torch.Tensor]:
         if self._landing is None:
@@ -82,8 +80,7 @@ class RingAllReduce:
         departing: _Part,
         room: _Part,
         arrived: Callable[[torch.Tensor, int], None] | None,
-        call: Collective,
-        deadline: Deadline,
+        call: RunningCall,
     ) -> None:
         """Send a part to the next rank while one of the previous rank's comes in; `arrived` is told of each piece, in order."""
         following, previous = (self._rank + 1) % self._size, (self._rank - 1) % self._size
@@ -93,13 +90,13 @@ class RingAllReduce:
             sent = [self._communicator.Isend((memory(piece), MPI.BYTE), following, Tag.RING) for piece in departing]
         try:
             for number, piece in enumerate(room):
-                self._verifier.run(call, partial(posted.__getitem__, number), deadline)
+                self._verifier.run(call, partial(posted.__getitem__, number))
                 if arrived is not None:
                     arrived(piece, number)
                 with mpi_errors():
                     posted += islice(receives, 1)
             for request in sent:
-                self._verifier.run(call, lambda request=request: request, deadline)  # type: ignore[misc]
+                self._verifier.run(call, lambda request=request: request)  # type: ignore[misc]
         except BaseException:
             self._verifier.abandon(posted, sent, departing, room)
             raise

@@ -10,13 +10,13 @@ import torch
 from mpi4py import MPI
 from typing_extensions import override
 
-from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...contract.layout import bytes_of
-from ...contract.reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction
+from ...contract.reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction, divide
+from ...contract.running_call import RunningCall
 from ...errors import DisagreementError
 from ...failures.stall_watch import StatusPost
-from ...host.reduction import core_op, divide, reduce_in_rank_order
+from ...host.reduction import core_op, reduce_in_rank_order
 from ...host.transport import Request, Transport
 from ...host.wire_tag import wire_tag
 from .call_verifier import CallVerifier
@@ -89,30 +89,30 @@ class MPITransport(Transport):
 
     # ---- reductions ----
 
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: RunningCall) -> None:
         """Reduce with MPI, or by moving bytes and reducing here."""
-        self._presync(tensor.nbytes, call, deadline)
-        self.all_reduce_synced(tensor, op, call, deadline)
+        self._presync(tensor.nbytes, call)
+        self.all_reduce_synced(tensor, op, call)
 
-    def all_reduce_synced(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
+    def all_reduce_synced(self, tensor: torch.Tensor, op: Reduction, call: RunningCall) -> None:
         """`all_reduce` after the presync."""
         native = self._native(tensor.dtype, op)
         if native is None:
             for piece in _pieces(tensor):
-                self._all_reduce_here(piece, op, call, deadline)
+                self._all_reduce_here(piece, op, call)
             return
         self._scale_before(tensor, op)
         if self._ring is not None and self._takes_ring(tensor.nbytes, tensor.dtype):
-            self._ring.run(tensor, core_op(op), call, deadline)
+            self._ring.run(tensor, core_op(op), call)
         else:
             datatype, mpi = native
             for piece in _pieces(tensor):
                 spec = (memory(piece), piece.numel(), datatype)
-                self._collective("Allreduce", (MPI.IN_PLACE, spec, mpi), piece.nbytes, call, deadline)
+                self._collective("Allreduce", (MPI.IN_PLACE, spec, mpi), piece.nbytes, call)
         self._scale_after(tensor, op)
 
     def all_reduce_widened(
-        self, wide: torch.Tensor, op: ReduceOp, divisor: int, tensor: torch.Tensor, call: Collective, deadline: Deadline
+        self, wide: torch.Tensor, op: ReduceOp, divisor: int, tensor: torch.Tensor, call: RunningCall
     ) -> None:
         """Reduce a tensor of a wider dtype here, divide the result, round it once and hand it out in the tensor's dtype.
 
@@ -123,19 +123,18 @@ class MPITransport(Transport):
             op: one of those between ranks (see `core_op`).
             divisor: of the result.
             tensor: as many elements; overwritten with the result.
-            call: that one.
-            deadline: of the call.
+            call: of which this is a part.
         """
-        self._presync(wide.nbytes, call, deadline)
-        self._hand_out(self._reduced_slice(wide, op, call, deadline).div_(divisor), tensor, call, deadline)
+        self._presync(wide.nbytes, call)
+        self._hand_out(self._reduced_slice(wide, op, call).div_(divisor), tensor, call)
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: RunningCall) -> None:
         """Reduce with MPI, or by moving bytes and reducing here."""
-        self._presync(tensor.nbytes, call, deadline)
+        self._presync(tensor.nbytes, call)
         native = self._native(tensor.dtype, op)
         if native is None:
             for piece in _pieces(tensor):
-                self._reduce_here(piece, root, op, call, deadline)
+                self._reduce_here(piece, root, op, call)
             return
         source = tensor.clone() if isinstance(op, PremulSum) and self._rank != root else tensor
         self._scale_before(source, op)
@@ -143,20 +142,16 @@ class MPITransport(Transport):
         for piece in _pieces(source):
             spec = (memory(piece), piece.numel(), datatype)
             sides = (MPI.IN_PLACE, spec) if self._rank == root else (spec, None)
-            self._collective("Reduce", (*sides, mpi, root), piece.nbytes, call, deadline)
+            self._collective("Reduce", (*sides, mpi, root), piece.nbytes, call)
         if self._rank == root:
             self._scale_after(tensor, op)
 
-    def reduce_scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
+    def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: RunningCall) -> None:
         """Every rank gets its part of all blocks, as bytes, and reduces it in rank order."""
-        self._presync(block.nbytes, call, deadline)
-        self.reduce_scatter_synced(tensor, block, op, call, deadline)
+        self._presync(block.nbytes, call)
+        self.reduce_scatter_synced(tensor, block, op, call)
 
-    def reduce_scatter_synced(
-        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
+    def reduce_scatter_synced(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: RunningCall) -> None:
         """`reduce_scatter` after the presync."""
         rows = block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
@@ -164,30 +159,30 @@ class MPITransport(Transport):
         for start in range(0, tensor.numel(), step):
             columns = rows[:, start : start + step].contiguous()
             terms = torch.empty_like(columns)
-            self._all_to_all_here(terms, columns, [columns[0].nbytes] * self._size, columns[0].nbytes, call, deadline)
+            self._all_to_all_here(terms, columns, [columns[0].nbytes] * self._size, columns[0].nbytes, call)
             results.append(reduce_in_rank_order(op, list(terms)))
         if results:
             tensor.copy_(torch.cat(results))
 
     # ---- moves ----
 
-    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int, call: RunningCall) -> None:
         """Copy bytes."""
-        self._presync(tensor.nbytes, call, deadline)
-        self.broadcast_synced(tensor, root, call, deadline)
+        self._presync(tensor.nbytes, call)
+        self.broadcast_synced(tensor, root, call)
 
-    def broadcast_synced(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
+    def broadcast_synced(self, tensor: torch.Tensor, root: int, call: RunningCall) -> None:
         """`broadcast` after the presync."""
         for piece in _pieces(tensor):
             spec = (memory(piece), MPI.BYTE)
-            self._collective("Bcast", (spec, root), piece.nbytes, call, deadline)
+            self._collective("Bcast", (spec, root), piece.nbytes, call)
 
-    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: RunningCall) -> None:
         """Gather bytes, in place where the tensor is this rank's part."""
-        self._presync(block.nbytes, call, deadline)
-        self.all_gather_synced(block, tensor, call, deadline)
+        self._presync(block.nbytes, call)
+        self.all_gather_synced(block, tensor, call)
 
-    def all_gather_synced(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+    def all_gather_synced(self, block: torch.Tensor, tensor: torch.Tensor, call: RunningCall) -> None:
         """`all_gather` after the presync."""
         if tensor.dtype not in REDUCIBLE:  # torch does not copy all others
             block, tensor = bytes_of(block), bytes_of(tensor)
@@ -196,14 +191,14 @@ class MPITransport(Transport):
             part.copy_(tensor)
         if block.nbytes <= PIECE_BYTES:
             spec = (memory(block), MPI.BYTE)
-            self._collective("Allgather", (MPI.IN_PLACE, spec), block.nbytes, call, deadline)
+            self._collective("Allgather", (MPI.IN_PLACE, spec), block.nbytes, call)
             return
         for root, row in enumerate(block.view(self._size, tensor.numel())):
-            self.broadcast_synced(row, root, call, deadline)
+            self.broadcast_synced(row, root, call)
 
-    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline) -> None:
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: RunningCall) -> None:
         """Gather bytes."""
-        self._presync(tensor.nbytes * self._size, call, deadline)
+        self._presync(tensor.nbytes * self._size, call)
         rows = None if block is None else block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
         for start in range(0, tensor.numel(), step):
@@ -211,15 +206,13 @@ class MPITransport(Transport):
             landing = None if rows is None else tensor.new_empty((self._size, piece.numel()))
             there = None if landing is None else (memory(landing), MPI.BYTE)
             here = (memory(piece), MPI.BYTE)
-            self._collective("Gather", (here, there, root), piece.nbytes * self._size, call, deadline)
+            self._collective("Gather", (here, there, root), piece.nbytes * self._size, call)
             if rows is not None and landing is not None:
                 rows[:, start : start + step].copy_(landing)
 
-    def scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Collective, deadline: Deadline
-    ) -> None:
+    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: RunningCall) -> None:
         """Scatter bytes."""
-        self._presync(tensor.nbytes * self._size, call, deadline)
+        self._presync(tensor.nbytes * self._size, call)
         rows = None if block is None else block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
         for start in range(0, tensor.numel(), step):
@@ -227,7 +220,7 @@ class MPITransport(Transport):
             departing = None if rows is None else rows[:, start : start + step].contiguous()
             there = None if departing is None else (memory(departing), MPI.BYTE)
             here = (memory(piece), MPI.BYTE)
-            self._collective("Scatter", (there, here, root), piece.nbytes * self._size, call, deadline)
+            self._collective("Scatter", (there, here, root), piece.nbytes * self._size, call)
 
     def all_to_all(
         self,
@@ -235,11 +228,10 @@ class MPITransport(Transport):
         tensor: torch.Tensor,
         output_counts: Sequence[int],
         input_counts: Sequence[int],
-        call: Collective,
-        deadline: Deadline,
+        call: RunningCall,
     ) -> None:
         """Exchange bytes pairwise. MPI's own form would need every rank to know whether any pair exceeds its counts."""
-        self._presync(0, call, deadline)
+        self._presync(0, call)
         requests = []
         with mpi_errors():
             for peer, part in enumerate(torch.split(output, list(output_counts))):
@@ -247,11 +239,11 @@ class MPITransport(Transport):
             for peer, part in enumerate(torch.split(tensor, list(input_counts))):
                 requests += [self._private.Isend((memory(p), MPI.BYTE), peer, Tag.PAIRWISE) for p in _pieces(part)]
         for request in requests:
-            self._verifier.run(call, lambda request=request: request, deadline)  # type: ignore[misc]
+            self._verifier.run(call, lambda request=request: request)  # type: ignore[misc]
 
     @override
-    def barrier(self, call: Collective, deadline: Deadline) -> None:
-        self._verifier.run(call, self._communicator.Ibarrier, deadline)
+    def barrier(self, call: RunningCall) -> None:
+        self._verifier.run(call, self._communicator.Ibarrier)
 
     # ---- two ranks ----
 
@@ -315,39 +307,39 @@ class MPITransport(Transport):
         """How the MPI library reduces that; None if it is reduced here."""
         return None if self._reproducible else mpi_reduction(dtype, op)
 
-    def _all_reduce_here(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        self._hand_out(self._reduced_slice(tensor, op, call, deadline), tensor, call, deadline)
+    def _all_reduce_here(self, tensor: torch.Tensor, op: Reduction, call: RunningCall) -> None:
+        self._hand_out(self._reduced_slice(tensor, op, call), tensor, call)
 
-    def _hand_out(self, mine: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
+    def _hand_out(self, mine: torch.Tensor, tensor: torch.Tensor, call: RunningCall) -> None:
         """Every rank has its slice of the result, and gets the whole."""
         counts = self._byte_counts(tensor)
         tensor.tensor_split(self._size)[self._rank].copy_(mine)
         spec = (memory(tensor), (counts, _starts(counts)), MPI.BYTE)
-        self._collective("Allgatherv", (MPI.IN_PLACE, spec), tensor.nbytes, call, deadline)
+        self._collective("Allgatherv", (MPI.IN_PLACE, spec), tensor.nbytes, call)
 
-    def _reduce_here(self, tensor: torch.Tensor, root: int, op: Reduction, call: Collective, deadline: Deadline) -> None:
+    def _reduce_here(self, tensor: torch.Tensor, root: int, op: Reduction, call: RunningCall) -> None:
         counts = self._byte_counts(tensor)
-        mine = self._reduced_slice(tensor, op, call, deadline)
+        mine = self._reduced_slice(tensor, op, call)
         there = (memory(tensor), (counts, _starts(counts)), MPI.BYTE) if self._rank == root else None
-        self._collective("Gatherv", ((memory(mine), MPI.BYTE), there, root), tensor.nbytes, call, deadline)
+        self._collective("Gatherv", ((memory(mine), MPI.BYTE), there, root), tensor.nbytes, call)
 
-    def _reduced_slice(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> torch.Tensor:
+    def _reduced_slice(self, tensor: torch.Tensor, op: Reduction, call: RunningCall) -> torch.Tensor:
         """Every rank gets its slice of all tensors and reduces it in rank order."""
         counts = self._byte_counts(tensor)
         terms = tensor.new_empty((self._size, counts[self._rank] // tensor.element_size()))
-        self._all_to_all_here(terms, tensor, counts, counts[self._rank], call, deadline)
+        self._all_to_all_here(terms, tensor, counts, counts[self._rank], call)
         return reduce_in_rank_order(op, list(terms))
 
     def _byte_counts(self, tensor: torch.Tensor) -> list[int]:
         return [piece.nbytes for piece in tensor.tensor_split(self._size)]
 
     def _all_to_all_here(
-        self, terms: torch.Tensor, tensor: torch.Tensor, sent: list[int], received: int, call: Collective, deadline: Deadline
+        self, terms: torch.Tensor, tensor: torch.Tensor, sent: list[int], received: int, call: RunningCall
     ) -> None:
         """An all-to-all whose sizes every rank knows; in bytes, at most a piece."""
         there = (memory(tensor), (sent, _starts(sent)), MPI.BYTE)
         here = (memory(terms), ([received] * self._size, [received * r for r in range(self._size)]), MPI.BYTE)
-        self._collective("Alltoallv", (there, here), tensor.nbytes, call, deadline)
+        self._collective("Alltoallv", (there, here), tensor.nbytes, call)
 
     def _scale_before(self, tensor: torch.Tensor, op: Reduction) -> None:
         if isinstance(op, PremulSum):
@@ -362,7 +354,7 @@ class MPITransport(Transport):
     def _piece_numel(self, tensor: torch.Tensor) -> int:
         return max(1, PIECE_BYTES // (tensor.element_size() * self._size))
 
-    def _presync(self, nbytes: int, call: Collective, deadline: Deadline) -> None:
+    def _presync(self, nbytes: int, call: RunningCall) -> None:
         """Verify a call of `nbytes`, the same on every rank, if it is large enough.
 
         Note [Presync]
@@ -382,19 +374,19 @@ class MPITransport(Transport):
         CUDA memory is only given to the blocking form: Open MPI crashes in the other.
         """
         if nbytes >= PRESYNC_MIN_BYTES or self._on_device or self.compares_every_call:
-            self._verify(call, deadline)
+            self._verify(call)
 
-    def _verify(self, call: Collective, deadline: Deadline) -> None:
-        self._verifier.verify(call, deadline)
+    def _verify(self, call: RunningCall) -> None:
+        self._verifier.verify(call)
 
-    def _collective(self, name: str, arguments: tuple[Any, ...], nbytes: int, call: Collective, deadline: Deadline) -> None:
+    def _collective(self, name: str, arguments: tuple[Any, ...], nbytes: int, call: RunningCall) -> None:
         """Run MPI's collective of that name after the presync; `nbytes` is the same on every rank."""
         if self._on_device or (BLOCKS_WELL and nbytes >= PRESYNC_MIN_BYTES):
             with mpi_errors():
                 getattr(self._communicator, name)(*arguments)
             return
         start = self._starters.get(name) or self._starter(name)
-        self._verifier.run(call, lambda: start(*arguments), deadline)
+        self._verifier.run(call, lambda: start(*arguments))
 
     def _starter(self, name: str) -> Callable[..., MPI.Request]:
         """The communicator's non-blocking form of a collective."""

@@ -11,6 +11,7 @@ import torch
 from ....contract.collective import Collective
 from ....contract.deadline import Deadline
 from ....contract.layout import mark_written
+from ....contract.running_call import RunningCall
 from ....host.reduction import always_of
 from .algorithm import Algorithm, Operation, chunks, slice_of
 from .group_sync import GroupSync
@@ -50,7 +51,7 @@ class StagingArea:
         """The window; None, on all ranks, if it cannot be had. All ranks call it at the same point of their order."""
         if self._segment is None and self._may_exist:
             self._sync.verify(describe, deadline)
-            self._segment = self._memory.allocate_segment(SLOTS * SLOT_BYTES, describe(), deadline)
+            self._segment = self._memory.allocate_segment(SLOTS * SLOT_BYTES, RunningCall(describe(), deadline))
             self._may_exist = self._segment is not None
         return self._segment
 

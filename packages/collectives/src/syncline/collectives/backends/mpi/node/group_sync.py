@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from ....contract.collective import Collective
 from ....contract.deadline import Deadline
+from ....contract.running_call import RunningCall
 from ....errors import TransportError
 from ..call_verifier import NO_KEY, CallVerifier
 from ..library import Tag, mapped
@@ -48,8 +49,8 @@ class GroupSync:
     def barrier(self, describe: Describe, deadline: Deadline) -> ShmBarrier | None:
         """That of this node; None, on all ranks, if there can be none. All ranks call it at the same point of their order."""
         if self._barrier is None and self._may_have_barrier:
-            self._verifier.verify(describe(), deadline)
-            segment = self._memory.allocate_segment(barrier_bytes(self._slot_bytes), describe(), deadline)
+            self._verifier.verify(RunningCall(describe(), deadline))
+            segment = self._memory.allocate_segment(barrier_bytes(self._slot_bytes), RunningCall(describe(), deadline))
             if segment is None:
                 self._may_have_barrier = False
             else:
@@ -68,24 +69,24 @@ class GroupSync:
         """
         barrier = self._barrier or self.barrier(describe, deadline)
         if barrier is None or not self._is_one_node:
-            return self._verifier.verify(describe(), deadline, key)
+            return self._verifier.verify(RunningCall(describe(), deadline), key)
         try:
             is_same, is_common = barrier.arrive_and_wait(deadline, describe().digest() if digest is None else digest, key)
         except Exception as error:  # noqa: BLE001 - raised again
-            self._explain(error, describe(), deadline)
+            self._explain(error, RunningCall(describe(), deadline))
         if not is_same:
-            raise self._verifier.different_calls(describe(), deadline)
+            raise self._verifier.different_calls(RunningCall(describe(), deadline))
         return is_common
 
     def wait(self, describe: Describe, deadline: Deadline) -> None:
         """Return when the ranks of this node have come."""
         if self._barrier is None:
-            self._verifier.run(describe(), self._node.Ibarrier, deadline)
+            self._verifier.run(RunningCall(describe(), deadline), self._node.Ibarrier)
             return
         try:
             self._barrier.arrive_and_wait(deadline)
         except Exception as error:  # noqa: BLE001 - raised again
-            self._explain(error, describe(), deadline)
+            self._explain(error, RunningCall(describe(), deadline))
 
     def give_up(self) -> None:
         """Tell the others that this rank will not come any more."""
@@ -97,7 +98,7 @@ class GroupSync:
         self._barrier = None
         self._may_have_barrier = False
 
-    def _explain(self, error: Exception, call: Collective, deadline: Deadline) -> NoReturn:
+    def _explain(self, error: Exception, call: RunningCall) -> NoReturn:
         """Raise what the shared-memory barrier raised in a call, in the words of a group."""
         if isinstance(error, GaveUpError):
             raise TransportError(
@@ -106,5 +107,5 @@ class GroupSync:
         if isinstance(error, MPI.Exception):
             raise mapped(error) from error
         if isinstance(error, TimeoutError):
-            self._verifier.raise_timeout(error, call, deadline)
+            self._verifier.raise_timeout(error, call)
         raise error

@@ -9,8 +9,9 @@ import torch
 from ....contract.collective import Collective
 from ....contract.deadline import Deadline
 from ....contract.layout import flat, mark_written
-from ....contract.reduce_op import ReduceOp, Reduction
-from ....host.reduction import combine, core_op, divide
+from ....contract.reduce_op import ReduceOp, Reduction, divide
+from ....contract.running_call import RunningCall
+from ....host.reduction import combine, core_op
 from ....host.transport import CallKind
 from ..transport import MPITransport
 from .algorithm import Algorithm, chunks, slice_of
@@ -55,11 +56,11 @@ class NodeReduction:
         """Memory to stage tensors in; None, on all ranks, if it cannot be had."""
         if self._stage is None and self._may_stage:
             self._sync.verify(describe, deadline)
-            self._stage = self._memory.allocate_segment(STAGE_BYTES, describe(), deadline)
+            self._stage = self._memory.allocate_segment(STAGE_BYTES, RunningCall(describe(), deadline))
             self._may_stage = self._stage is not None
         return self._stage
 
-    def run(self, place: Place, kind: CallKind, call: Collective, deadline: Deadline) -> None:
+    def run(self, place: Place, kind: CallKind, call: RunningCall) -> None:
         """Combine what lies at the same place on all ranks, which have synchronised; they must do so afterwards."""
         start, stop = slice_of(kind.numel, self._leaders, self._rank) if self._rank < self._leaders else (0, 0)
         if self._between is None or start == stop:
@@ -68,23 +69,21 @@ class NodeReduction:
         itemsize = kind.dtype.itemsize
         rows = place.segment.rows(place.offset_bytes + start * itemsize, stop - start, kind.dtype)
         for begin, end in chunks(0, stop - start, CHUNK_BYTES // itemsize):
-            self._reduce([row[begin:end] for row in rows], self._between, kind.op, call, deadline)
+            self._reduce([row[begin:end] for row in rows], self._between, kind.op, call)
 
     def forget(self) -> None:
         """Give the stage back."""
         self._stage, self._may_stage = None, False
 
-    def _reduce(
-        self, terms: list[torch.Tensor], between: MPITransport, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
+    def _reduce(self, terms: list[torch.Tensor], between: MPITransport, op: Reduction, call: RunningCall) -> None:
         """Halves shall be rounded once: they travel as the float32 that they are summed in, and come back as halves."""
         mine = terms[self._rank]
         total = combine(op, terms, mine)
         if total.dtype is not mine.dtype:
             divisor = self._ranks if op is ReduceOp.AVG else 1
-            between.all_reduce_widened(total, core_op(op), divisor, mine, call, deadline)
+            between.all_reduce_widened(total, core_op(op), divisor, mine, call)
         else:
-            between.all_reduce(total, core_op(op), call, deadline)
+            between.all_reduce(total, core_op(op), call)
             if op is ReduceOp.AVG:
                 divide(total, self._ranks)
             if total is not mine:
@@ -111,7 +110,7 @@ class HierarchicalWindow(WindowCollective):
         self._reduction = reduction
 
     def _run_in_window(self, place: Place, tensor: torch.Tensor, deadline: Deadline) -> None:
-        self._reduction.run(place, self._kind, self._call(tensor), deadline)
+        self._reduction.run(place, self._kind, RunningCall(self._call(tensor), deadline))
         self._wait(tensor, deadline)
 
 
@@ -138,7 +137,7 @@ class HierarchicalAllReduce(NodePlan):
         if stage is None:
             self._run_otherwise(tensor, whole, deadline, is_verified=is_verified)
             return
-        call, place = self._call(tensor), Place(stage, 0, 0)
+        call, place = RunningCall(self._call(tensor), deadline), Place(stage, 0, 0)
         for piece in torch.split(flat(tensor), STAGE_BYTES // tensor.element_size()):
             staged = stage.view(stage.mine, 0, piece.numel(), piece.dtype).copy_(piece)
             if is_verified:
@@ -146,7 +145,7 @@ class HierarchicalAllReduce(NodePlan):
             else:
                 self._verify(tensor, deadline)
                 is_verified = True
-            self._reduction.run(place, self._kind._replace(numel=piece.numel()), call, deadline)
+            self._reduction.run(place, self._kind._replace(numel=piece.numel()), call)
             self._wait(tensor, deadline)
             piece.copy_(staged)
         mark_written(tensor)

@@ -12,6 +12,7 @@ from typing_extensions import override
 from ....contract.collective import Collective
 from ....contract.deadline import Deadline
 from ....contract.reduce_op import Reduction
+from ....contract.running_call import RunningCall
 from ....host.transport import CallKind, Transport
 from ....startup.algorithm_thresholds import AlgorithmThresholds
 from ..fault_tolerance import revoke
@@ -81,16 +82,16 @@ class NodeTransport(MPITransport):
         """On one node: in shared memory that costs next to nothing."""
         return self._capabilities.nodes == 1 and self._capabilities.has_barrier
 
-    def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, call: RunningCall) -> torch.Tensor:
         """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""
         capabilities = self._capabilities
         is_used = capabilities.shares_memory and (capabilities.nodes == 1 or not capabilities.reproducible)
         if is_used and numel * dtype.itemsize >= self._thresholds.window_bytes:
-            self._sync.verify(lambda: call, deadline)
-            made = self._memory.allocate(numel, dtype, call, deadline)
+            self._sync.verify(lambda: call.collective, call.deadline)
+            made = self._memory.allocate(numel, dtype, call)
             if made is not None:
                 return made
-        return super().allocate(numel, dtype, call, deadline)
+        return super().allocate(numel, dtype, call)
 
     # ---- plans ----
 
@@ -127,43 +128,47 @@ class NodeTransport(MPITransport):
     def _by_mpi(self, operation: Operation, kind: CallKind) -> ByMpi:
         op, root = kind.op, kind.root or 0
         if operation is Operation.ALL_GATHER:
-            return lambda tensor, whole, call, deadline: self.all_gather_synced(whole, tensor, call, deadline)
+            return lambda tensor, whole, call: self.all_gather_synced(whole, tensor, call)
         if operation is Operation.BROADCAST:
-            return lambda tensor, _, call, deadline: self.broadcast_synced(tensor, root, call, deadline)
+            return lambda tensor, _, call: self.broadcast_synced(tensor, root, call)
         assert op is not None
         if operation is Operation.ALL_REDUCE:
-            return lambda tensor, _, call, deadline: self.all_reduce_synced(tensor, op, call, deadline)
-        return lambda tensor, whole, call, deadline: self.reduce_scatter_synced(tensor, whole, op, call, deadline)
+            return lambda tensor, _, call: self.all_reduce_synced(tensor, op, call)
+        return lambda tensor, whole, call: self.reduce_scatter_synced(tensor, whole, op, call)
 
     # ---- single calls: a plan that is dropped ----
 
     @override
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline) -> None:
-        self.plan(CallKind("all_reduce", op, None, tensor.dtype, tensor.numel()), call).run(tensor, tensor, deadline)
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: RunningCall) -> None:
+        self._run_once("all_reduce", op, None, tensor, tensor, call)
 
     @override
-    def reduce_scatter(
-        self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Collective, deadline: Deadline
-    ) -> None:
-        self.plan(CallKind("reduce_scatter", op, None, tensor.dtype, tensor.numel()), call).run(tensor, block, deadline)
+    def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: RunningCall) -> None:
+        self._run_once("reduce_scatter", op, None, tensor, block, call)
 
     @override
-    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Collective, deadline: Deadline) -> None:
-        self.plan(CallKind("all_gather", None, None, tensor.dtype, tensor.numel()), call).run(tensor, block, deadline)
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: RunningCall) -> None:
+        self._run_once("all_gather", None, None, tensor, block, call)
 
     @override
-    def broadcast(self, tensor: torch.Tensor, root: int, call: Collective, deadline: Deadline) -> None:
-        self.plan(CallKind("broadcast", None, root, tensor.dtype, tensor.numel()), call).run(tensor, tensor, deadline)
+    def broadcast(self, tensor: torch.Tensor, root: int, call: RunningCall) -> None:
+        self._run_once("broadcast", None, root, tensor, tensor, call)
 
-    def barrier(self, call: Collective, deadline: Deadline) -> None:
+    def barrier(self, call: RunningCall) -> None:
         """In shared memory, or MPI's."""
         if self._capabilities.nodes == 1 and self._capabilities.shares_memory:
-            self._sync.verify(lambda: call, deadline)
+            self._sync.verify(lambda: call.collective, call.deadline)
         else:
-            super().barrier(call, deadline)
+            super().barrier(call)
 
-    def _verify(self, call: Collective, deadline: Deadline) -> None:
-        self._sync.verify(lambda: call, deadline)
+    def _verify(self, call: RunningCall) -> None:
+        self._sync.verify(lambda: call.collective, call.deadline)
+
+    def _run_once(
+        self, name: str, op: Reduction | None, root: int | None, tensor: torch.Tensor, whole: torch.Tensor, call: RunningCall
+    ) -> None:
+        kind = CallKind(name, op, root, tensor.dtype, tensor.numel())
+        self.plan(kind, call.collective).run(tensor, whole, call.deadline)
 
     # ---- life ----
 

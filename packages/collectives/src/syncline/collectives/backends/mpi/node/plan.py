@@ -12,6 +12,7 @@ import torch
 from ....contract.collective import Collective
 from ....contract.deadline import Deadline
 from ....contract.layout import flat, mark_written
+from ....contract.running_call import RunningCall
 from ....host.transport import CallKind, Plan
 from ..call_verifier import NO_KEY
 from ..transport import PRESYNC_MIN_BYTES
@@ -21,7 +22,7 @@ from .group_sync import GroupSync
 logger = logging.getLogger("syncline.collectives")
 
 #: What MPI does after the presync: of this rank's tensor and the whole, both flat.
-ByMpi = Callable[[torch.Tensor, torch.Tensor, Collective, Deadline], None]
+ByMpi = Callable[[torch.Tensor, torch.Tensor, RunningCall], None]
 
 
 class PlanRequest(NamedTuple):
@@ -107,7 +108,7 @@ class MpiPlan(NodePlan):
         """Verify the call if it is large, or all are verified, and let MPI do it."""
         if self._has_presync and not is_verified:
             self._verify(tensor, deadline)
-        self._by_mpi(flat(tensor), flat(whole), self._call(tensor), deadline)
+        self._by_mpi(flat(tensor), flat(whole), RunningCall(self._call(tensor), deadline))
         mark_written(tensor)
         if whole is not tensor:
             mark_written(whole)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
-from ....contract.collective import Collective
-from ....contract.deadline import Deadline
+from ....contract.running_call import RunningCall
 from ..call_verifier import CallVerifier
 from ..library import mpi_errors
 from .hierarchy import Hierarchy
@@ -113,19 +112,19 @@ class NodeMemory:
         """Whether `allocate` was ever successful; the same on all ranks."""
         return self._has_windows
 
-    def allocate_segment(self, part_bytes: int, call: Collective, deadline: Deadline) -> Segment | None:
+    def allocate_segment(self, part_bytes: int, call: RunningCall) -> Segment | None:
         """A segment with a part for each rank of a node; None, on all ranks, if it cannot be had. A collective of the group."""
         try:
             with mpi_errors():
-                run = lambda start: self._verifier.run(call, start, deadline)  # noqa: E731
+                run = lambda start: self._verifier.run(call, start)  # noqa: E731
                 return allocate_shared(self._hierarchy, self._communicator, part_bytes, run)
         except SharedMemoryError as error:
             self._warn(error)
             return None
 
-    def allocate(self, numel: int, dtype: torch.dtype, call: Collective, deadline: Deadline) -> torch.Tensor | None:
+    def allocate(self, numel: int, dtype: torch.dtype, call: RunningCall) -> torch.Tensor | None:
         """A window, filled with zeros; None, on all ranks, if it cannot be had."""
-        segment = self.allocate_segment(numel * dtype.itemsize, call, deadline)
+        segment = self.allocate_segment(numel * dtype.itemsize, call)
         if segment is None:
             return None
         self.windows.add(segment)

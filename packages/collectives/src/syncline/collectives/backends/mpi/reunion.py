@@ -1,0 +1,126 @@
+"""How the survivors of an MPI group meet again: MPI itself agrees on who is left (ULFM)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+from mpi4py import MPI
+from typing_extensions import override
+
+from ...errors import CollectiveTimeout, TransportError
+from ...failures.detached_call import DetachedCall
+from ...host.departures import Departures, GroupCalls
+from ...host.transport import Transport
+from ...survivors.reunion import Generation, Reunion
+from .fault_tolerance import failed_ranks, missing_for_shrink, revoke
+from .library import mapped, mpi_errors
+
+logger = logging.getLogger("syncline.collectives")
+
+Connect = Callable[[MPI.Intracomm, Sequence[int]], Transport]
+
+_Met = tuple[MPI.Intracomm, Transport, Generation]
+
+
+class MPIReunion(Reunion):
+    """Members are ranks of MPI_COMM_WORLD.
+
+    Note [Shrinking by ULFM]
+    ~~~~~~~~~~~~~~~~~~~~~~~~
+    ::
+
+        1. each survivor revokes the communicators of the old group: who still waits in one leaves it with an error
+        2. MPI_Comm_shrink: one communicator of those that live, in their order, the same on all
+        3. over it each connects as at the start of the job; that may fail on some, if another rank dies meanwhile
+        4. MPI_Comm_agree: have all connected? All survivors get the same answer. If not, again from 1, with what 2 gave
+
+    All four run on one thread of their own (`DetachedCall`), because a call of MPI cannot be ended: 1 comes before 2 on every
+    rank, 4 after 3, and whoever called `shrink` waits for that thread, and not longer than `patience_s`. If `shrink` is called
+    again, it goes on waiting for the same thread: a rank never shrinks a communicator twice.
+
+    MPI counts a rank that is only silent among those that live. So nobody is given up: `shrink` fails, and may be repeated.
+
+    Args:
+        communicator: of all members of the first generation; used by nobody else.
+        connect: makes the transport over a communicator of members with these ranks in MPI_COMM_WORLD. All of them call it.
+        departures: of the job.
+        name: of the group.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm, connect: Connect, departures: Departures, name: str) -> None:
+        super().__init__(_generation(0, communicator))
+        self._communicator = communicator
+        self._connect = connect
+        self._departures = departures
+        self._name = name
+        self._transport = connect(communicator, self.generation.members)
+        self._meeting: DetachedCall[_Met] | None = None
+
+    @property
+    def transport(self) -> Transport:
+        """Of the present generation."""
+        return self._transport
+
+    @override
+    def missing(self) -> str | None:
+        return missing_for_shrink()
+
+    @override
+    def calls(self) -> GroupCalls:
+        number = self.generation.number
+        name = f"{self._name}/generation{number}" if number else self._name
+        return self._departures.group(name, self.generation.members)
+
+    @override
+    def shrink(self, patience_s: float) -> Transport:
+        if self._meeting is None:
+            meet = partial(_meet, self._communicator, self._transport, self._connect, self.generation.number)
+            self._meeting = DetachedCall(meet, nullcontext, "syncline-mpi-shrink")
+        if not self._meeting.done.wait(patience_s):
+            raise CollectiveTimeout(
+                f"MPI did not bring the ranks that are left together within {patience_s:g} s: a rank lives that does not call "
+                "shrink. MPI gives up no rank that lives; end it, or call shrink again"
+            )
+        meeting, self._meeting = self._meeting, None
+        self._communicator, self._transport, self.generation = meeting.result()
+        return self._transport
+
+
+def _meet(communicator: MPI.Intracomm, transport: Transport, connect: Connect, number: int) -> _Met:
+    """See Note [Shrinking by ULFM]."""
+    while True:
+        number += 1
+        transport.interrupt()
+        revoke([communicator])
+        with mpi_errors():
+            communicator = MPI.Intracomm(communicator.Shrink())
+        generation = _generation(number, communicator)
+        logger.debug("member %d: generation %d is %s", generation.me, number, generation.members)
+        try:
+            transport = connect(communicator, generation.members)
+            is_connected = True
+        except (MPI.Exception, TransportError):
+            is_connected = False
+            revoke([communicator])
+        if _all_agree(communicator, is_connected):
+            return communicator, transport, generation
+
+
+def _all_agree(communicator: MPI.Intracomm, is_connected: bool) -> bool:
+    """Whether all are connected, and live: the same answer on all that do."""
+    try:
+        return bool(communicator.Agree(int(is_connected)))
+    except MPI.Exception as error:
+        if not failed_ranks(communicator):
+            raise mapped(error) from error
+        return False  # MPI reports a failure that not all knew of, on all
+
+
+def _generation(number: int, communicator: MPI.Intracomm) -> Generation:
+    members = MPI.Group.Translate_ranks(
+        communicator.Get_group(), list(range(communicator.Get_size())), MPI.COMM_WORLD.Get_group()
+    )
+    return Generation(number, tuple(map(int, members)), MPI.COMM_WORLD.Get_rank())

@@ -1,0 +1,92 @@
+"""StoreReunion: members that meet again in the store in which they met at first."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+
+from typing_extensions import override
+
+from ..contract.collective import Collective
+from ..contract.deadline import Deadline
+from ..contract.running_call import RunningCall
+from ..errors import TransportError
+from ..host.transport import Transport
+from ..stores import PrefixStore, Store
+from .reunion import Generation, Reunion
+from .roll_call import RollCall
+
+logger = logging.getLogger("syncline.collectives")
+
+CONNECT_S = 15.0
+"""How long the members of a new generation may take to connect, in seconds; then they are called again."""
+
+_MOST_ALARM_BYTES = 2000
+
+MOST_ATTEMPTS = 4
+"""So often the same members try to connect before the shrink fails."""
+
+
+class StoreReunion(Reunion):
+    """A `RollCall` agrees on the members, and the backend connects them; see Note [Who is left].
+
+    Args:
+        store: what all members reach, and what outlives each of them.
+        generation: of the group as it is.
+    """
+
+    def __init__(self, store: Store, generation: Generation) -> None:
+        super().__init__(generation)
+        self.store = store
+
+    @abstractmethod
+    def has_ended(self, member: int) -> bool:
+        """Whether that member has certainly ended; false if nobody knows."""
+
+    @abstractmethod
+    def connect(self, generation: Generation, timeout_s: float) -> Transport:
+        """Connect the members of a generation. All of them call it.
+
+        Raises:
+            TransportError: they did not come within `timeout_s` seconds, or one has ended.
+        """
+
+    @override
+    def raise_alarm(self, generation: Generation, why: str) -> None:
+        """The first alarm stays."""
+        self._keys(generation).compare_set("alarm", b"", why.encode()[:_MOST_ALARM_BYTES])
+
+    @override
+    def alarm(self, generation: Generation) -> str | None:
+        keys = self._keys(generation)
+        return keys.get("alarm").decode(errors="replace") if keys.check(["alarm"]) else None
+
+    @override
+    def shrink(self, patience_s: float) -> Transport:
+        """Who dies meanwhile is left out of the next generation. Each round takes `patience_s + CONNECT_S` at most."""
+        attempts = 0
+        while True:
+            now = self.generation
+            call = RollCall(self._keys(now), now.members, now.me, self.has_ended)
+            self.generation = now.next(call.survivors(patience_s))
+            attempts = attempts + 1 if self.generation.members == now.members else 1
+            logger.debug("member %d: generation %d is %s", now.me, self.generation.number, self.generation.members)
+            try:
+                return self._connected(self.generation)
+            except TransportError as error:
+                logger.debug("generation %d did not connect: %s", self.generation.number, error)
+                self.raise_alarm(self.generation, f"the members that are left could not connect: {error}")
+                if attempts == MOST_ATTEMPTS:
+                    raise TransportError(f"the members {list(now.members)} live, and could not connect: {error}") from error
+
+    def _connected(self, generation: Generation) -> Transport:
+        transport = self.connect(generation, CONNECT_S)
+        try:
+            transport.barrier(RunningCall(Collective("barrier"), Deadline(CONNECT_S)))
+        except (TransportError, TimeoutError) as error:
+            transport.abort()
+            raise TransportError(f"generation {generation.number} connected, and lost a member at once: {error}") from error
+        return transport
+
+    def _keys(self, generation: Generation) -> Store:
+        return PrefixStore(f"generation{generation.number}", self.store)

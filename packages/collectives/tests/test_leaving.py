@@ -1,0 +1,66 @@
+"""A program that ends leaves no thread of ours behind: one inside torch, when the interpreter goes, aborts the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+WATCHED = """
+import threading
+import torch
+from syncline.collectives.failures import watchdog
+
+looked, dropped, freed = threading.Event(), threading.Event(), threading.Event()
+
+class Group:
+    def __init__(self):
+        self.tensors = [torch.frombuffer(bytearray(8), dtype=torch.uint8) for _ in range(100_000)]
+
+    @property
+    def running_deadline(self):
+        looked.set()
+        dropped.wait()
+
+    def __del__(self):
+        freed.set()  # but for its tensors
+
+group = Group()
+watchdog.watch(group)
+looked.wait()
+del group
+dropped.set()
+freed.wait()
+"""
+
+EVERY_THREAD = """
+import atexit, sys, threading
+
+@atexit.register  # the first one, hence called last
+def tell():
+    print([thread.name for thread in threading.enumerate() if thread is not threading.main_thread()])
+
+import torch
+from syncline import collectives as sc
+
+sc.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1, timeout=20.0)
+group = sc.get_default_group()
+works = [group.all_reduce(torch.ones(10), async_op=True) for _ in range(3)]
+print(sorted({thread.name.split()[0] for thread in threading.enumerate()}))
+"""
+
+
+def run(program: str, *words: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_group_that_the_watchdog_is_the_last_to_hold() -> None:
+    assert run(WATCHED) == []
+
+
+def test_every_thread_is_ended(tmp_path: Path) -> None:
+    during, at_the_end = run(EVERY_THREAD, str(tmp_path))
+    assert "syncline-watchdog" in during, during
+    assert at_the_end == "[]"

@@ -1,0 +1,88 @@
+"""What tables for the terminal and figures of pages are made with: rich, and Plotly."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .extras import require_extra
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_WIDTH = 110
+_HEIGHT = 420
+
+
+def table(title: str, columns: Sequence[str]) -> Table:
+    """A table without rows yet, its columns aligned at the right.
+
+    Raises:
+        MisuseError: rich is not installed.
+    """
+    require_extra("rich")
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    made = Table(title=title, box=SIMPLE, title_justify="left")
+    for column in columns:
+        made.add_column(column, justify="right")
+    return made
+
+
+def printed(*parts: str | Table) -> str:
+    """Words and tables below one another, as a terminal shows them.
+
+    Raises:
+        MisuseError: rich is not installed.
+    """
+    require_extra("rich")
+    from rich.console import Console
+
+    text = io.StringIO()
+    console = Console(file=text, width=_WIDTH)
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, highlight=False, markup=False)
+        else:
+            console.print(part)
+    return text.getvalue().rstrip()
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as a cell of a table whose head says ms."""
+    return f"{1e3 * seconds:.2f}"
+
+
+def script() -> str:
+    """HTML: Plotly's own script, once for a page, which then needs no other file.
+
+    Raises:
+        MisuseError: Plotly is not installed.
+    """
+    require_extra("plotly")
+    from plotly.offline import get_plotlyjs
+
+    return f"<script>{get_plotlyjs()}</script>"
+
+
+def figure(div_id: str, data: Sequence[dict[str, Any]], title: str, x: dict[str, Any], y: dict[str, Any], **layout: Any) -> str:
+    """HTML: one figure, for a page with the script.
+
+    Args:
+        div_id: of its element.
+        data: Plotly's traces.
+        title: above it.
+        x: the layout of its axis, such as its title.
+        y: the same.
+        layout: more of the figure's.
+
+    Raises:
+        MisuseError: Plotly is not installed.
+    """
+    require_extra("plotly")
+    import plotly.graph_objects as graphs
+
+    made = graphs.Figure(data=list(data), layout={"title": title, "height": _HEIGHT, "xaxis": x, "yaxis": y, **layout})
+    return str(made.to_html(full_html=False, include_plotlyjs=False, div_id=div_id))

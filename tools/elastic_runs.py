@@ -1,0 +1,322 @@
+"""Elastic training while ranks die: seeded runs of digits, four ranks of which two are killed, or one is stopped and goes on.
+
+Each run is a job of `elastic_job.py`. Ranks are killed at moments drawn from the seed: in forward, backward, a collective,
+between the agreement and the step, or while the others shrink. Another job trains the same without `Elastic` and kills, for all
+runs: over groups of the ranks that took part in each step, and then once more with all four.
+
+A run passes if every survivor finished, all have the same bits, which are those of the other job, every rank has ended, and no
+shared memory is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mpi_runtimes
+from commands import ROOT
+from environment import PYTHON
+
+JOB = ROOT / "packages" / "ddp" / "tests" / "elastic_job.py"
+WAYS = ("gloo", "ulfm")
+RANKS, EPOCHS, STEPS_IN_EPOCH = 4, 5, 14
+STEPS = EPOCHS * STEPS_IN_EPOCH
+MOMENTS = (
+    "forward",
+    "backward",
+    "before the collective",
+    "in the collective",
+    "before the agreement",
+    "before the barrier",
+    "after the barrier",
+    "after the step",
+)
+DURING_SHRINK = ("shrink, before connecting", "shrink, after connecting", "before the model is updated")
+PARTS = ("noticed", "agreed", "shrunk", "applied")
+_MARKS = {"rank lost": "noticed", "member ": "agreed", "went on with": "shrunk", "applied step": "applied"}
+_LIMIT_S = 150.0
+_END_S = 5.0  # for what a killed process held to be given back
+
+Kill = tuple[int, int, str]
+"""Which rank, at which step, at which moment of it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: over what, whether a rank is stopped rather than two killed, drawn from which seed."""
+
+    way: str
+    seed: int
+    stops: bool = False
+
+    @property
+    def kills(self) -> list[Kill]:
+        """Who is lost, and when."""
+        drawn = draw_kills(random.Random(self.seed), RANKS, STEPS)
+        return drawn[:1] if self.stops else drawn
+
+    def plan(self) -> dict[str, object]:
+        """What the job is told."""
+        plan = {"data": "digits", "epochs": EPOCHS, "seed": self.seed, "views": self.seed % 2 == 1, "kills": self.kills}
+        return plan | ({"stops": True, "timeout_s": 5, "patience_s": 3} if self.stops else {})  # nobody tells of a stop
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        run: that one.
+        problems: what is wrong, in words.
+        digest: of what the survivors ended with.
+        sizes: how many ranks took part in each step.
+        accuracy: of the survivors, in percent.
+        undisturbed: of the same training without a loss.
+        recoveries: for each recovery of each survivor, after how many seconds after the loss it did what.
+    """
+
+    run: Run
+    problems: list[str] = field(default_factory=list)
+    digest: str = ""
+    sizes: list[int] = field(default_factory=list)
+    accuracy: float = float("nan")
+    undisturbed: float = float("nan")
+    recoveries: list[dict[str, float]] = field(default_factory=list)
+
+
+def draw_kills(chosen: random.Random, ranks: int, steps: int) -> list[Kill]:
+    """Two ranks and when they die: the second in the shrink after the first, or at any later moment."""
+    first, second = chosen.sample(range(ranks), 2)
+    step = chosen.randrange(steps - 1)
+    if chosen.random() < 0.4:
+        return [(first, step, chosen.choice(MOMENTS)), (second, step, chosen.choice(DURING_SHRINK))]
+    return [(first, step, chosen.choice(MOMENTS)), (second, chosen.randrange(step, steps - 1), chosen.choice(MOMENTS))]
+
+
+def members_at_each_step(deaths: Sequence[Kill], sizes: Iterable[int], ranks: int) -> list[list[int]]:
+    """Who took part in each applied step: a rank that was killed at step s, or in the shrink after it, may have in s."""
+    left, members = list(range(ranks)), []
+    order = [rank for rank, _, _ in sorted(deaths, key=lambda kill: (kill[1], (*MOMENTS, *DURING_SHRINK).index(kill[2])))]
+    for size in sizes:
+        while len(left) > size:
+            left.remove(order.pop(0))
+        members.append(list(left))
+    return members
+
+
+def recoveries(log: str, losses_s: Iterable[float]) -> list[dict[str, float]]:
+    """After how many seconds after the loss a rank did what, for each recovery that its log tells of. A pure function.
+
+    Where a second rank was lost in the same recovery, times count from the first, and the last agreement counts.
+    """
+    found: list[dict[str, float]] = []
+    losses, before_s = sorted(losses_s), 0.0
+    for line in log.splitlines():
+        when, _, words = line.partition(" ")
+        part = next((part for mark, part in _MARKS.items() if words.startswith(mark)), None)
+        if part == "noticed":
+            lost_s = next((loss for loss in losses if before_s < loss <= float(when)), None)
+            if lost_s is not None:
+                found.append({"lost": lost_s})
+        if part and found and "applied" not in found[-1] and (part != "applied" or "shrunk" in found[-1]):
+            found[-1][part] = float(when)
+            before_s = float(when)
+    return [{part: each[part] - each["lost"] for part in PARTS} for each in found if set(PARTS) <= set(each)]
+
+
+def play(run: Run) -> Outcome:
+    """Do a run, and judge what came of it; it is not compared yet."""
+    outcome, memory = Outcome(run), _shared_memory()
+    with tempfile.TemporaryDirectory(prefix="elastic-") as name:
+        folder = Path(name) / "job"
+        survived = _job(run.way, folder, run.plan(), outcome.problems)
+        if not outcome.problems:
+            _judge(survived, outcome)
+        if run.stops and not any("have gone on without it" in path.read_text() for path in folder.glob("given-up-*")):
+            outcome.problems.append("the rank that was stopped did not say that it was given up")
+        losses = [json.loads(path.read_text())["when"] for path in folder.glob("hit-*")]
+        outcome.recoveries = [each for rank in survived for each in recoveries((folder / f"log-{rank}").read_text(), losses)]
+    left = _left_behind(memory)
+    if left:
+        outcome.problems.append(f"left in shared memory: {left}")
+    return outcome
+
+
+def _judge(survived: dict[int, Any], outcome: Outcome) -> None:
+    lost = {rank for rank, _, _ in outcome.run.kills}
+    if set(survived) != set(range(RANKS)) - lost:
+        outcome.problems.append(f"the ranks {sorted(survived)} finished, and {sorted(lost)} were lost")
+    elif len({(each["digest"], *each["sizes"]) for each in survived.values()}) != 1:
+        outcome.problems.append("the survivors differ")
+    else:
+        (one, *_) = survived.values()
+        outcome.digest, outcome.sizes, outcome.accuracy = one["digest"], one["sizes"], one["accuracy"]
+        if len(outcome.sizes) != STEPS:
+            outcome.problems.append(f"{len(outcome.sizes)} steps were applied, not {STEPS}")
+
+
+def compare(outcomes: Sequence[Outcome]) -> None:
+    """Train as in these runs, which are over the same, without a loss, in one job; what differs is a problem of the run."""
+    members = [members_at_each_step(outcome.run.kills, outcome.sizes, RANKS) for outcome in outcomes]
+    plans = [{**outcome.run.plan(), "members": those} for outcome, those in zip(outcomes, members, strict=True)]
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="elastic-") as name:
+        expected = _job(outcomes[0].run.way, Path(name) / "job", {"plans": plans}, problems, limit_s=_LIMIT_S + 20 * len(plans))
+    for number, (outcome, those) in enumerate(zip(outcomes, members, strict=True)):
+        outcome.problems += problems
+        if problems:
+            continue
+        same = expected[those[-1][0]][number]
+        outcome.undisturbed = same["undisturbed"]
+        if same["digest"] != outcome.digest:
+            outcome.problems.append("the survivors differ from a training without losses")
+
+
+def _job(way: str, folder: Path, plan: dict[str, object], problems: list[str], limit_s: float = _LIMIT_S) -> dict[int, Any]:
+    """What each rank that finished ended with."""
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(plan))
+    with (folder / "output").open("w") as output, _processes(way, folder, output) as processes:
+        end_s = time.monotonic() + limit_s
+        try:
+            for process in processes:
+                process.wait(max(0.0, end_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            problems.append(f"not all had ended after {limit_s:g} s; still there: {_pids_of(folder)}")
+        left = _processes_of(folder)
+    if left and not problems:
+        problems.append(f"processes are left: {left}")
+    results = {int(path.stem[7:]): json.loads(path.read_text()) for path in folder.glob("result-*.json")}
+    if problems or ("plans" in plan and len(results) < RANKS):
+        problems.append(f"ranks {sorted(results)} finished. {(folder / 'output').read_text(errors='replace')[-4000:]}")
+    return results
+
+
+@contextmanager
+def _processes(way: str, folder: Path, output: object) -> Iterator[list[subprocess.Popen[bytes]]]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    if way == "gloo":
+        commands = [[str(PYTHON), str(JOB), str(rank), str(RANKS), str(folder)] for rank in range(RANKS)]
+    else:
+        runtime = mpi_runtimes.find("openmpi")
+        environ |= runtime.env
+        mpiexec, *words = runtime.command(RANKS)
+        commands = [[mpiexec, "--with-ft", "ulfm", *words, str(PYTHON), str(JOB), "mpi", str(folder)]]
+    started = [
+        subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environ, start_new_session=True)  # type: ignore[call-overload]
+        for words in commands
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _processes_of(folder: Path) -> list[int]:
+    """The processes that were started with that folder, and still run."""
+    end = time.monotonic() + _END_S
+    while (left := _pids_of(folder)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
+
+
+def _pids_of(folder: Path) -> list[int]:
+    return [pid for pid in _pids() if str(folder).encode() in _read(pid, "cmdline")]
+
+
+def _shared_memory() -> set[str]:
+    """What no run over MPICH left there: others may be at work on this machine, and these runs are not over MPICH."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("mpich")}
+
+
+def _left_behind(before: set[str]) -> list[str]:
+    """What is new in shared memory, and mapped by no process: others may be at work on this machine."""
+    end = time.monotonic() + _END_S
+    while left := _unused(_shared_memory() - before):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    return left
+
+
+def _unused(names: set[str]) -> list[str]:
+    mapped = b"".join(_read(pid, "maps") for pid in _pids()) if names else b""
+    return sorted(name for name in names & _shared_memory() if f"/dev/shm/{name}".encode() not in mapped)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _read(pid: int, what: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{what}").read_bytes()
+    except OSError:
+        return b""  # it has ended, or is somebody else's
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Over what, how many runs, the accuracies, and the seconds from a loss to each part of the recovery."""
+    lines = []
+    for way in WAYS:
+        mine = [outcome for outcome in outcomes if outcome.run.way == way and not outcome.run.stops]
+        if not mine:
+            continue
+        good = [outcome for outcome in mine if not outcome.problems]
+        lines.append(f"{way}: {len(good)} of {len(mine)} runs passed")
+        if good:
+            pairs = [(outcome.accuracy, outcome.undisturbed) for outcome in good]
+            here, there = (statistics.mean(column) for column in zip(*pairs, strict=True))
+            largest = max(abs(one - other) for one, other in pairs)
+            lines.append(f"accuracy: mean {here:.2f} %, undisturbed {there:.2f} %; largest difference of a seed {largest:.2f}")
+        lines += [f"{'seconds after the loss':24} {'median':>8} {'largest':>8}"]
+        for part in PARTS:
+            seconds = [each[part] for outcome in good for each in outcome.recoveries]
+            if seconds:
+                lines.append(f"{part:24} {statistics.median(seconds):8.2f} {max(seconds):8.2f}")
+    return "\n".join(lines)
+
+
+def elastic(runs: int, stops: int, ways: Sequence[str], seed: int) -> bool:
+    """Play all runs, print a line for each and the table; whether all passed."""
+    outcomes = []
+    for way in ways:
+        wanted = [Run(way, seed + number) for number in range(runs)]
+        wanted += [Run(way, seed + number, stops=True) for number in range(stops if way == "gloo" else 0)]
+        outcomes += _played(wanted)
+    print(table(outcomes), flush=True)
+    return not any(outcome.problems for outcome in outcomes)
+
+
+def _played(runs: Sequence[Run]) -> list[Outcome]:
+    outcomes = []
+    for run in runs:
+        outcomes.append(play(run))
+        times = " ".join(f"{each['applied']:.2f}" for each in outcomes[-1].recoveries)
+        print(
+            f"{'FAIL' if outcomes[-1].problems else 'ok  '} {run} {run.kills}: applied a step again after {times} s", flush=True
+        )
+        for problem in outcomes[-1].problems:
+            print(problem, file=sys.stderr, flush=True)
+    good = [outcome for outcome in outcomes if not outcome.problems]
+    if good:
+        compare(good)
+    for outcome in good:
+        words = "; ".join(outcome.problems) or "the same bits as without losses"
+        print(f"{outcome.run}: accuracy {outcome.accuracy:.2f} %, undisturbed {outcome.undisturbed:.2f} %; {words}", flush=True)
+    return outcomes
