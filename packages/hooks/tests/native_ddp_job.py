@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from syncline import hooks
 
-STEPS = 20
+STEPS = 10
 SHARE = 4
 HOOKS: dict[str, Any] = {
     "none": None,

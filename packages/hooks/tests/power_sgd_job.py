@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
 from syncline import hooks
 
-STEPS = 20
+STEPS = 10
 SHARE = 8
 START = 2
 

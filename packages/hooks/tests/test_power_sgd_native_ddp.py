@@ -33,10 +33,10 @@ def same(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> bool:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("case", CASES)
-def test_every_gradient_of_20_steps_is_torchs_up_to_rounding(by_rank: list[dict[str, Any]], variant: str, case: str) -> None:
+def test_every_gradient_of_10_steps_is_torchs_up_to_rounding(by_rank: list[dict[str, Any]], variant: str, case: str) -> None:
     for found in by_rank:
         ours, theirs = found[f"ours {variant} {case}"], found[f"torch {variant} {case}"]
-        assert len(ours) == 20
+        assert len(ours) == 10
         # torch's columns are short by epsilon, and so project only that well; ours are projected twice.
         atol = 1e-6 if case == "epsilon" else 1e-9
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=atol)
