@@ -81,7 +81,7 @@ def test_what_the_group_says() -> None:
 def test_ours_is_underneath() -> None:
     """Nothing is between our functions and our group."""
     ours = as_process_group(world())
-    assert type(ours) is HostGroup
+    assert isinstance(ours, HostGroup)
     tensor = mine()
     ours.all_reduce(tensor)
     assert torch.equal(tensor, summed())
