@@ -12,8 +12,7 @@ no_sync      (figures 10 and 11) the mean iteration when gradients are synchroni
 scaling      (figure 9) the share of a rank's speed on up to 256 ranks: predicted from a trace of these, for two networks
 round_robin  (figure 12) steps with buckets reduced by the group itself, and by new ones in turn
 
-All of it ends within ten minutes with two ranks on two cores. Models are those of the step benchmark. Each part is a table, a
-picture, and an entry of the JSON file.
+Models are those of the step benchmark. Each part is a table, a picture, and an entry of the JSON file.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from .summary import Summary
 from .timing import Step, interleaved
 
 STEPS = 12
-"""By default, so that the whole ends in time."""
+"""By default: fewer than elsewhere, for there are many parts."""
 AFTER = ", after backward"
 GROUPS = (1, 2, 3)
 PLAIN = "the group itself"

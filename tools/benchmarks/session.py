@@ -42,7 +42,7 @@ def parser(description: str | None, parts: Sequence[str]) -> argparse.ArgumentPa
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="what to measure (default: all)")
     made.add_argument(
-        "--steps", type=at_least_one, default=40, metavar="N", help="measured steps of each contender (default: 40)"
+        "--steps", type=at_least_one, default=40, metavar="N", help="measured steps of each contender (default: %(default)s)"
     )
     made.add_argument("--json", type=Path, metavar="PATH", help="write all figures to this file")
     made.add_argument("--plot", type=Path, metavar="FOLDER", help="draw a picture of each part into this folder")
