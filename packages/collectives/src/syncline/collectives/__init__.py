@@ -1,13 +1,15 @@
 """Process groups and collectives on torch tensors, over MPI, Gloo, NCCL or threads.
 
-Where to begin reading: the way of a tensor from `all_reduce(tensor)` to a library.
+Where to begin reading: the way of a tensor from `all_reduce(tensor)` to shared memory, through seven files.
 
-1. `default_group.functional` finds the group. A `ProcessGroup` is what `contract` promises.
-2. `contract.group_collectives` checks the arguments and calls the group's own `_all_reduce`.
-3. `host.host_group` says what is to be done; `host.serial_group` does one call after the other, with deadline and record.
-   (`backends.nccl` has a group of its own.)
-4. A backend's `host.transport.Transport` moves the data: `backends.in_process`, `backends.gloo`, `backends.mpi.transport`.
-5. `backends.mpi.node` goes on with ranks that share memory.
+1. `default_group.functional` finds the group.
+2. `host.host_group` says what is to be done. If it keeps a plan for such tensors, that comes next, as in 6.
+3. `contract.group_collectives` checks the arguments. A `ProcessGroup` is what `contract` promises.
+4. `host.serial_group` runs one call after the other, with deadline and record. (`backends.nccl` has a group of its own.)
+5. A backend's `host.transport.Transport` moves the data (`backends.in_process` is the shortest); here
+   `backends.mpi.node.node_transport` makes a plan: which algorithm, for which sizes.
+6. `backends.mpi.node.window_collective` is one: each rank reduces a slice where it lies.
+7. `backends.mpi.node.windows` knows where the tensor lies in the shared window of the node.
 """
 
 from .composed.round_robin import RoundRobinGroup
