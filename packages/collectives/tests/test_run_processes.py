@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,9 @@ if action == "hang" and rank == 1:
     time.sleep(60)
 if action == "die" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-sys.exit(3 if action == "fail" and rank == 1 else 0)
+if action == "be late":
+    time.sleep(1.5)
+sys.exit(3 if action in ("fail", "be late") and rank == 1 else 0)
 """
 
 
@@ -65,6 +68,21 @@ def test_a_rank_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_rank_that_fails(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"(?s)the ranks ended with \[0, 3\].*rank 1 of 2 was here"):
         run(tmp_path, "fail")
+
+
+def test_who_stops_waiting_does_not_leave_the_answer_to_the_next(tmp_path: Path) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise InterruptedError("as by pytest's limit")
+
+    run(tmp_path, "nothing")  # the server is there
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(InterruptedError):
+            run(tmp_path, "be late")
+    finally:
+        signal.signal(signal.SIGALRM, earlier)
+    run(tmp_path, "nothing")
 
 
 def test_a_rank_that_is_to_be_killed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -54,16 +55,19 @@ def run_processes(
 
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
-    server = _server()
+    """Have the server run a job. Answers to jobs that somebody has stopped waiting for, by a signal, are passed over."""
+    server, number = _server(), next(_numbers)
     assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(json.dumps(job) + "\n")
+    server.stdin.write(json.dumps({**job, "number": number}) + "\n")
     server.stdin.flush()
-    line = server.stdout.readline()
-    if not line:
-        raise AssertionError(f"the process that forks ranks ended, with status {server.wait()}")
-    answer: dict[str, Any] = json.loads(line)
-    return answer
+    for line in server.stdout or ():
+        answer: dict[str, Any] = json.loads(line)
+        if answer["number"] == number:
+            return answer
+    raise AssertionError(f"the process that forks ranks ended, with status {server.wait()}")
+
+
+_numbers = itertools.count()
 
 
 @functools.cache
