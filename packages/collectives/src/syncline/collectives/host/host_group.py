@@ -21,7 +21,7 @@ from .host_exchanges import HostExchanges
 from .packing import copy_back, empty_block, flat_copy, unpack
 from .transport import CallKind, Plan
 
-_MOST_PLANS = 256
+MOST_PLANS = 256
 
 
 class HostGroup(HostExchanges):
@@ -79,7 +79,7 @@ class HostGroup(HostExchanges):
             return kept[0]
         plan = self._transport.plan(kind)
         if plan is not None and not self._closed:
-            if len(self._plans) >= _MOST_PLANS:
+            if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             self._plans[kind] = plan, kind.digest()
         return plan
