@@ -111,7 +111,7 @@ def verdict(world: sc.ProcessGroup, memory: Memory, planned: soak_memory.Load) -
     world.all_reduce(growth, sc.ReduceOp.MAX)
     resident, in_use = growth.tolist()
     resident_bound, in_use_bound = _bounds_mib(planned)
-    is_within = in_use <= in_use_bound and resident <= resident_bound
+    is_within: bool = in_use <= in_use_bound and resident <= resident_bound
     if world.rank == 0:
         print(f"largest growth: resident {resident:.0f}, in use {in_use:.0f}: {'within' if is_within else 'ABOVE'} the bound")
     return is_within

@@ -10,11 +10,11 @@ Let P be the ranks, T the threads that issue, G the groups, n the bytes of the l
 3. *Shared memory*, G P (slots of the staging area + eager slots of two turns).
 4. *Plans*, G x 256 x (slots x 2 lengths x (P + 1) views of 1 KiB): the group forgets all when it has that many.
 5. *MPI's own shared memory*, P x 16 MiB: the segment of one rank that Open MPI makes by default is that long, MPICH's shorter.
-6. *What the allocator keeps*. With `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` set to H, glibc gives every block of H and more back to the system
-   when it is freed. What is left are blocks below H: of the 2 T threads (those that issue, and those of the groups) each has at
-   most 16 in hand, in an arena of its own. An allocator that takes the first block that fits needs at most log2(H / 16 bytes)
-   times what is in hand (J. M. Robson, "Worst case fragmentation of first fit and best fit storage allocation strategies",
-   The Computer Journal 20 (3), 1977). So 2 T x 16 H x log2(H / 16 bytes).
+6. *What the allocator keeps*. With `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` set to H, glibc gives every block of
+   H and more back to the system when it is freed. What is left are blocks below H: of the 2 T threads (those that issue, and
+   those of the groups) each has at most 16 in hand, in an arena of its own. An allocator that takes the first block that fits
+   needs at most log2(H / 16 bytes) times what is in hand (J. M. Robson, "Worst case fragmentation of first fit and best fit
+   storage allocation strategies", The Computer Journal 20 (3), 1977). So 2 T x 16 H x log2(H / 16 bytes).
 
 If nobody sets H, glibc raises it, up to 32 MiB, to the largest block that was freed, and part 6 says nothing of use. Parts 1,
 2 and 4 hold whatever the allocator keeps: they bound what it has handed out.
