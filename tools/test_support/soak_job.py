@@ -107,7 +107,7 @@ def measure(world: sc.ProcessGroup, loads: Sequence[Load], seconds: float) -> Me
 
 def verdict(world: sc.ProcessGroup, memory: Memory, planned: soak_memory.Load) -> bool:
     """Whether no rank grew above the bound; rank 0 prints the figures."""
-    growth = torch.tensor(memory.growth_mib())
+    growth = torch.tensor(memory.growth_mib(), dtype=torch.float64)
     world.all_reduce(growth, sc.ReduceOp.MAX)
     resident, in_use = growth.tolist()
     resident_bound, in_use_bound = _bounds_mib(planned)

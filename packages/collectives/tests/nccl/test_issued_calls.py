@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, DisagreementError, ReduceOp, TransportError
-from syncline.collectives.backends.nccl import issued_calls
+from syncline.collectives.backends.nccl import issued_calls, rendezvous
 from syncline.collectives.backends.nccl.backend import agree_on_start
 from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.backends.nccl.rendezvous import StoreRendezvous
 from syncline.collectives.backends.nccl.work import NcclWork
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.process_group import ProcessGroup
@@ -189,9 +188,9 @@ def test_the_store_keeps_nothing_of_a_comparison() -> None:
     store = dist.HashStore()
 
     def body(group: ProcessGroup) -> None:
-        rendezvous = StoreRendezvous(store)
+        meeting = rendezvous.StoreRendezvous(store)
         for number in range(5):
-            rendezvous.agree(f"topic {number}", range(group.size), group.rank, {}, lambda said: {}, Deadline(PATIENCE_S))
+            meeting.agree(f"topic {number}", range(group.size), group.rank, {}, lambda said: {}, Deadline(PATIENCE_S))
 
     run_ranks(3, body)
     assert store.num_keys() == 0
@@ -205,7 +204,7 @@ def test_ranks_agree_on_the_name_of_the_run() -> None:
     store, names = dist.HashStore(), set()
 
     def body(group: ProcessGroup) -> None:
-        names.add(agree_on_start(StoreRendezvous(store), group.rank, group.size, request(reproducible=False)))
+        names.add(agree_on_start(rendezvous.StoreRendezvous(store), group.rank, group.size, request(reproducible=False)))
 
     run_ranks(3, body)
     assert len(names) == 1
@@ -216,6 +215,21 @@ def test_other_options_on_a_rank_are_told() -> None:
 
     def body(group: ProcessGroup) -> None:
         with pytest.raises(DisagreementError, match=r"rank 1: reproducible=True"):
-            agree_on_start(StoreRendezvous(store), group.rank, group.size, request(reproducible=group.rank == 1))
+            agree_on_start(rendezvous.StoreRendezvous(store), group.rank, group.size, request(reproducible=group.rank == 1))
+
+    run_ranks(2, body)
+
+
+def test_topics_of_one_tag_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_tag", lambda topic: 32_000)
+
+    def body(group: ProcessGroup) -> None:
+        meeting, deadline = rendezvous.GroupRendezvous(group, owned=False), Deadline(PATIENCE_S)
+        if group.rank == 0:
+            for topic in ("a", "b", "c"):
+                meeting.send(topic, 1, 0, {"of": topic}, deadline)
+        else:
+            for topic in ("c", "a", "b"):
+                assert meeting.recv(topic, 1, 0, deadline) == {"of": topic}
 
     run_ranks(2, body)

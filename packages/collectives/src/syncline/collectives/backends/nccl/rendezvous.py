@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -26,8 +26,10 @@ Payload: TypeAlias = dict[str, Any]
 _FIRST_TAG, _TAGS = 32_000, 700
 # In place of a decision: why there is none.
 _COULD_NOT = "could not decide"
-# How long a wait on a store is inside the store, where nothing can interrupt it.
-_SLICE_S = 1.0
+# How often a store is asked for a key: at once, then less and less often. In its own `wait` a store of torch answers no other
+# thread, and cannot be interrupted.
+_FIRST_PAUSE_S = 0.5e-3
+_LONGEST_PAUSE_S = 0.05
 
 
 class Rendezvous(ABC):
@@ -117,13 +119,12 @@ class StoreRendezvous(Rendezvous):
         return received
 
     def _wait(self, key: str, deadline: Deadline) -> None:
-        while True:
-            here = Deadline(min(max(deadline.remaining_s(), 1e-3), _SLICE_S))
-            try:
-                return self._store.wait([key], timedelta(seconds=here.timeout_s))
-            except Exception:
-                if deadline.expired() or not here.expired():
-                    raise
+        pause_s = _FIRST_PAUSE_S
+        while not self._store.check([key]):
+            if deadline.expired():
+                raise TimeoutError(f"there is no key '{key}' in the store")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def close(self) -> None:
         """Nothing: the store goes with its last user."""
