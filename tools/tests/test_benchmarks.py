@@ -60,7 +60,7 @@ from syncline.collectives.bench.kinds import Allocate
 from syncline.collectives.bench.subjects import Floor
 from syncline.collectives.testing import run_ranks
 from syncline.ddp.prediction.replay import ReadyBucket, Workload, spread
-from test_support.full_run import FULL, cases
+from test_support import full_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -404,8 +404,8 @@ for name, main, words in (
     assert name not in chosen or main(["--quick", "--steps", "1", *outputs, *words]) == 0
 """
 # Those that measure over many models, or draw a dozen pictures, take a minute; what they are made of is tested on its own.
-PLAYED = cases(["step", "hooks", "waiting", "hosts"], in_full=["paper"])
-in_full = pytest.mark.skipif(not FULL, reason="takes long: dev.py test --full, or SYNCLINE_TEST_FULL=1")
+PLAYED = full_run.cases(["step", "hooks", "waiting", "hosts"], in_full=["paper"])
+in_full = pytest.mark.skipif(not full_run.FULL, reason="takes long: dev.py test --full, or SYNCLINE_TEST_FULL=1")
 
 
 def environment(**more: str) -> dict[str, str]:
