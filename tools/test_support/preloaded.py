@@ -1,8 +1,9 @@
 """Python that has loaded torch already, for the jobs of tests: loading it takes each new process seconds.
 
 `PreloadedPython` starts a server, which loads torch and nothing else. Where a job would start Python, under mpiexec, it starts
-`preloaded_client.py`, which takes no time. That passes arguments, environment, folder and files to the server; one of the
-files is the socket by which the rank talks to mpiexec. The server forks, and the fork runs the program as the main module.
+`preloaded_client.py`, which takes no time and passes on to the server what a program has: arguments, environment, folder and
+files. One of the files is the socket by which the rank talks to mpiexec. The server forks, and the fork runs the program as the
+main module.
 
 The fork is not a child of mpiexec; the client stands for it. A signal to the client is sent on, a client that is killed takes
 its fork with it (a moment later), and the client ends as its fork did. The server has one thread and runs no kernel, so nothing
