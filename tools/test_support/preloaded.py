@@ -5,9 +5,9 @@
 files. One of the files is the socket by which the rank talks to mpiexec. The server forks, and the fork runs the program as the
 main module.
 
-The fork is not a child of mpiexec; the client stands for it. A signal to the client is sent on, a client that is killed takes
+The fork is not a child of mpiexec; the client stands for it. A signal to the client is sent on; a client that is killed takes
 its fork with it (a moment later), and the client ends as its fork did. The server has one thread and runs no kernel, so nothing
-is lost in a fork. Two things differ from a Python that was started: the ranks share the seed of `hash`, and torch and numpy have
+is lost in a fork. Two things differ from a Python that was started: ranks share the seed of `hash`, and torch and numpy have
 read their variables of the environment.
 """
 
