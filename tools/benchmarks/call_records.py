@@ -33,7 +33,7 @@ class NoRecorder(FlightRecorder):
     """Remembers nothing: for comparison."""
 
     def issue(self, *_: Any, **__: Any) -> list[Any]:
-        return [None] * 12
+        return [None] * (STATE + 1)
 
     issue_and_begin = issue
 
@@ -52,8 +52,10 @@ def alone(*, rounds: int = 25, repetitions: int = 4_000) -> None:
     recorder, calls, tensor = FlightRecorder("default", 0, [0, 1]), CallDigest(), torch.ones(1)
     kind = digest("all_reduce", tensor.dtype, ReduceOp.SUM, None, "", tensor.numel())
 
+    what = ("all_reduce", tensor.dtype, ReduceOp.SUM, None, "")
+
     def recorded() -> None:
-        recorder.issue_and_begin(1, "all_reduce", tensor, ReduceOp.SUM, 2)[STATE] = DONE
+        recorder.issue_and_begin(1, what, tensor, 2)[STATE] = DONE
 
     def digested() -> None:
         calls.add(kind)

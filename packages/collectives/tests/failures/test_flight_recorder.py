@@ -34,11 +34,12 @@ def test_a_kept_plan_is_remembered_from_the_callers_line() -> None:
     _as_a_group_does(recorder)
     (record,) = recorder.records()
     assert record.where.startswith("test_flight_recorder.py:")
+    assert str(record).startswith("all_reduce(float32[2], op=SUM) #0 at ")
     assert (record.state, record.position) == ("running", 0)
 
 
 def _as_a_group_does(recorder: FlightRecorder) -> list[object]:
-    return recorder.issue_and_begin(0, "all_reduce", torch.ones(2), ReduceOp.SUM)
+    return recorder.issue_and_begin(0, ("all_reduce", torch.float32, ReduceOp.SUM, None, ""), torch.ones(2))
 
 
 def test_a_failed_call_and_those_after_it() -> None:

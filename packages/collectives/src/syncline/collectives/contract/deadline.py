@@ -41,14 +41,14 @@ class Deadline:
         was_noticed: whoever waits has seen that the time is up.
     """
 
-    __slots__ = ("_end", "_interrupt", "_next_look", "reason", "timeout_s", "was_cancelled", "was_noticed")
+    # Of the class until they change: one deadline is made for each collective, and most end before anybody asks.
+    was_cancelled = False
+    was_noticed = False
+    reason: TransportError | None = None
 
     def __init__(self, timeout_s: float, interrupt: Callable[[], TransportError | None] | None = None) -> None:
         now = monotonic()
         self.timeout_s = timeout_s
-        self.was_cancelled = False
-        self.was_noticed = False
-        self.reason: TransportError | None = None
         self._end = now + timeout_s
         self._interrupt = interrupt
         self._next_look = now + _PATIENCE_S

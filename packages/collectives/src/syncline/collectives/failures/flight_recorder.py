@@ -18,11 +18,15 @@ from .call_record import DONE, FAILED, QUEUED, RUNNING, CallRecord
 
 MOST_CALLS = 256
 
-#: number, name, dtype, shape, op, root, detail, time of issue, code and instruction of the caller, position, state.
+#: What calls of one kind have in common: name, dtype, op, root, detail.
+What: TypeAlias = tuple[str, torch.dtype | None, Reduction | None, int | None, str]
+
+#: number, what, shape, time of issue, code and instruction of the caller, position, state.
 #: A list, because to make one takes a fifth of the time that an object takes.
 Entry: TypeAlias = list[Any]
-_POSITION = 10
-STATE = 11
+_ISSUED_AT = 3
+_POSITION = 6
+STATE = 7
 
 # Files of ours and of torch are not the user's program. Known by their path, which is looked up once for each function.
 _OURS = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
@@ -93,12 +97,12 @@ class FlightRecorder:
         """
         code, instruction = _outside(_getframe(depth))
         dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
-        entry = [number, name, dtype, shape, op, root, detail, time(), code, instruction, None, QUEUED]
+        entry = [number, (name, dtype, op, root, detail), shape, time(), code, instruction, None, QUEUED]
         self._append(entry)
         return entry
 
-    def issue_and_begin(self, number: int, name: str, tensor: torch.Tensor, op: Reduction, depth: int = 2) -> Entry:
-        """`issue` and `begin` in one: the way of the calls that take the shortest.
+    def issue_and_begin(self, number: int, what: What, tensor: torch.Tensor, depth: int = 2) -> Entry:
+        """`issue` and `begin` in one, for calls by a kept plan, which knows what it does.
 
         A loop calls from one function again and again. It is compared with the latest, which is cheaper than a look-up.
         """
@@ -111,7 +115,7 @@ class FlightRecorder:
             self._latest_caller = code
         position = self.count
         self.count = position + 1
-        entry = [number, name, tensor.dtype, tensor.shape, op, None, "", time(), code, instruction, position, RUNNING]
+        entry = [number, what, tensor.shape, time(), code, instruction, position, RUNNING]
         self._append(entry)
         return entry
 
@@ -133,7 +137,7 @@ class FlightRecorder:
     def latest(self) -> float:
         """When the last call was issued, in seconds since the epoch; 0 if there is none."""
         try:
-            return float(self._ring[-1][7])
+            return float(self._ring[-1][_ISSUED_AT])
         except IndexError:
             return 0.0
 
@@ -155,7 +159,7 @@ class FlightRecorder:
 
 
 def _as_record(entry: Entry) -> CallRecord:
-    number, name, dtype, shape, op, root, detail, issued_at, code, instruction, position, state = entry
+    number, (name, dtype, op, root, detail), shape, issued_at, code, instruction, position, state = entry
     return CallRecord(
         number,
         position,

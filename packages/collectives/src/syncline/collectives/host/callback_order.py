@@ -32,16 +32,15 @@ class CallbackOrder:
     that `then` returns.
 
     Not seen: callbacks of a future that torch makes of ours, such as that of `torch.futures.collect_all`.
+
+    Attributes:
+        issued: how many calls were issued outside of callbacks.
+        running: for each thread that runs a callback, whether the callback came too late.
     """
 
     def __init__(self) -> None:
         self.issued = 0
-        self._running: dict[int, bool] = {}  # by thread: whether the callback that it runs came too late
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether any thread runs a callback."""
-        return bool(self._running)
+        self.running: dict[int, bool] = {}
 
     def issue(self, what: str, place: Callable[[], str]) -> int:
         """This thread issues a call; its number among those issued outside of callbacks, or `_IN_CALLBACK`.
@@ -49,8 +48,8 @@ class CallbackOrder:
         Raises:
             MisuseError: it does so in a callback that came too late.
         """
-        if self._running:
-            is_late = self._running.get(get_ident())
+        if self.running:
+            is_late = self.running.get(get_ident())
             if is_late:
                 raise MisuseError(
                     f"{what} on {place()} was called in a callback that was attached to a work after later collectives of the "
@@ -64,21 +63,21 @@ class CallbackOrder:
 
     def guard(self, callback: Callback, number: int, *, was_waited_for: bool) -> Callback:
         """A callback that is attached now to the work of call `number`."""
-        is_inside = get_ident() in self._running
+        is_inside = get_ident() in self.running
         is_late = self.issued > number and not was_waited_for and not is_inside
         return functools.partial(self._run, callback, is_late)
 
     def _run(self, callback: Callback, is_late: bool, future: Any) -> Any:
         me = get_ident()
-        outer = self._running.get(me)
-        self._running[me] = is_late or bool(outer)
+        outer = self.running.get(me)
+        self.running[me] = is_late or bool(outer)
         try:
             return callback(future)
         finally:
             if outer is None:
-                del self._running[me]
+                del self.running[me]
             else:
-                self._running[me] = outer
+                self.running[me] = outer
 
 
 class GuardedFuture(GroupFuture):

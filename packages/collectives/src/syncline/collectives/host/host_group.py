@@ -19,6 +19,7 @@ from ..contract.work import FinishedWork, Work
 from ..torch_internals import profiler_runs
 from .host_exchanges import HostExchanges
 from .packing import copy_back, empty_block, flat_copy, unpack
+from .serial_group import KeptPlan
 from .transport import CallKind, Plan
 
 _MOST_PLANS = 256
@@ -54,9 +55,8 @@ class HostGroup(HostExchanges):
         the first of them, and the group keeps the plan. For an `all_reduce` that comes again on a simple tensor, what was
         checked then holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
         """
-        is_watched = observers or profiler_runs()
-        is_usual = not (async_op or self._check_calls or self._closed or self._callbacks.is_inside or is_watched)
-        if is_usual and type(op) is ReduceOp and checks.is_simple(tensor):
+        is_usual = not (async_op or self._check_calls or observers or self._callbacks.running or profiler_runs())
+        if is_usual and type(op) is ReduceOp and checks.is_simple(tensor):  # a closed group has no plans
             kept = self._plans.get(("all_reduce", op, None, tensor.dtype, tensor.numel()))
             if kept is not None and self._progress.run_here(self._run_plan, *kept, tensor, op):
                 return FinishedWork([tensor])
@@ -64,9 +64,9 @@ class HostGroup(HostExchanges):
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
         """As `ProcessGroup.algorithm_of`: what the plan of the latest such call took."""
-        for kind, (plan, _) in reversed(self._plans.items()):
+        for kind, kept in reversed(self._plans.items()):
             if (kind[0], *kind[3:]) == (name, tensor.dtype, tensor.numel()):
-                return plan.algorithm
+                return kept.plan.algorithm
         return None
 
     def _plan(self, call: Collective, tensor: torch.Tensor) -> Plan | None:
@@ -76,12 +76,12 @@ class HostGroup(HostExchanges):
         kind = CallKind(call.name, call.op, call.root, tensor.dtype, tensor.numel())
         kept = self._plans.get(kind)
         if kept is not None:
-            return kept[0]
+            return kept.plan
         plan = self._transport.plan(kind)
         if plan is not None and not self._closed:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            self._plans[kind] = plan, kind.digest()
+            self._plans[kind] = KeptPlan(plan, kind.digest(), (kind.name, kind.dtype, kind.op, kind.root, ""))
         return plan
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from typing_extensions import override
@@ -21,7 +21,7 @@ from ..contract.running_call import RunningCall
 from ..contract.work import FinishedWork, PendingWork, Work
 from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, RankLostError, SynclineError, TransportError
 from ..failures.call_record import DONE
-from ..failures.flight_recorder import STATE, Entry, FlightRecorder
+from ..failures.flight_recorder import STATE, Entry, FlightRecorder, What
 from ..failures.liveness import Liveness
 from ..failures.report import Reporter
 from ..failures.report_signal import report_on_signal
@@ -54,6 +54,20 @@ _REPORT_S = 2.0
 # group after each failure must not need more memory each time.
 GIVEN_UP_KEPT = 16
 _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
+
+
+class KeptPlan(NamedTuple):
+    """A plan, and what is the same in all calls that it serves.
+
+    Attributes:
+        plan: of the transport.
+        digest: of each call.
+        what: for the record.
+    """
+
+    plan: Plan
+    digest: int
+    what: What
 
 
 class SerialGroup(ProcessGroup):
@@ -94,7 +108,6 @@ class SerialGroup(ProcessGroup):
         super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
         self._calls = calls
         self._liveness = liveness
-        self._may_give_up = calls is not None or liveness is not None
         self._transport = transport
         self._check_calls = check_calls
         self._device = device
@@ -106,7 +119,7 @@ class SerialGroup(ProcessGroup):
         self._closed = False
         self._first_failure: BaseException | None = None
         self._in_flight: set[PendingWork] = set()
-        self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, int], tuple[Plan, int]] = {}  # with digests
+        self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, int], KeptPlan] = {}
         self._deadline: Deadline | None = None  # of the collective that runs now
         self.recorder = FlightRecorder(name, rank, self.ranks)
         self._reporter: Reporter | None = None
@@ -289,18 +302,18 @@ class SerialGroup(ProcessGroup):
         owned = [tensor for tensor in tensors if device.owns(tensor)]
         return device.order(owned) if owned else None
 
-    def _run_plan(self, plan: Plan, kind_digest: int, tensor: torch.Tensor, op: Reduction) -> None:
+    def _run_plan(self, plan: Plan, digest: int, what: What, tensor: torch.Tensor, op: Reduction) -> None:
         """Run a kept plan as `_run` runs a body; see Note [Plans]."""
         self._callbacks.issued += 1  # nobody is inside a callback
         sequence = next(self._sequence)
         if self._first_failure is not None:
             raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
         verification = self._verification
-        entry = self.recorder.issue_and_begin(sequence, "all_reduce", tensor, op, 4)
+        entry = self.recorder.issue_and_begin(sequence, what, tensor, 4)
         deadline = self._deadline = self._start()
         try:
             if verification is not None:
-                verification.add(kind_digest)
+                verification.add(digest)
             plan.run(tensor, tensor, deadline)
             if verification is not None and verification.is_due:
                 verification.verify(deadline)
@@ -317,7 +330,7 @@ class SerialGroup(ProcessGroup):
         """Count a collective of all ranks, which runs now."""
         if self._calls is not None:
             self._calls.started += 1
-        return Deadline(self.timeout_s, self._reason_to_give_up if self._may_give_up else None)
+        return Deadline(self.timeout_s, self._reason_to_give_up)
 
     def _run_into(
         self,

@@ -41,7 +41,6 @@ class ShrinkableGroup(HostGroup):
         self._reunion = reunion
         self._generation = generation
         self._options = options
-        self._may_give_up = True
 
     @override
     def missing_for_shrink(self) -> str | None:

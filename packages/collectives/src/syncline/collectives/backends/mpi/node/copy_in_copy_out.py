@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import memmove
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from ....contract.collective import Collective
 from ....contract.deadline import Deadline
-from ....contract.layout import mark_written
+from ....contract.layout import flat, mark_written
 from ....contract.running_call import RunningCall
-from ....host.reduction import always_of
+from ....host.reduction import reduce_into
 from .algorithm import Algorithm, Operation, chunks, slice_of
 from .group_sync import GroupSync
 from .plan import NodePlan, PlanRequest
@@ -24,6 +24,8 @@ from .windows import NodeMemory
 SLOT_BYTES = 1 << 20
 SLOTS = 3
 
+_T = TypeVar("_T")
+
 
 class StagingArea:
     """A window of the group with three slots for each rank, used in turn; made when it is first needed.
@@ -32,8 +34,9 @@ class StagingArea:
     ~~~~~~~~~~~~~~~~~~~~
     Chunks use the slots in turn, whatever collectives they belong to, and every rank passes the same barriers, at least one for
     each chunk. What is written for chunk k is read after a barrier. The last reads of chunk k are over when their rank comes to
-    the barrier of chunk k + 1. The first writes of chunk k + 3, to the same slot, come after the barrier of chunk
-    k + 1 (a rank copies one chunk ahead). So nothing is overwritten that somebody still reads, without further barriers.
+    the barrier of chunk k + 2 (a rank copies chunk k out after the barrier of chunk k + 1). The first writes of chunk k + 3, to
+    the same slot, come after the barrier of chunk k + 2. So nothing is overwritten that somebody still reads, without further
+    barriers.
 
     Args:
         memory: of the group.
@@ -84,27 +87,30 @@ class _Step(NamedTuple):
     """What a rank does with a chunk of one length in one slot.
 
     Attributes:
-        copies_in: from the rank's tensor (the block) to its slot.
-        reduce: combines everybody's slices, into `out`; None if there are no elements for this rank.
-        out: this rank's slice, in its slot.
-        copies_out: from the slots to the rank's tensor.
+        copies_in: from the rank's tensor (the block) to its slot: what the other ranks reduce.
+        slots: of each rank, in its slot, the slice that this rank reduces; its own is read where it is.
+        share: the slice that this rank reduces: where it begins in the chunk, and how long it is, in elements.
+        copy_to_slot: from the rank's tensor to its slot, of what it has reduced; None if nobody else wants it.
+        copies_out: from the slots to the rank's tensor: what the other ranks have reduced.
     """
 
     copies_in: list[_Copy]
-    reduce: Callable[..., object] | None
-    out: torch.Tensor | None
+    slots: list[torch.Tensor]
+    share: tuple[int, int]
+    copy_to_slot: _Copy | None
     copies_out: list[_Copy]
 
 
 class CopyInCopyOut(NodePlan):
     """`all_reduce` and `reduce_scatter` through the staging area, chunk by chunk.
 
-    A rank copies its chunk into its slot, and after a barrier reduces one slice of it from all slots, in rank order, into its
-    slot. For `all_reduce` it copies the slices out after the next barrier; for `reduce_scatter` its slice is the result. A rank
-    copies in the next chunk before it reduces this one, so one barrier serves for both.
+    A rank copies into its slot what the others reduce of its chunk. After a barrier it reduces its own slice, in rank order,
+    from the others' slots and its own tensor, into its tensor. For `all_reduce` it copies that into its slot as well, and the
+    others' slices out of theirs after the next barrier. A rank copies in the next chunk before it reduces this one, so one
+    barrier serves for both.
 
-    Cost of n bytes: n copied in; n/p reduced; `all_reduce` n copied out, and one barrier more than chunks; `reduce_scatter` n/p
-    copied out.
+    Cost of n bytes in p ranks: n - n/p copied in and n/p reduced; for `all_reduce` n/p more copied in and n - n/p copied out,
+    and one barrier more than chunks.
 
     Args:
         request: as for `NodePlan`.
@@ -124,82 +130,96 @@ class CopyInCopyOut(NodePlan):
 
     def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool = False) -> None:
         """Verify the call at the first chunk's barrier, and reduce."""
-        if self._segment is None and not self._bind(tensor, deadline):
+        segment = self._segment or self._bind(tensor, deadline)
+        if segment is None:
             self._run_otherwise(tensor, whole, deadline, is_verified=is_verified)
             return
-        source, target, itemsize = whole.data_ptr(), tensor.data_ptr(), self._kind.dtype.itemsize
+        out, itemsize = flat(tensor), self._kind.dtype.itemsize
+        own = out if self._is_all_reduce else flat(whole).narrow(0, segment.mine * self._kind.numel, self._kind.numel)
+        source, target = whole.data_ptr(), tensor.data_ptr()
         pending: tuple[_Step, int] | None = None
         for start, stop in self._chunks:
-            step = self._step(self._staging.take(), stop - start)
+            step = self._step(segment, self._staging.take(), stop - start)
             for slot, offset, nbytes in step.copies_in:
                 memmove(slot, source + start * itemsize + offset, nbytes)
             if pending is not None:
-                _reduce(pending[0])
+                self._reduce(*pending, own, out)
             if is_verified:
                 self._wait(tensor, deadline)
             else:
                 self._verify(tensor, deadline)
                 is_verified = True
             if pending is not None:
-                _copy_out(*pending)
-            pending = step, target + start * itemsize
+                _copy_out(pending[0], target + pending[1] * itemsize)
+            pending = step, start
         assert pending is not None
-        _reduce(pending[0])
+        self._reduce(*pending, own, out)
         if self._is_all_reduce:
             self._wait(tensor, deadline)
-        _copy_out(*pending)
+            _copy_out(pending[0], target + pending[1] * itemsize)
         mark_written(tensor)
 
-    def _bind(self, tensor: torch.Tensor, deadline: Deadline) -> bool:
+    def _bind(self, tensor: torch.Tensor, deadline: Deadline) -> Segment | None:
         segment = self._staging.segment(lambda: self._call(tensor), deadline)
         if segment is not None:
             parts = 1 if self._is_all_reduce else segment.parts
             step = max(1, SLOT_BYTES // (parts * self._kind.dtype.itemsize))
             self._chunks = list(chunks(0, self._kind.numel, step))
             self._segment = segment
-        return segment is not None
+        return segment
 
-    def _step(self, number: int, length: int) -> _Step:
+    def _reduce(self, step: _Step, start: int, own: torch.Tensor, out: torch.Tensor) -> None:
+        """Reduce this rank's slice of the chunk that begins at `start` in its own terms and in the result."""
+        begin, numel = step.share
+        if numel == 0:
+            return
+        assert self._segment is not None
+        assert self._kind.op is not None
+        terms = step.slots.copy()
+        terms[self._segment.mine] = own.narrow(0, start + begin, numel)
+        result = out.narrow(0, start + begin, numel)
+        reduce_into(result, self._kind.op, terms)
+        if step.copy_to_slot is not None:
+            memmove(step.copy_to_slot.slot, result.data_ptr(), step.copy_to_slot.nbytes)
+
+    def _step(self, segment: Segment, number: int, length: int) -> _Step:
         step = self._steps.get((number, length))
         if step is None:
             make = self._all_reduce_step if self._is_all_reduce else self._reduce_scatter_step
-            assert self._segment is not None
-            step = self._steps[number, length] = make(self._segment, number * SLOT_BYTES, length)
+            step = self._steps[number, length] = make(segment, number * SLOT_BYTES, length)
         return step
 
     def _all_reduce_step(self, segment: Segment, offset: int, length: int) -> _Step:
         mine, itemsize = segment.mine, self._kind.dtype.itemsize
         slots = _slots(segment, offset)
-        slices = [slice_of(length, segment.parts, rank) for rank in range(segment.parts)]
-        start, stop = slices[mine]
-        reduce, out = self._reduction(segment, offset + start * itemsize, stop - start)
+        shares = [slice_of(length, segment.parts, rank) for rank in range(segment.parts)]
+        copies = [(start * itemsize, (stop - start) * itemsize) for start, stop in shares]
+        copies_in = [_Copy(slots[mine] + start, start, nbytes) for start, nbytes in _without(mine, copies)]
         copies_out = [
-            _Copy(slot + start * itemsize, start * itemsize, (stop - start) * itemsize)
-            for slot, (start, stop) in zip(slots, slices, strict=True)
+            _Copy(slot + start, start, nbytes)
+            for slot, (start, nbytes) in zip(_without(mine, slots), _without(mine, copies), strict=True)
         ]
-        return _Step([_Copy(slots[mine], 0, length * itemsize)], reduce, out, copies_out)
+        (start, stop), (start_byte, nbytes) = shares[mine], copies[mine]
+        terms = self._terms(segment, offset + start_byte, stop - start)
+        return _Step(copies_in, terms, (start, stop - start), _Copy(slots[mine] + start_byte, start_byte, nbytes), copies_out)
 
     def _reduce_scatter_step(self, segment: Segment, offset: int, length: int) -> _Step:
         mine, itemsize = segment.mine, self._kind.dtype.itemsize
         slot, nbytes, part_bytes = _slots(segment, offset)[mine], length * itemsize, self._kind.numel * itemsize
-        copies_in = [_Copy(slot + rank * nbytes, rank * part_bytes, nbytes) for rank in range(segment.parts)]
-        reduce, out = self._reduction(segment, offset + mine * nbytes, length)
-        return _Step(copies_in, reduce, out, [_Copy(slot + mine * nbytes, 0, nbytes)])
+        others = _without(mine, range(segment.parts))
+        copies_in = [_Copy(slot + rank * nbytes, rank * part_bytes, nbytes) for rank in others]
+        return _Step(copies_in, self._terms(segment, offset + mine * nbytes, length), (0, length), None, [])
 
-    def _reduction(
-        self, segment: Segment, offset_bytes: int, numel: int
-    ) -> tuple[Callable[..., object] | None, torch.Tensor | None]:
+    def _terms(self, segment: Segment, offset_bytes: int, numel: int) -> list[torch.Tensor]:
         if numel == 0:
-            return None, None
-        with torch.inference_mode(False):  # it serves calls outside that mode, too
-            terms = segment.rows(offset_bytes, numel, self._kind.dtype)
-        assert self._kind.op is not None
-        return always_of(terms, self._kind.op, self._kind.dtype), terms[segment.mine]
+            return []
+        with torch.inference_mode(False):  # they serve calls outside that mode, too
+            return segment.rows(offset_bytes, numel, self._kind.dtype)
 
 
-def _reduce(step: _Step) -> None:
-    if step.reduce is not None:
-        step.reduce(out=step.out)
+def _without(mine: int, of_ranks: Sequence[_T]) -> list[_T]:
+    """What the other ranks have, in rank order."""
+    return [*of_ranks[:mine], *of_ranks[mine + 1 :]]
 
 
 def _copy_out(step: _Step, target: int) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from ....contract.deadline import Deadline
 from ....contract.layout import mark_written
+from ....contract.running_call import RunningCall
 from ....host.reduction import always_of
 from .algorithm import Algorithm, Operation
 from .plan import NodePlan, PlanRequest
@@ -47,7 +48,12 @@ class EagerExchange(NodePlan):
         slot, read = self._turns[(barrier.arrivals + 1) & 1]
         if slot:
             memmove(slot, (tensor if self._shows_part else whole).data_ptr(), self._shown_bytes)
-        self._sync.verify(lambda: self._call(tensor), deadline, self._digest)
+        try:
+            is_same, _ = barrier.arrive_and_wait(deadline, self._digest)
+        except Exception as error:  # noqa: BLE001 - raised again
+            self._sync.explain(error, RunningCall(self._call(tensor), deadline))
+        if not is_same:
+            raise self._sync.different_calls(RunningCall(self._call(tensor), deadline))
         read(tensor, whole)
 
     def _bind(self, tensor: torch.Tensor, deadline: Deadline) -> ShmBarrier | None:

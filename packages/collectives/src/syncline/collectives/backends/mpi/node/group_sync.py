@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
@@ -10,7 +11,7 @@ from mpi4py import MPI
 from ....contract.collective import Collective
 from ....contract.deadline import Deadline
 from ....contract.running_call import RunningCall
-from ....errors import TransportError
+from ....errors import DisagreementError, TransportError
 from ..call_verifier import NO_KEY, CallVerifier
 from ..library import Tag, mapped
 from .hierarchy import Hierarchy
@@ -32,13 +33,21 @@ class GroupSync:
         verifier: by messages, of the whole group.
         memory: of the group.
         slot_bytes: the size of an eager slot; a multiple of 64, or 0.
+        ranks_on_node: how many ranks of the job there are on this node.
     """
 
     def __init__(
-        self, hierarchy: Hierarchy, communicator: MPI.Intracomm, verifier: CallVerifier, memory: NodeMemory, slot_bytes: int
+        self,
+        hierarchy: Hierarchy,
+        communicator: MPI.Intracomm,
+        verifier: CallVerifier,
+        memory: NodeMemory,
+        slot_bytes: int,
+        ranks_on_node: int,
     ) -> None:
         self._slot_bytes = max(slot_bytes, LEAST_SLOT_BYTES)
         self._node = hierarchy.node
+        self._has_own_core = ranks_on_node <= len(os.sched_getaffinity(0))
         self._communicator = communicator
         self._verifier = verifier
         self._memory = memory
@@ -55,7 +64,9 @@ class GroupSync:
                 self._may_have_barrier = False
             else:
                 probe, rank = self._communicator.Iprobe, self._communicator.Get_rank()
-                self._barrier = ShmBarrier(segment, self._slot_bytes, lambda: probe(rank, Tag.NOTHING))
+                self._barrier = ShmBarrier(
+                    segment, self._slot_bytes, lambda: probe(rank, Tag.NOTHING), has_own_core=self._has_own_core
+                )
         return self._barrier
 
     def verify(self, describe: Describe, deadline: Deadline, digest: int | None = None, key: int = NO_KEY) -> bool:
@@ -73,9 +84,9 @@ class GroupSync:
         try:
             is_same, is_common = barrier.arrive_and_wait(deadline, describe().digest() if digest is None else digest, key)
         except Exception as error:  # noqa: BLE001 - raised again
-            self._explain(error, RunningCall(describe(), deadline))
+            self.explain(error, RunningCall(describe(), deadline))
         if not is_same:
-            raise self._verifier.different_calls(RunningCall(describe(), deadline))
+            raise self.different_calls(RunningCall(describe(), deadline))
         return is_common
 
     def wait(self, describe: Describe, deadline: Deadline) -> None:
@@ -86,7 +97,11 @@ class GroupSync:
         try:
             self._barrier.arrive_and_wait(deadline)
         except Exception as error:  # noqa: BLE001 - raised again
-            self._explain(error, RunningCall(describe(), deadline))
+            self.explain(error, RunningCall(describe(), deadline))
+
+    def different_calls(self, call: RunningCall) -> DisagreementError:
+        """As `CallVerifier.different_calls`."""
+        return self._verifier.different_calls(call)
 
     def give_up(self) -> None:
         """Tell the others that this rank will not come any more."""
@@ -98,7 +113,7 @@ class GroupSync:
         self._barrier = None
         self._may_have_barrier = False
 
-    def _explain(self, error: Exception, call: RunningCall) -> NoReturn:
+    def explain(self, error: Exception, call: RunningCall) -> NoReturn:
         """Raise what the shared-memory barrier raised in a call, in the words of a group."""
         if isinstance(error, GaveUpError):
             raise TransportError(

@@ -48,6 +48,7 @@ class NodeTransport(MPITransport):
             node and between nodes depends on who is where.
         thresholds: the same on all ranks.
         split: says who shares memory with whom.
+        ranks_on_node: how many ranks of the job there are on this node; None: those of this group.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class NodeTransport(MPITransport):
         reproducible: bool = False,
         thresholds: AlgorithmThresholds | None = None,
         split: SplitByNode = split_by_node,
+        ranks_on_node: int | None = None,
     ) -> None:
         super().__init__(communicator, reproducible=reproducible)
         self._thresholds = thresholds or AlgorithmThresholds()
         self._split = split
         hierarchy = self._hierarchy = Hierarchy(self._private, split)
+        self._ranks_on_node = ranks_on_node or hierarchy.node.Get_size()
         shares_memory = hierarchy.shares_memory
         self._capabilities = Capabilities(
             self._size, hierarchy.nodes, hierarchy.leaders, shares_memory, shares_memory and hierarchy.is_ordered, reproducible
@@ -73,7 +76,7 @@ class NodeTransport(MPITransport):
             self._make_ring(ring_bytes)
         self._memory = NodeMemory(hierarchy, self._private, self._verifier)
         slot = slot_bytes(self._capabilities, self._thresholds)
-        self._sync = GroupSync(hierarchy, self._private, self._verifier, self._memory, slot)
+        self._sync = GroupSync(hierarchy, self._private, self._verifier, self._memory, slot, self._ranks_on_node)
         self._staging = StagingArea(self._memory, self._sync)
         self._node_reduction = NodeReduction(hierarchy, self._between, self._memory, self._sync, self._size)
 
@@ -179,6 +182,7 @@ class NodeTransport(MPITransport):
             reproducible=self._reproducible,
             thresholds=self._thresholds,
             split=self._split,
+            ranks_on_node=self._ranks_on_node,
         )
 
     def give_up(self) -> None:

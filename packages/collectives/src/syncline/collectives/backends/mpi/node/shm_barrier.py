@@ -19,8 +19,10 @@ _LINE_BYTES = 128  # two cache lines: some processors fetch them in pairs
 _HEAD_BYTES = 2 * _LINE_BYTES
 LEAST_SLOT_BYTES = 64
 
-# A look costs 0.06 us. Ranks that come at about the same time find each other without yielding the core.
-_LOOKS_BEFORE_YIELDING = 100
+# A look costs 0.06 us. Ranks that come at about the same time find each other without yielding the core, and without calling
+# the library, which takes as long as a small collective. Where ranks share cores, the core may be what another one waits for.
+_LOOKS_ON_OWN_CORE = 1000
+_LOOKS_ON_SHARED_CORE = 100
 _LOOKS_BETWEEN_CLOCKS = 256
 
 
@@ -61,9 +63,12 @@ class ShmBarrier:
         slot_bytes: the size of an eager slot; a multiple of 64.
         progress: called while waiting, so that the library underneath makes progress: another rank may come only when a
             message of this one has reached it.
+        has_own_core: whether every rank of the job on this node can have a core of its own.
     """
 
-    def __init__(self, segment: Segment, slot_bytes: int, progress: Callable[[], object]) -> None:
+    def __init__(
+        self, segment: Segment, slot_bytes: int, progress: Callable[[], object], *, has_own_core: bool = False
+    ) -> None:
         self.size = segment.parts
         self.mine = segment.mine
         self.slot_bytes = slot_bytes
@@ -71,6 +76,7 @@ class ShmBarrier:
         self._progress = progress
         self._numbers = segment.contents().cast("q")
         self._lines = [self._lines_of(turn) for turn in (0, 1)]
+        self._looks_before_yielding = _LOOKS_ON_OWN_CORE if has_own_core else _LOOKS_ON_SHARED_CORE
         self.arrivals = 0  # of this rank, so far; the turn of an arrival is its number mod 2
         self._complete = 0  # the latest arrival at which all others were seen
 
@@ -124,7 +130,7 @@ class ShmBarrier:
 
     def _wait(self, line: int, arrival: int, deadline: Deadline) -> None:
         numbers = self._numbers
-        for _ in range(_LOOKS_BEFORE_YIELDING):
+        for _ in range(self._looks_before_yielding):
             if numbers[line] == arrival:
                 return
         looks = 0
