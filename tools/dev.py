@@ -88,6 +88,8 @@ RANKS_TIMEOUT_S = 300.0
 # Unbuffered, so that a rank that is killed leaves what it said; one thread, for cores are shared.
 # Tests provoke failures: no reports of them.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# glibc then gives every freed block from this size on back to the system; what it keeps otherwise has no bound that it states.
+BOUNDED_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
 RANKS_ENV = {**ONE_THREAD, "PYTHONUNBUFFERED": "1", "SYNCLINE_REPORT_DIR": ""}
 
 
@@ -186,11 +188,13 @@ def elastic(options: argparse.Namespace) -> int:
 
 
 def soak(options: argparse.Namespace) -> int:
-    """Print how much memory four ranks need under random collectives from three threads."""
+    """Print how much memory four ranks need under random collectives from three threads, and compare it with its bound."""
     runtime = mpi_runtimes.find(options.mpi)
     job = ROOT / "tools" / "test_support" / "soak_job.py"
     words = [str(options.seconds), str(options.seed)]
-    return run((*runtime.command(4), PYTHON, job, *words), env={**RANKS_ENV, **TOOLS_ON_PATH, **runtime.env})
+    allocator = {} if options.allocator == "default" else BOUNDED_ALLOCATOR
+    environ = {**RANKS_ENV, **TOOLS_ON_PATH, **runtime.env, **allocator}
+    return run((*runtime.command(4), PYTHON, job, *words), env=environ)
 
 
 def build_wheels(options: argparse.Namespace) -> int:
@@ -508,6 +512,8 @@ def _add_soak(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--mpi", choices=mpi_runtimes.NAMES, default="mpich", help="which MPI (default: mpich)")
     add("--seconds", type=float, default=120.0, help="how long (default: 120)")
+    help_text = "bounded: larger blocks go back to the system, so resident memory has a bound; default: glibc's way"
+    add("--allocator", choices=("bounded", "default"), default="bounded", help=help_text)
     add("--seed", type=int, default=0, help="of the collectives (default: 0)")
 
 

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from syncline.collectives.backends import gloo
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.host.host_group import HostGroup
-from test_support.desync_programs import ENDED, NUMELS, QUICK, TIMEOUT_S, catalogue, outcome
+from test_support.desync_programs import ENDED, NUMELS, QUICK, catalogue, outcome
 
 _LIMIT_S = 20.0
+# Each rank is a process, and there are more of them than cores: one that is late is not one that disagrees.
+TIMEOUT_S = 2.0
 _AT_ONCE = 4
 
 

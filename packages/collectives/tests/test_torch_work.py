@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from syncline.collectives import TransportError
+from syncline.collectives.composed.torch_group import TorchGroup
 from syncline.collectives.testing.processes import run_processes
 
 JOB = Path(__file__).parent / "leaving_job.py"
@@ -15,3 +18,26 @@ JOB = Path(__file__).parent / "leaving_job.py"
 def test_a_program_that_ends_while_torchs_thread_drops_what_it_called(tmp_path: Path) -> None:
     """See Note [Leaving while torch's thread drops what it called]: without a wait at exit rank 0 aborts."""
     run_processes(JOB, 2, tmp_path)
+
+
+class Refusing:
+    """A torch group with a broken connection."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:45761")
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:45761")
+
+
+def test_a_transfer_that_cannot_begin_is_our_error() -> None:
+    group = TorchGroup(Refusing())  # type: ignore[arg-type]
+    for begin in (group.start_send, group.start_recv):
+        with pytest.raises(TransportError, match="Connection closed by peer"):
+            begin(torch.ones(1), 1, 0)

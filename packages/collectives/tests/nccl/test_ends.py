@@ -246,6 +246,8 @@ def test_a_fault_of_the_gpu_has_a_name(ask) -> None:
 
 @pytest.mark.ranks
 def test_a_barrier_says_whose_time_limit_it_was() -> None:
+    both = threading.Barrier(2)
+
     def body(group: NcclGroup) -> None:
         group.all_reduce(torch.ones(1))
         if group.rank == 0:
@@ -253,6 +255,8 @@ def test_a_barrier_says_whose_time_limit_it_was() -> None:
             work.pending.deadline.cancel()
             with pytest.raises(CollectiveTimeout, match=r"within the 20 s timeout of the group|did not finish within 20 s"):
                 work.wait()
+        both.wait(PATIENCE_S)
+        group.abort()  # to close it would tell that only one rank has called the barrier
 
     run_on_fakes(2, body, timeout_s=20)
 

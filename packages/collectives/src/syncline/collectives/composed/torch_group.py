@@ -17,7 +17,7 @@ from ..contract.work import Work
 from ..errors import InvalidArgumentError
 from ..host.reduction import core_op, reduce_in_rank_order
 from ..host.transfer import TransferWork
-from .torch_work import TorchRequest, TorchWork
+from .torch_work import TorchRequest, TorchWork, mapped
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend as TorchBackend  # the base of ProcessGroupGloo
@@ -188,12 +188,14 @@ class TorchGroup(ProcessGroup):
 
     def start_send(self, wire: torch.Tensor, dst: int, tag: int) -> TorchRequest:
         """Begin to send a tensor in plain order."""
-        return TorchRequest(self.torch_group.send([bytes_of(wire)], dst, tag), wire, receives=False)
+        torch_work = _begun(lambda: self.torch_group.send([bytes_of(wire)], dst, tag))
+        return TorchRequest(torch_work, wire, receives=False)
 
     def start_recv(self, wire: torch.Tensor, src: int | None, tag: int) -> TorchRequest:
         """Begin to receive into a tensor in plain order."""
         into = [bytes_of(wire)]
-        torch_work = self.torch_group.recv_anysource(into, tag) if src is None else self.torch_group.recv(into, src, tag)
+        group = self.torch_group
+        torch_work = _begun(lambda: group.recv_anysource(into, tag) if src is None else group.recv(into, src, tag))
         return TorchRequest(torch_work, wire, receives=True, source=src)
 
     def _barrier(self, async_op: bool) -> Work:
@@ -277,6 +279,14 @@ def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
 
 def _reduce_flat(op: Reduction, terms: Sequence[torch.Tensor], into: torch.Tensor) -> None:
     into.copy_(reduce_in_rank_order(op, terms).view(into.shape))
+
+
+def _begun(begin: Callable[[], Any]) -> Any:
+    """What torch returns of a transfer: Gloo refuses to begin one with a rank whose connection is broken."""
+    try:
+        return begin()
+    except RuntimeError as error:
+        raise mapped(error) from error
 
 
 def _copy_each(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

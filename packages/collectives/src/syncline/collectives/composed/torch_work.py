@@ -38,7 +38,7 @@ class TorchRequest(Request):
         try:
             self._torch_work.wait(timedelta(seconds=max(deadline.remaining_s(), 1e-3)))
         except RuntimeError as error:
-            raise _mapped(error) from error
+            raise mapped(error) from error
         self._over = True
         if self._receives and self._source is None:
             self._source = source_rank(self._torch_work)
@@ -52,7 +52,8 @@ class TorchRequest(Request):
         return self._source
 
 
-def _mapped(error: RuntimeError) -> Exception:
+def mapped(error: RuntimeError) -> TransportError:
+    """Ours for an error of torch.distributed."""
     timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
     kind = CollectiveTimeout if timed_out else TransportError
     return kind(f"torch.distributed reported: {error}")
@@ -93,7 +94,7 @@ class TorchWork(Work):
             if future is not None:
                 future.wait()
         except RuntimeError as error:
-            self._error = _mapped(error)
+            self._error = mapped(error)
             raise self._error from error
         return True
 

@@ -14,6 +14,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from ..errors import SynclineError
 from .flight_recorder import FlightRecorder
 
 REPORT_VARIABLE = "SYNCLINE_REPORT_DIR"
@@ -96,6 +97,20 @@ class Reporter:
             ],
             "stacks": _stacks()[:_MOST_STACK_CHARACTERS],
         }
+
+
+def reported(reporter: Reporter | None, failure: BaseException) -> BaseException:
+    """Write a report of a failure, if somebody reports.
+
+    Returns:
+        The failure; if it is ours, in words that say where the report is.
+    """
+    if reporter is None or not isinstance(failure, Exception):  # who presses Ctrl-C wants no folder
+        return failure
+    folder = reporter.write(f"{type(failure).__name__}: {failure}")
+    if folder is None or not isinstance(failure, SynclineError):
+        return failure
+    return failure.reworded(f"{failure}. Each rank that fails writes what it knows to {folder}; read it with `syncline report`")
 
 
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:

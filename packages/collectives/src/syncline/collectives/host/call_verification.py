@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from ..contract.deadline import Deadline
 from ..errors import DisagreementError, TransportError
@@ -12,13 +13,19 @@ from ..failures.call_digest import CallDigest
 from ..failures.call_record import CallRecord
 from ..failures.divergence import find_divergence
 from ..failures.flight_recorder import FlightRecorder
-from .rank_agreement import maximum_over_ranks, texts_of_ranks
-from .transport import Transport
+from .rank_agreement import RankAgreement
 
 #: The ranks compare after every so many calls, if nothing else made them compare.
 VERIFY_EVERY_CALLS = 1000
 _LAST_CALLS = 12
 _MOST_BYTES = 8192
+
+
+class CallsSoFar(NamedTuple):
+    """What is compared: the digest of the calls that were begun until a moment, and how many they were."""
+
+    value: int
+    calls: int
 
 
 class CallVerification:
@@ -33,16 +40,14 @@ class CallVerification:
     tells one from the other. Sends and receives have no place in the order; their transports compare sizes.
 
     Args:
-        transport: carries the messages.
+        agreement: carries the messages.
         rank: this rank.
-        size: of the group.
         recorder: of the group; says what the last calls were.
     """
 
-    def __init__(self, transport: Transport, rank: int, size: int, recorder: FlightRecorder) -> None:
-        self._transport = transport
+    def __init__(self, agreement: RankAgreement, rank: int, recorder: FlightRecorder) -> None:
+        self._agreement = agreement
         self._rank = rank
-        self._size = size
         self._recorder = recorder
         self._digest = CallDigest()
 
@@ -55,30 +60,39 @@ class CallVerification:
         """Whether the ranks compare after the call that was added last."""
         return self._digest.count % VERIFY_EVERY_CALLS == 0
 
-    def verify(self, deadline: Deadline) -> None:
+    def so_far(self) -> CallsSoFar:
+        """The calls until now, for a comparison that runs later."""
+        return CallsSoFar(self._digest.value, self._digest.count)
+
+    def verify(self, deadline: Deadline, calls: CallsSoFar | None = None) -> None:
         """Compare with the other ranks. A collective, with a place in the total order.
 
-        Cost: ceil(log2(size)) messages of 32 bytes, one after the other.
+        Args:
+            deadline: until when the others shall have come.
+            calls: what to compare; by default all until now.
+
+        Cost: of a `TransportAgreement` ceil(log2(size)) messages of 32 bytes, one after the other.
 
         Raises:
             DisagreementError: they have made different calls; on all ranks.
             TimeoutError: another rank did not come.
         """
-        value, count = self._digest.value, self._digest.count
-        numbers = maximum_over_ranks(self._transport, self._rank, self._size, (value, -value, count, -count), deadline)
+        value, count = self.so_far() if calls is None else calls
+        numbers = self._agreement.maximum((value, -value, count, -count), deadline)
         if numbers[0] != -numbers[1] or numbers[2] != -numbers[3]:
-            raise DisagreementError(self._explain(numbers, deadline))
+            raise DisagreementError(self._explain(numbers, count, deadline))
 
-    def _explain(self, numbers: Sequence[int], deadline: Deadline) -> str:
-        last = [record for record in self._recorder.records() if record.position is not None][-_LAST_CALLS:]
+    def _explain(self, numbers: Sequence[int], count: int, deadline: Deadline) -> str:
+        records = self._recorder.records()
+        last = [record for record in records if record.position is not None and record.position < count][-_LAST_CALLS:]
         while len(_as_text(last).encode()) > _MOST_BYTES:
             last = last[1:]
         histories = {self._rank: last}
         with suppress(TimeoutError, TransportError):  # what is known is said, whatever becomes of the others
-            texts = texts_of_ranks(self._transport, self._rank, self._size, _as_text(last), _MOST_BYTES, deadline)
+            texts = self._agreement.texts(_as_text(last), _MOST_BYTES, deadline)
             histories = {rank: _from_text(text) for rank, text in enumerate(texts)}
             # Nobody leaves, which may end the connections of all, before everybody has heard.
-            maximum_over_ranks(self._transport, self._rank, self._size, (0,), deadline)
+            self._agreement.maximum((0,), deadline)
         return different_sequences(histories, -numbers[3], numbers[2])
 
 

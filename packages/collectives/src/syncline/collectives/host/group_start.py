@@ -26,7 +26,7 @@ def agree_on_start(transport: Transport, rank: int, size: int, options: Mapping[
         DisagreementError: the ranks were given different options; on all ranks.
         CollectiveTimeout: a rank did not come.
     """
-    text = ", ".join(f"{name}={value!r}" for name, value in sorted(options.items()))
+    text = options_in_words(options)
     digest = crc32(text.encode())
     try:
         largest, negative, started_ns = maximum_over_ranks(transport, rank, size, (digest, -digest, time.time_ns()), deadline)
@@ -37,6 +37,16 @@ def agree_on_start(transport: Transport, rank: int, size: int, options: Mapping[
         raise CollectiveTimeout(
             f"rank {rank} of {size} has connected, but not all ranks compared their options: {error}"
         ) from error
+    return name_of_run(started_ns)
+
+
+def options_in_words(options: Mapping[str, object]) -> str:
+    """In the order of their names. A pure function."""
+    return ", ".join(f"{name}={value!r}" for name, value in sorted(options.items()))
+
+
+def name_of_run(started_ns: int) -> str:
+    """Of a run that began then, in nanoseconds since the epoch; in UTC. A pure function."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(started_ns // 10**9))}-{started_ns % 10**9 // 1000:06d}"
 
 

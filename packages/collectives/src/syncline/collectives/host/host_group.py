@@ -22,7 +22,7 @@ from .packing import copy_back, empty_block, flat_copy, unpack
 from .serial_group import KeptPlan
 from .transport import CallKind, Plan
 
-_MOST_PLANS = 256
+MOST_PLANS = 256
 
 
 class HostGroup(HostExchanges):
@@ -79,7 +79,7 @@ class HostGroup(HostExchanges):
             return kept.plan
         plan = self._transport.plan(kind)
         if plan is not None and not self._closed:
-            if len(self._plans) >= _MOST_PLANS:
+            if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             self._plans[kind] = KeptPlan(plan, kind.digest(), (kind.name, kind.dtype, kind.op, kind.root, ""))
         return plan

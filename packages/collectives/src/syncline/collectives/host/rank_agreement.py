@@ -7,6 +7,7 @@ meet their like whatever else the ranks do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,6 +16,43 @@ from .transport import Transport
 
 # Users of send and recv should take neither this tag nor that of the monitored barrier.
 _TAG = 32_764
+
+
+class RankAgreement(Protocol):
+    """What the ranks of a group tell one another, beside its collectives. All ranks ask the same, in the same order."""
+
+    def maximum(self, numbers: Sequence[int], deadline: Deadline) -> list[int]:
+        """For each place the largest number of any rank.
+
+        Raises:
+            TimeoutError: another rank did not come; a `TransportError` where the messages fail with one.
+        """
+
+    def texts(self, text: str, nbytes: int, deadline: Deadline) -> list[str]:
+        """What each rank says, by rank: of each the first `nbytes` bytes. For errors; raises the same."""
+
+
+class TransportAgreement:
+    """By messages of a transport.
+
+    Args:
+        transport: carries the messages.
+        rank: this rank.
+        size: of the group.
+    """
+
+    def __init__(self, transport: Transport, rank: int, size: int) -> None:
+        self._transport = transport
+        self._rank = rank
+        self._size = size
+
+    def maximum(self, numbers: Sequence[int], deadline: Deadline) -> list[int]:
+        """As `maximum_over_ranks`."""
+        return maximum_over_ranks(self._transport, self._rank, self._size, numbers, deadline)
+
+    def texts(self, text: str, nbytes: int, deadline: Deadline) -> list[str]:
+        """As `texts_of_ranks`."""
+        return texts_of_ranks(self._transport, self._rank, self._size, text, nbytes, deadline)
 
 
 def maximum_over_ranks(transport: Transport, rank: int, size: int, numbers: Sequence[int], deadline: Deadline) -> list[int]:

@@ -23,7 +23,7 @@ from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, RankLostE
 from ..failures.call_record import DONE
 from ..failures.flight_recorder import STATE, Entry, FlightRecorder, What
 from ..failures.liveness import Liveness
-from ..failures.report import Reporter
+from ..failures.report import Reporter, reported
 from ..failures.report_signal import report_on_signal
 from ..failures.stall_watch import StallWatch, watch_for_stalls
 from ..failures.watchdog import watch
@@ -35,6 +35,7 @@ from .device_runtime import Body, DeviceRuntime, StreamOrder
 from .group_start import agree_on_start
 from .group_work import GroupWork
 from .progress import Progress
+from .rank_agreement import TransportAgreement
 from .transport import Plan, Transport
 
 logger = logging.getLogger("syncline.collectives")
@@ -127,7 +128,9 @@ class SerialGroup(ProcessGroup):
         self._stall_warning_s = 0.0
         self._stall_watch: StallWatch | None = None
         is_compared = size == 1 or check_calls or transport.compares_every_call
-        self._verification = None if is_compared else CallVerification(transport, rank, size, self.recorder)
+        self._verification = (
+            None if is_compared else CallVerification(TransportAgreement(transport, rank, size), rank, self.recorder)
+        )
         if liveness is not None:
             watch(self)
 
@@ -161,6 +164,11 @@ class SerialGroup(ProcessGroup):
         self.report_to(reporter)
         self.warn_of_stalls(stall_warning_s)
         report_on_signal(reporter)
+
+    @property
+    def reporter(self) -> Reporter | None:
+        """Who reports the group's failures."""
+        return self._reporter
 
     def report_to(self, reporter: Reporter | None) -> None:
         """Let the first failure of this group, and of groups made of it from now on, be reported; None: not."""
@@ -454,16 +462,9 @@ class SerialGroup(ProcessGroup):
 
     def _reported(self, failure: BaseException) -> BaseException:
         """The failure, which says where this rank's report is, if it is ours and there is one."""
-        if self._reporter is None or not isinstance(failure, Exception):  # who presses Ctrl-C wants no folder
-            return failure
         if self.losses_are_expected and isinstance(failure, TransportError):
             return failure
-        folder = self._reporter.write(f"{type(failure).__name__}: {failure}")
-        if folder is None or not isinstance(failure, SynclineError):
-            return failure
-        return failure.reworded(
-            f"{failure}. Each rank that fails writes what it knows to {folder}; read it with `syncline report`"
-        )
+        return reported(self._reporter, failure)
 
     def _check_open(self, call: Collective) -> None:
         if self._closed:

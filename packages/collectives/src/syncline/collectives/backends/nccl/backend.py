@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import torch.distributed as dist
 
+from ...contract.deadline import Deadline
 from ...contract.process_group import ProcessGroup
-from ...errors import BackendUnavailableError
+from ...errors import BackendUnavailableError, DisagreementError
+from ...failures.report import Reporter
+from ...failures.report_signal import report_on_signal
+from ...host.group_start import different_options, name_of_run, options_in_words
 from ...startup.backend import Backend, ConnectRequest
 from ...startup.registry import load_backend
 from ..gloo import rendezvous as gloo_rendezvous
@@ -15,7 +20,7 @@ from . import library
 from .connector import Connector
 from .cuda import CudaAccelerator
 from .process_group import NcclGroup
-from .rendezvous import GroupRendezvous, Rendezvous, StoreRendezvous
+from .rendezvous import GroupRendezvous, Payload, Rendezvous, StoreRendezvous
 
 # A store may outlive a group (torchrun's does), so every connection writes under a number of its own.
 _generations = itertools.count()
@@ -40,7 +45,9 @@ class NcclBackend(Backend):
             raise BackendUnavailableError(f"backend 'nccl': {lack}")
         rendezvous, rank, size = _rendezvous(request)
         connector = Connector(library.load(), CudaAccelerator(), rendezvous, range(size), rank, request.group_name)
-        return NcclGroup(connector, timeout_s=request.timeout_s, reproducible=request.reproducible)
+        group = NcclGroup(connector, timeout_s=request.timeout_s, reproducible=request.reproducible)
+        group.report_to(_reporter(rendezvous, rank, size, request))
+        return group
 
 
 def _rendezvous(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
@@ -51,6 +58,39 @@ def _rendezvous(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
         return _in_group(load_backend("mpi").connect(request), owned=True)
     store, rank, size = gloo_rendezvous(request)
     return StoreRendezvous(dist.PrefixStore(f"syncline/nccl/{next(_generations)}", store)), rank, size
+
+
+def _reporter(rendezvous: Rendezvous, rank: int, size: int, request: ConnectRequest) -> Reporter | None:
+    """That of the host group in which the ranks meet; where they meet in a store, one of their own."""
+    if isinstance(rendezvous, GroupRendezvous):
+        return rendezvous.reporter
+    reporter = Reporter(agree_on_start(rendezvous, rank, size, request), rank, size)
+    report_on_signal(reporter)
+    return reporter
+
+
+def agree_on_start(rendezvous: Rendezvous, rank: int, size: int, request: ConnectRequest) -> str:
+    """Compare the options that change what the ranks communicate. A collective.
+
+    Returns:
+        A name for the run, the same on all ranks, and another one in another run: the time.
+
+    Raises:
+        DisagreementError: the ranks were given different options; on all ranks.
+        TransportError: a rank did not come.
+    """
+    mine = {"options": options_in_words({"reproducible": request.reproducible}), "started_ns": time.time_ns()}
+    decided = rendezvous.agree("start", range(size), rank, mine, _start, Deadline(request.timeout_s))
+    if "different" in decided:
+        raise DisagreementError(decided["different"])
+    return name_of_run(decided["started_ns"])
+
+
+def _start(said: list[Payload]) -> Payload:
+    options = [entry["options"] for entry in said]
+    if len(set(options)) > 1:
+        return {"different": different_options(options)}
+    return {"started_ns": max(entry["started_ns"] for entry in said)}
 
 
 def _in_group(group: ProcessGroup, *, owned: bool) -> tuple[Rendezvous, int, int]:

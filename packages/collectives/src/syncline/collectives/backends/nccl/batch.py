@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ...contract.collective import Collective
+from ...failures.flight_recorder import Entry
 from .algorithms import Body
 from .communicator import Communicator
 
@@ -18,15 +20,19 @@ class Batch:
         self.outputs: list[torch.Tensor] = []
         self.reads: list[torch.Tensor] = []
         self._bodies: list[Body] = []
+        self.calls: list[tuple[Collective, Entry]] = []
         self._thread = threading.get_ident()
 
     def is_here(self) -> bool:
         """Whether the calling thread is the one."""
         return self._thread == threading.get_ident()
 
-    def add(self, body: Body, outputs: Sequence[torch.Tensor], reads: Sequence[torch.Tensor]) -> None:
-        """One more collective."""
+    def add(
+        self, call: Collective, entry: Entry, body: Body, outputs: Sequence[torch.Tensor], reads: Sequence[torch.Tensor]
+    ) -> None:
+        """One more collective, and its entry in the group's record."""
         self._bodies.append(body)
+        self.calls.append((call, entry))
         self.outputs += outputs
         self.reads += reads
 

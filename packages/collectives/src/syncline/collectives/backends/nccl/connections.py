@@ -85,7 +85,9 @@ class Connections:
             self._refuse_capture(call)
         self._serve(call, device)
         if pair is None:
-            pair = self._pairs[peer] = Pair(partial(self._of_two, peer, device), self._watchdog.fail, self.background)
+            pair = self._pairs[peer] = Pair(
+                partial(self._of_two, peer, device), self._watchdog.report_and_fail, self.background
+            )
         return pair
 
     def split(

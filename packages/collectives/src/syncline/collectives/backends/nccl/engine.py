@@ -13,6 +13,7 @@ from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...contract.layout import untracked
 from ...errors import GroupClosedError, InvalidArgumentError, MisuseError, SynclineError, TransportError
+from ...failures.flight_recorder import Entry, FlightRecorder
 from .accelerator import Event
 from .algorithms import Body
 from .batch import Batch
@@ -20,6 +21,7 @@ from .communicator import Communicator
 from .connections import Connections
 from .connector import Connector, StreamCommunicator
 from .failure import Failure, FatalError
+from .issued_calls import IssuedCalls
 from .pending_collective import Description
 from .watchdog import Watchdog
 from .work import NcclWork
@@ -38,6 +40,8 @@ class Engine:
         place: says where an error happened.
         timeout_s: says how long one collective may take; asked for each.
         stream_comm: the communicator of all ranks, if there is one already.
+        recorder: of the group.
+        report: of a failure, which it returns in words that say where the report is.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class Engine:
         place: Callable[[], str],
         timeout_s: Callable[[], float],
         stream_comm: StreamCommunicator | None,
+        recorder: FlightRecorder,
+        report: Callable[[BaseException], BaseException],
     ) -> None:
         self._accelerator = connector.accelerator
         self._rank = connector.rank
@@ -53,8 +59,11 @@ class Engine:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # held while a collective is issued: an issue is one
         name = f"syncline-nccl-{connector.name}-rank{connector.rank}"
-        self._watchdog = Watchdog(name, place, lambda: self._connections.background())
+        self._watchdog = Watchdog(name, place, lambda: self._connections.background(), report)
         self._connections = Connections(connector, place, timeout_s, self._watchdog, stream_comm)
+        self._calls = IssuedCalls(
+            connector, recorder, timeout_s, lambda: self._watchdog.failure, self._watchdog.report_and_fail
+        )
         self._sequence = itertools.count()
         self._is_closed = False
         self._batch: Batch | None = None
@@ -68,15 +77,17 @@ class Engine:
     # ---- the end ----
 
     def close(self) -> None:
-        """Let the GPU finish and give the communicators back. After `close` or `abort` it does nothing.
+        """Compare calls, let the GPU finish and give the communicators back. After `close` or `abort` it does nothing.
 
         Raises:
+            DisagreementError: the ranks have made different calls.
             TransportError: the group had failed, and nobody was told; or what is in flight, or NCCL, does not come to an end.
         """
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
+        self._calls.close()
         if self._watchdog.drain(self._timeout_s()):
             self._watchdog.stop()
             self._connections.give_back()
@@ -94,6 +105,31 @@ class Engine:
         self._is_closed = True
         self._watchdog.fail(TransportError(f"the group was aborted on {self._place()}"))
         self._watchdog.stop()
+        self._calls.stop()
+
+    # ---- the comparison of calls; see Note [Comparison over NCCL] in `issued_calls` ----
+
+    def compare_calls_beside(self) -> None:
+        """Compare them beside the step; this is where a step ends."""
+        with self._lock:
+            self._calls.compare_now_and_then()
+
+    def compare_calls(self) -> None:
+        """Compare them now, on all ranks.
+
+        Raises:
+            DisagreementError: they differ.
+            TransportError: a rank did not come to compare them.
+        """
+        with self._lock:
+            comparison = self._calls.compare()
+        if comparison is None:
+            return
+        comparison.is_over.wait()
+        if self._watchdog.failure is not None:
+            raise self._watchdog.failure.report()
+        if comparison.error is not None:
+            raise comparison.error.reworded(f"the comparison of calls on {self._place()}: {comparison.error}")
 
     # ---- collectives ----
 
@@ -133,8 +169,10 @@ class Engine:
                 )
             stream_comm = self._connections.of_all(call, device)
             work = self._new_work(call, outputs, reads, device, blocks=blocks)
+            entry = self._recorded(call, work)
+            work.pending.note_state_in(entry)
             self._watch(work)
-            self._put(stream_comm, work, _delivering(body), self._accelerator.now(device))
+            self._put(stream_comm, work, _delivering(body), self._accelerator.now(device), [(call, entry)])
         work.settle()
         if not async_op:
             work.wait()
@@ -167,8 +205,9 @@ class Engine:
             self._check_usable(call)
             stream_comm = self._connections.of_all(call, self.device)
             work.pending.hold([*batch.outputs, *batch.reads])
+            work.pending.note_state_in(*(entry for _, entry in batch.calls))
             self._watch(work)
-            self._put(stream_comm, work, batch.run, self._accelerator.now(stream_comm.device))
+            self._put(stream_comm, work, batch.run, self._accelerator.now(stream_comm.device), batch.calls)
         work.settle()
 
     def split(self, members: Sequence[int] | None, color: int | None, deadline: Deadline) -> StreamCommunicator | None:
@@ -198,7 +237,7 @@ class Engine:
         self._connections.of_all(call, device)
         if self._batch_work is None:
             self._batch_work = self._new_work(Collective("coalesced"), batch.outputs, (), device, batch=batch)
-        batch.add(body, outputs, reads)
+        batch.add(call, self._recorded(call, self._batch_work), body, outputs, reads)
         return self._batch_work
 
     # ---- transfers ----
@@ -212,12 +251,14 @@ class Engine:
             self._check_usable(call)
             pair = self._connections.with_peer(receiver if sends else sender, call, device)
             work = self._new_work(call, [tensor], (), device, source=None if sends else sender)
+            entry = self._calls.recorder.issue(None, *call)
+            work.pending.note_state_in(entry)
             self._watch(work)
         after = self._accelerator.now(device)
 
         def task(stream_comm: StreamCommunicator) -> None:
             with self._ending_the_group():
-                self._put(stream_comm, work, _delivering(body), after)
+                self._put(stream_comm, work, _delivering(body), after, [(call, entry)])
             work.settle()
 
         pair.submit(direction, task)
@@ -248,13 +289,22 @@ class Engine:
             batch=batch,
         )
 
+    def _recorded(self, call: Collective, work: NcclWork) -> Entry:
+        """The entry in the group's record; of a batch all have its number."""
+        return self._calls.recorder.issue(work.pending.describe.sequence, *call, depth=5)
+
     def _watch(self, work: NcclWork) -> None:
         """From before it is issued: NCCL may never return. What is captured runs later, and elsewhere."""
         if not self._accelerator.is_capturing():
             self._watchdog.watch(work.pending)
 
     def _put(
-        self, stream_comm: StreamCommunicator, work: NcclWork, run: Callable[[Communicator], object], after: Event
+        self,
+        stream_comm: StreamCommunicator,
+        work: NcclWork,
+        run: Callable[[Communicator], object],
+        after: Event,
+        calls: Sequence[tuple[Collective, Entry]],
     ) -> None:
         captured = self._accelerator.is_capturing()
 
@@ -267,6 +317,8 @@ class Engine:
                 raise self._watchdog.failure.error
             if captured:
                 self._connections.note_capture()
+            for call, entry in calls:
+                self._calls.begin(call, entry)
             with stream_comm.lock:
                 event = stream_comm.comm_stream.run(issue, after)
         except BaseException as error:
@@ -281,9 +333,9 @@ class Engine:
         try:
             yield
         except FatalError as fatal:
-            self._watchdog.fail(fatal.error)
+            error = self._watchdog.report_and_fail(fatal.error)
             failure = self._failure()  # it may have failed before, which then is the reason
-            raise failure.report() from (fatal.error.__cause__ if failure.error is fatal.error else fatal.error)
+            raise failure.report() from (error.__cause__ if failure.error is error else error)
 
     def _failure(self) -> Failure:
         failure = self._watchdog.failure

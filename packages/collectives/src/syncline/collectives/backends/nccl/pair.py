@@ -31,7 +31,7 @@ class Pair:
     def __init__(
         self,
         connect: Callable[[], Mapping[Direction, StreamCommunicator]],
-        fail: Callable[[BaseException], None],
+        fail: Callable[[BaseException], object],
         context: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._connect = connect

@@ -11,6 +11,8 @@ import torch
 from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...errors import TransportError
+from ...failures.call_record import DONE, FAILED
+from ...failures.flight_recorder import STATE, Entry
 from .accelerator import Event
 from .failure import Failure
 
@@ -18,19 +20,19 @@ from .failure import Failure
 class Description:
     """Says in words what a work is: with shape and dtype, until the tensor must be let go."""
 
-    __slots__ = ("_call", "_name", "_place", "_sequence")
+    __slots__ = ("_call", "_name", "_place", "sequence")
 
     def __init__(self, call: Collective, sequence: int, place: Callable[[], str]) -> None:
         self._name = call.name
         self._call: Collective | None = call
-        self._sequence = sequence
+        self.sequence = sequence
         self._place = place
 
     def __call__(self) -> str:
         """The words."""
         call = self._call
         signature = self._name if call is None else call.signature()
-        return f"{signature}, number {self._sequence} on {self._place()}"
+        return f"{signature}, number {self.sequence} on {self._place()}"
 
     def forget(self) -> None:
         """Let go of the tensor."""
@@ -68,7 +70,7 @@ class PendingCollective:
         waiter: hears of a failure, as long as it lives.
     """
 
-    __slots__ = ("_event", "_held", "_waiter", "captured", "deadline", "describe")
+    __slots__ = ("_entries", "_event", "_held", "_waiter", "captured", "deadline", "describe")
 
     def __init__(self, describe: Description, timeout_s: float, tensors: Sequence[torch.Tensor], waiter: Waiter) -> None:
         self.describe = describe
@@ -76,15 +78,22 @@ class PendingCollective:
         self.captured = False
         self._held = tuple(tensors)
         self._waiter = weakref.ref(waiter)
+        self._entries: tuple[Entry, ...] = ()
         self._event: Event | None = None
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Hold these: a batch is filled after its work was made."""
         self._held = tuple(tensors)
 
+    def note_state_in(self, *entries: Entry) -> None:
+        """Where the group's record says how it goes: of a batch, one entry for each call."""
+        self._entries = entries
+
     def is_issued(self, event: Event, *, captured: bool) -> None:
         """It is on a stream, or was captured from there into a CUDA graph, and will be over at an event."""
         self._event, self.captured = event, captured
+        if captured:
+            self._note(DONE)
 
     def is_over(self) -> bool:
         """Whether the GPU is done with it. What was captured is: its event means nothing outside the graph.
@@ -95,9 +104,12 @@ class PendingCollective:
         if self._event is None or self.captured:
             return self.captured
         try:
-            return self._event.is_over()
+            is_over = self._event.is_over()
         except RuntimeError as error:
             raise gpu_fault(self.describe(), error) from error
+        if is_over:
+            self._note(DONE)
+        return is_over
 
     def release(self) -> None:
         """Let go of the tensors."""
@@ -106,9 +118,16 @@ class PendingCollective:
 
     def fail(self, failure: Failure) -> None:
         """Wake all who wait for it."""
+        self._note(FAILED)
         waiter = self._waiter()
         if waiter is not None:
             waiter.fail(failure)
+
+    def _note(self, state: str) -> None:
+        """Once: what is over does not fail any more."""
+        entries, self._entries = self._entries, ()
+        for entry in entries:
+            entry[STATE] = state
 
 
 def gpu_fault(what: str, error: BaseException) -> TransportError:

@@ -10,14 +10,17 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
+from typing_extensions import override
 
 from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...contract.layout import flat, in_plain_order
 from ...contract.process_group import ProcessGroup
 from ...contract.reduce_op import Reduction
-from ...contract.work import Work
+from ...contract.work import FinishedWork, Work
 from ...errors import InvalidArgumentError
+from ...failures.flight_recorder import FlightRecorder
+from ...failures.report import Reporter, reported
 from ...host.host_group import members_of
 from . import algorithms
 from .algorithms import Body
@@ -77,7 +80,11 @@ class NcclGroup(ProcessGroup):
         self._reproducible = reproducible
         self._owns_rendezvous = owns_rendezvous
         self._device_types = frozenset({connector.accelerator.device_type})
-        self._engine = Engine(connector, self.place, lambda: self.timeout_s, stream_comm)
+        self.recorder = FlightRecorder(self.name, self.rank, self.ranks)
+        self._reporter: Reporter | None = None
+        self._engine = Engine(
+            connector, self.place, lambda: self.timeout_s, stream_comm, self.recorder, lambda e: reported(self._reporter, e)
+        )
         self._splits_made = itertools.count()
         self._subsets_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
@@ -101,12 +108,28 @@ class NcclGroup(ProcessGroup):
             numel, dtype=dtype, device=self._connector.accelerator.current_device() if device is None else device
         )
 
+    def report_to(self, reporter: Reporter | None) -> None:
+        """Let the failure of this group, and of groups made of it from now on, be reported; None: not."""
+        self._reporter = reporter
+        if reporter is not None:
+            reporter.watch(self.recorder)
+
+    @override
+    def verify_calls(self, *, async_op: bool = False) -> Work | None:
+        """As the base. With `async_op` nobody waits: see Note [Comparison over NCCL] in `issued_calls`."""
+        if async_op:
+            self._engine.compare_calls_beside()
+            return None
+        self._engine.compare_calls()
+        return FinishedWork([])
+
     # ---- the end ----
 
     def close(self) -> None:
-        """Let the GPU finish, then give the communicators back.
+        """Compare calls, let the GPU finish, then give the communicators back.
 
         Raises:
+            DisagreementError: the ranks have made different calls.
             TransportError: the group had failed, and nobody was told, so that what it delivered since is garbage; or what is in
                 flight does not finish; or NCCL keeps a communicator, as it does while a CUDA graph with one of the group's
                 collectives is alive.
@@ -222,7 +245,9 @@ class NcclGroup(ProcessGroup):
 
     def _barrier(self, async_op: bool) -> Work:
         body = partial(algorithms.barrier, device=self._engine.device)
-        return self._engine.issue(Collective("barrier"), body, [], async_op=async_op, blocks=True)
+        work = self._engine.issue(Collective("barrier"), body, [], async_op=async_op, blocks=True)
+        self.verify_calls(async_op=async_op)
+        return work
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
         number = next(self._splits_made)
@@ -232,26 +257,36 @@ class NcclGroup(ProcessGroup):
         stream_comm = self._engine.split(members, color, deadline)
         if members is None:
             return None
-        return NcclGroup(
+        return self._part(
             self._connector.part(members, f"{self.name}/{number}.{color}"),
-            timeout_s=timeout_s,
-            ranks=[self.ranks[member] for member in members],
-            stream_comm=stream_comm,
-            reproducible=self._reproducible,
-            owns_rendezvous=False,
+            [self.ranks[member] for member in members],
+            timeout_s,
+            stream_comm,
         )
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
         """The members connect on their own, when they first need it; a name that comes again meets under another number."""
         asked = (name, tuple(members))
         self._subsets_made[asked] += 1
-        return NcclGroup(
+        return self._part(
             self._connector.part(members, f"{name}/{'-'.join(map(str, members))}.{self._subsets_made[asked]}"),
+            [self.ranks[member] for member in members],
+            timeout_s,
+        )
+
+    def _part(
+        self, connector: Connector, ranks: Sequence[int], timeout_s: float, stream_comm: StreamCommunicator | None = None
+    ) -> NcclGroup:
+        made = NcclGroup(
+            connector,
             timeout_s=timeout_s,
-            ranks=[self.ranks[member] for member in members],
+            ranks=ranks,
+            stream_comm=stream_comm,
             reproducible=self._reproducible,
             owns_rendezvous=False,
         )
+        made.report_to(self._reporter)
+        return made
 
     # ---- two ranks ----
 

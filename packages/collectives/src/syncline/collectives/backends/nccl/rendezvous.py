@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
+import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -15,13 +17,19 @@ import torch.distributed as dist
 
 from ...contract.deadline import Deadline
 from ...contract.process_group import ProcessGroup
-from ...errors import DisagreementError, TransportError
+from ...errors import CollectiveTimeout, TransportError
+from ...failures.report import Reporter
+from ...host.host_group import HostGroup
 
 Payload: TypeAlias = dict[str, Any]
 # The messages of an agreement; `monitored_barrier` has a tag above these.
 _FIRST_TAG, _TAGS = 32_000, 700
 # In place of a decision: why there is none.
 _COULD_NOT = "could not decide"
+# How often a store is asked for a key: at once, then less and less often. In its own `wait` a store of torch answers no other
+# thread, and cannot be interrupted.
+_FIRST_PAUSE_S = 0.5e-3
+_LONGEST_PAUSE_S = 0.05
 
 
 class Rendezvous(ABC):
@@ -103,11 +111,20 @@ class StoreRendezvous(Rendezvous):
         """Wait for the key."""
         key = f"{topic}/{sender}-{to}"
         try:
-            self._store.wait([key], timedelta(seconds=max(deadline.remaining_s(), 1e-3)))
+            self._wait(key, deadline)
             received: Payload = json.loads(self._store.get(key))
+            self._store.delete_key(key)  # nobody else reads it, and a job compares its calls in every step
         except Exception as error:
             raise _did_not_come(topic, sender, deadline, error) from error
         return received
+
+    def _wait(self, key: str, deadline: Deadline) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._store.check([key]):
+            if deadline.expired():
+                raise TimeoutError(f"there is no key '{key}' in the store")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def close(self) -> None:
         """Nothing: the store goes with its last user."""
@@ -127,28 +144,34 @@ class GroupRendezvous(Rendezvous):
     def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
         self._group = group
         self._owned = owned
+        self._lock = threading.Lock()
+        self._inboxes: dict[tuple[int, int], _Inbox] = {}
+        self._sending: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.Lock)
+
+    @property
+    def reporter(self) -> Reporter | None:
+        """Who reports the failures of the host group."""
+        return self._group.reporter if isinstance(self._group, HostGroup) else None
 
     def send(self, topic: str, to: int, sender: int, payload: Payload, deadline: Deadline) -> None:
         """Send the length, then the text."""
         text = json.dumps({"topic": topic, "payload": payload}).encode()
         length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
-        for message in (length, torch.frombuffer(bytearray(text), dtype=torch.uint8)):
-            self._group.send(message, to, _tag(topic), async_op=True).wait(max(deadline.remaining_s(), 1e-3))
+        with self._lock:
+            sending = self._sending[to, _tag(topic)]
+        with sending:  # the two belong together
+            for message in (length, torch.frombuffer(bytearray(text), dtype=torch.uint8)):
+                self._group.send(message, to, _tag(topic), async_op=True).wait(max(deadline.remaining_s(), 1e-3))
 
     def recv(self, topic: str, to: int, sender: int, deadline: Deadline) -> Payload:
-        """Receive both."""
-        length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._receive(length, topic, sender, deadline)
-        message = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-        self._receive(message, topic, sender, deadline)
-        received = json.loads(ctypes.string_at(message.data_ptr(), message.numel()))
-        if received["topic"] != topic:
-            raise DisagreementError(
-                f"{self._group.place()}: expected rank {sender} to come to '{topic}', found it at '{received['topic']}'; the "
-                "ranks must use and split their groups in the same order"
-            )
-        payload: Payload = received["payload"]
-        return payload
+        """Receive both. What has the same tag, but another topic, is kept for the thread that asks for it."""
+        tag = _tag(topic)
+        with self._lock:
+            inbox = self._inboxes.setdefault((sender, tag), _Inbox())
+        try:
+            return inbox.take(topic, lambda: self._receive_next(sender, tag, deadline), deadline)
+        except TransportError as error:
+            raise _did_not_come(topic, sender, deadline, error) from error
 
     def close(self) -> None:
         """Close the group if it is ours."""
@@ -160,11 +183,45 @@ class GroupRendezvous(Rendezvous):
         if self._owned:
             self._group.abort()
 
-    def _receive(self, into: torch.Tensor, topic: str, sender: int, deadline: Deadline) -> None:
-        try:
-            self._group.recv(into, sender, _tag(topic), async_op=True).wait(max(deadline.remaining_s(), 1e-3))
-        except TransportError as error:
-            raise _did_not_come(topic, sender, deadline, error) from error
+    def _receive_next(self, sender: int, tag: int, deadline: Deadline) -> Payload:
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._receive(length, sender, tag, deadline)
+        message = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+        self._receive(message, sender, tag, deadline)
+        received: Payload = json.loads(ctypes.string_at(message.data_ptr(), message.numel()))
+        return received
+
+    def _receive(self, into: torch.Tensor, sender: int, tag: int, deadline: Deadline) -> None:
+        self._group.recv(into, sender, tag, async_op=True).wait(max(deadline.remaining_s(), 1e-3))
+
+
+class _Inbox:
+    """What one rank sends under one tag: topics may share a tag, and threads ask for several topics at a time."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._payloads: dict[str, Payload] = {}
+        self._is_receiving = False
+
+    def take(self, topic: str, receive_next: Callable[[], Payload], deadline: Deadline) -> Payload:
+        """The payload of a topic. One thread at a time receives, for all."""
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: topic in self._payloads or not self._is_receiving, deadline.remaining_s())
+                if topic in self._payloads:
+                    return self._payloads.pop(topic)
+                if self._is_receiving:
+                    raise CollectiveTimeout(f"nothing of '{topic}' has come within {deadline.timeout_s:g} s")
+                self._is_receiving = True
+            received = None
+            try:
+                received = receive_next()
+            finally:
+                with self._condition:
+                    self._is_receiving = False
+                    if received is not None:
+                        self._payloads[received["topic"]] = received["payload"]
+                    self._condition.notify_all()
 
 
 def _tag(topic: str) -> int:
@@ -174,5 +231,5 @@ def _tag(topic: str) -> int:
 def _did_not_come(topic: str, sender: int, deadline: Deadline, error: Exception) -> TransportError:
     return TransportError(
         f"rank {sender} did not come to '{topic}' within {deadline.timeout_s:g} s: {error}. NCCL connects at the first "
-        "collective on a GPU, which all ranks of the group must issue; look for a rank that died, or that has no GPU"
+        "collective on a GPU, and all ranks of a group must issue the same; look for a rank that died, or that has no GPU"
     )

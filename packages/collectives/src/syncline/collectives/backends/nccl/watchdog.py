@@ -73,14 +73,20 @@ class Watchdog:
         name: of the thread.
         place: says where an error happened.
         context: entered on each thread that is started here; asked when it starts.
+        report: of a failure, which it returns in words that say where the report is.
     """
 
     def __init__(
-        self, name: str, place: Callable[[], str], context: Callable[[], AbstractContextManager[object]] = nullcontext
+        self,
+        name: str,
+        place: Callable[[], str],
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        report: Callable[[BaseException], BaseException] = lambda error: error,
     ) -> None:
         self._name = name
         self._place = place
         self._context = context
+        self._report = report
         self._condition = threading.Condition()
         self._pending: list[WatchedCollective] = []
         self._communicators: list[WatchedCommunicator] = []
@@ -129,6 +135,12 @@ class Watchdog:
         for communicator in communicators:
             self._abort(communicator, collectives)
 
+    def report_and_fail(self, error: BaseException) -> BaseException:
+        """Have a failure reported, before anything is ended, then `fail`; returns it as it was reported."""
+        failure = error if self._failure is not None else self._report(error)
+        self.fail(failure)
+        return failure
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight; false if that took longer than `timeout_s` seconds, or the group failed."""
         with self._condition:
@@ -160,7 +172,7 @@ class Watchdog:
                 return False
             found = self._problem()
         if found is not None:
-            self.fail(found)
+            self.report_and_fail(found)
         return True
 
     def _reap(self) -> None:

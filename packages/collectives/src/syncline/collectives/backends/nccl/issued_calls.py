@@ -1,0 +1,182 @@
+"""IssuedCalls: the record of a group's calls, and its comparison with those of the other ranks."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ...contract.collective import Collective
+from ...contract.deadline import Deadline
+from ...errors import DisagreementError, SynclineError, TransportError
+from ...failures.flight_recorder import Entry, FlightRecorder
+from ...host.call_verification import CallsSoFar, CallVerification
+from ...host.progress import Progress
+from .connector import Connector
+from .failure import Failure
+from .rendezvous import Payload
+
+logger = logging.getLogger("syncline.collectives")
+
+# How long a rank that closes a group waits for the others, to compare what they have called. Short, for nothing says that
+# a rank has failed, and will not come.
+_CLOSE_S = 5.0
+# Up to so many ranks compare after each backward; of more, one rank would receive too many messages in one step.
+_COMPARED_EACH_TIME = 16
+# A thread inside a store when the interpreter is taken down would crash the process; `Progress` waits for it until then.
+_exiting = threading.Event()
+atexit.register(_exiting.set)
+
+
+class RendezvousAgreement:
+    """A `RankAgreement` by the messages by which the ranks also find one another; see `Rendezvous.agree`.
+
+    Cost: two messages for each rank but the first, which sends and receives them all.
+    """
+
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+        self._numbers = itertools.count()
+
+    def maximum(self, numbers: Sequence[int], deadline: Deadline) -> list[int]:
+        """As `RankAgreement`; a rank that does not come is a `TransportError`."""
+        decision = self._agree({"numbers": list(numbers)}, _largest, deadline)
+        return list(decision["numbers"])
+
+    def texts(self, text: str, nbytes: int, deadline: Deadline) -> list[str]:
+        """The same."""
+        cut = text.encode()[:nbytes].decode(errors="replace")
+        decision = self._agree({"text": cut}, lambda said: {"texts": [entry["text"] for entry in said]}, deadline)
+        return list(decision["texts"])
+
+    def _agree(self, mine: Payload, decide: Callable[[list[Payload]], Payload], deadline: Deadline) -> Payload:
+        return self._connector.agree(f"comparison {next(self._numbers)}", mine, decide, deadline)
+
+
+def _largest(said: list[Payload]) -> Payload:
+    return {"numbers": [max(column) for column in zip(*(entry["numbers"] for entry in said), strict=True)]}
+
+
+class Comparison:
+    """One comparison with the other ranks, which runs on a thread.
+
+    Attributes:
+        calls: what is compared.
+        error: why it could not be made, if it could not; a difference ends the group instead.
+        is_over: it was made, or could not be.
+    """
+
+    def __init__(self, calls: CallsSoFar) -> None:
+        self.calls = calls
+        self.error: SynclineError | None = None
+        self.is_over = threading.Event()
+
+
+class IssuedCalls:
+    """Records what is issued on this rank, and compares it with the other ranks.
+
+    Note [Comparison over NCCL]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    NCCL does not compare calls: ranks that disagree get wrong sums, or wait for ever. So a digest of the calls is compared as
+    Note [Verification of calls] in `host.call_verification` says, by messages on the host, which the GPU takes no part in. They
+    are exchanged on a thread of the group, one comparison after the other. A step does not wait for them: what is found ends
+    the group, and whoever asks it for something next gets the error. A barrier that is waited for, and `close`, wait for the
+    comparison, too, `close` for `_CLOSE_S` seconds at most. Among more than `_COMPARED_EACH_TIME` ranks, only one backward in
+    so many is compared.
+
+    Calls are recorded and digested in the order in which they are put on the stream. A CUDA graph is recorded when it is
+    captured; its replays are not.
+
+    Args:
+        connector: lets the ranks talk on the host.
+        recorder: of the group.
+        timeout_s: how long a comparison may take; asked for each.
+        failure: what has ended the group, or None.
+        fail: ends it.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        recorder: FlightRecorder,
+        timeout_s: Callable[[], float],
+        failure: Callable[[], Failure | None],
+        fail: Callable[[BaseException], object],
+    ) -> None:
+        self.recorder = recorder
+        self._timeout_s = timeout_s
+        self._failure = failure
+        self._fail = fail
+        self._is_closing = False
+        self._requests = 0
+        self._every = -(-len(connector.ranks) // _COMPARED_EACH_TIME)
+        is_alone = len(connector.ranks) == 1
+        self._verification = None if is_alone else CallVerification(RendezvousAgreement(connector), connector.rank, recorder)
+        self._progress = Progress(f"syncline-nccl-calls-{connector.name}-rank{connector.rank}")
+
+    def begin(self, call: Collective, entry: Entry) -> None:
+        """A call is put on the stream: it has its place in the order from now on. Under the lock of the group's issues."""
+        self.recorder.begin(entry)
+        verification = self._verification
+        if verification is not None and entry[0] is not None:
+            verification.add(call.digest())
+            if verification.is_due:
+                self.compare()
+
+    def compare_now_and_then(self) -> None:
+        """Compare, unless the group has so many ranks that this time is left out. All ranks call it equally often."""
+        self._requests += 1
+        if self._requests % self._every == 0:
+            self.compare()
+
+    def compare(self) -> Comparison | None:
+        """Compare the calls until now with the other ranks', on a thread; None if there is nobody to compare with."""
+        verification = self._verification
+        if verification is None:
+            return None
+        comparison = Comparison(verification.so_far())
+        if not self._progress.enqueue(partial(self._run, verification, comparison, self._timeout_s())):
+            comparison.is_over.set()  # the group has been closed
+        return comparison
+
+    def close(self) -> None:
+        """Compare a last time, and wait for it.
+
+        Raises:
+            BaseException: what ended the group, if that is a difference that was found.
+        """
+        self._is_closing = True
+        if self._failure() is None and self._verification is not None and self._verification.so_far().calls:
+            comparison = self.compare()
+            assert comparison is not None
+            comparison.is_over.wait()
+        self._progress.stop()
+
+    def stop(self) -> None:
+        """No more comparisons."""
+        self._progress.stop()
+
+    def _run(self, verification: CallVerification, comparison: Comparison, timeout_s: float) -> None:
+        try:
+            if self._failure() is None:
+                limit_s = min(timeout_s, _CLOSE_S) if self._is_closing else timeout_s
+                verification.verify(Deadline(limit_s, self._reason_to_give_up), comparison.calls)
+        except DisagreementError as error:
+            self._fail(error)
+        except SynclineError as error:
+            # The rank that did not come has not issued what this one has, or has ended without a word. If a collective waits
+            # for it, that will time out.
+            comparison.error = error
+            logger.info("group '%s': calls were not compared: %s", self.recorder.group_name, error)
+        except BaseException as error:  # noqa: BLE001 - it would be lost on this thread
+            self._fail(error)
+        finally:
+            comparison.is_over.set()
+
+    def _reason_to_give_up(self) -> TransportError | None:
+        if _exiting.is_set():
+            return TransportError("the process ends")
+        return None if self._failure() is None else TransportError("the group has failed meanwhile")

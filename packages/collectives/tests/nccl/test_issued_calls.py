@@ -1,0 +1,235 @@
+"""The record of a group's calls over NCCL, and its comparison between the ranks."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import CollectiveTimeout, DisagreementError, ReduceOp, TransportError
+from syncline.collectives.backends.nccl import issued_calls, rendezvous
+from syncline.collectives.backends.nccl.backend import agree_on_start
+from syncline.collectives.backends.nccl.process_group import NcclGroup
+from syncline.collectives.backends.nccl.work import NcclWork
+from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.contract.process_group import ProcessGroup
+from syncline.collectives.failures.call_record import DONE, FAILED
+from syncline.collectives.failures.report import Reporter
+from syncline.collectives.host import call_verification
+from syncline.collectives.startup.backend import ConnectRequest
+from syncline.collectives.testing.ranks import run_ranks
+from test_support.fake_nccl_group import run_on_fakes
+
+pytestmark = pytest.mark.ranks
+PATIENCE_S = 20.0
+OVER = pytest.mark.parametrize("over_host_group", [False, True], ids=["store", "host group"])
+
+
+def until_failed(group: NcclGroup, work: NcclWork) -> None:
+    """Wait for the watchdog to end the group."""
+    deadline = Deadline(PATIENCE_S)
+    while group._engine._watchdog.failure is None and not deadline.expired():
+        work._failed.wait(0.01)
+    work.wait(PATIENCE_S)
+
+
+def until_found(group: NcclGroup) -> str:
+    """What ended the group, once the comparison beside the step has found it."""
+    deadline = Deadline(PATIENCE_S)
+    while group._engine._watchdog.failure is None and not deadline.expired():
+        time.sleep(0.005)
+    with pytest.raises(TransportError, match="had failed before") as raised:
+        group.all_reduce(torch.ones(1))
+    assert isinstance(raised.value.__cause__, DisagreementError)
+    return str(raised.value.__cause__)
+
+
+def test_each_call_is_recorded() -> None:
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(3, 2), ReduceOp.MAX)
+        group.broadcast(torch.ones(4, dtype=torch.int32), 1)
+        with group.coalescing():
+            works = [group.all_reduce(torch.ones(1), async_op=True) for _ in range(2)]
+        for work in works:
+            work.wait()
+        if group.rank == 0:
+            group.send(torch.ones(1), 1)
+        else:
+            group.recv(torch.ones(1), 0)
+        group.barrier()
+        records = group.recorder.records()
+        transfers = [record for record in records if record.position is None]
+        placed = [record for record in records if record.position is not None]
+        assert [record.name for record in placed] == ["all_reduce", "broadcast", "all_reduce", "all_reduce", "barrier"]
+        assert [record.position for record in placed] == [0, 1, 2, 3, 4]
+        assert (placed[0].dtype, placed[0].shape, placed[0].op) == ("float32", (3, 2), "MAX")
+        assert (placed[1].dtype, placed[1].root) == ("int32", 1)
+        assert [record.name for record in transfers] == ["send" if group.rank == 0 else "recv"]
+        assert all(record.where.startswith("test_issued_calls.py:") for record in records)
+
+    run_on_fakes(2, body)
+
+
+def test_what_is_over_is_done_in_the_record() -> None:
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(1))
+        assert group._engine._watchdog.drain(PATIENCE_S)
+        assert [record.state for record in group.recorder.records()] == [DONE]
+
+    run_on_fakes(2, body)
+
+
+def test_a_timeout_writes_a_report(tmp_path: Path) -> None:
+    both = threading.Barrier(2)
+
+    def body(group: NcclGroup) -> None:
+        group.report_to(Reporter("job", group.rank, group.size, str(tmp_path)))
+        group.all_reduce(torch.ones(1))
+        assert group._engine._watchdog.drain(PATIENCE_S)
+        if group.rank == 0:
+            work = group.all_reduce(torch.ones(5), async_op=True)
+            work.pending.deadline.cancel()
+            with pytest.raises(CollectiveTimeout, match=r"read it with `syncline report`"):
+                until_failed(group, work)
+        both.wait(PATIENCE_S)
+        group.abort()
+
+    run_on_fakes(2, body)
+    (path,) = tmp_path.glob("syncline-report-job/rank-0.*.json")
+    (written,) = json.loads(path.read_text())["groups"]
+    assert [(call["name"], call["shape"]) for call in written["calls"]] == [("all_reduce", [1]), ("all_reduce", [5])]
+    assert written["calls"][1]["state"] not in (DONE, FAILED)
+
+
+@OVER
+def test_a_barrier_tells_of_another_call(over_host_group: bool) -> None:
+    """What NCCL does not reduce itself is exchanged alike, and reduced on each rank: nobody would know."""
+
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)
+        with pytest.raises(DisagreementError, match=r"rank 1 called all_reduce\(int32\[2\], op=BOR\) #0 at test_"):
+            group.barrier()
+
+    run_on_fakes(2, body, over_host_group=over_host_group)
+
+
+@OVER
+def test_a_difference_is_found_beside_a_step(over_host_group: bool) -> None:
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)
+        assert group.verify_calls(async_op=True) is None
+        assert "different collectives" in until_found(group)
+
+    run_on_fakes(2, body, over_host_group=over_host_group)
+
+
+def test_close_tells_of_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(issued_calls, "_CLOSE_S", PATIENCE_S)
+
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)
+        with pytest.raises(DisagreementError, match="different collectives"):
+            group.close()
+
+    run_on_fakes(2, body)
+
+
+def test_calls_are_compared_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_verification, "VERIFY_EVERY_CALLS", 3)
+
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)
+        for _ in range(2):
+            group.all_reduce(torch.ones(1), async_op=True)
+        until_found(group)
+
+    run_on_fakes(2, body)
+
+
+def test_many_ranks_compare_some_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(issued_calls, "_COMPARED_EACH_TIME", 1)
+
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)
+        for _ in range(2):
+            group.verify_calls(async_op=True)
+        group._engine._calls._progress.drain(PATIENCE_S)
+        assert group._engine._watchdog.failure is None
+        group.verify_calls(async_op=True)
+        until_found(group)
+
+    run_on_fakes(3, body)
+
+
+@OVER
+def test_groups_compare_side_by_side(over_host_group: bool) -> None:
+    """Topics of two groups may have the same tag; each gets its own messages."""
+
+    def body(group: NcclGroup) -> None:
+        parts = [group.split(0) for _ in range(3)]
+        for _ in range(20):
+            for part in (group, *parts):
+                part.all_reduce(torch.ones(1))
+                part.verify_calls(async_op=True)
+        for part in (group, *parts):
+            part.verify_calls()
+        for part in parts:
+            part.close()
+
+    run_on_fakes(3, body, over_host_group=over_host_group)
+
+
+def test_the_store_keeps_nothing_of_a_comparison() -> None:
+    store = dist.HashStore()
+
+    def body(group: ProcessGroup) -> None:
+        meeting = rendezvous.StoreRendezvous(store)
+        for number in range(5):
+            meeting.agree(f"topic {number}", range(group.size), group.rank, {}, lambda said: {}, Deadline(PATIENCE_S))
+
+    run_ranks(3, body)
+    assert store.num_keys() == 0
+
+
+def request(*, reproducible: bool) -> ConnectRequest:
+    return ConnectRequest(None, None, None, None, PATIENCE_S, reproducible=reproducible)
+
+
+def test_ranks_agree_on_the_name_of_the_run() -> None:
+    store, names = dist.HashStore(), set()
+
+    def body(group: ProcessGroup) -> None:
+        names.add(agree_on_start(rendezvous.StoreRendezvous(store), group.rank, group.size, request(reproducible=False)))
+
+    run_ranks(3, body)
+    assert len(names) == 1
+
+
+def test_other_options_on_a_rank_are_told() -> None:
+    store = dist.HashStore()
+
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(DisagreementError, match=r"rank 1: reproducible=True"):
+            agree_on_start(rendezvous.StoreRendezvous(store), group.rank, group.size, request(reproducible=group.rank == 1))
+
+    run_ranks(2, body)
+
+
+def test_topics_of_one_tag_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_tag", lambda topic: 32_000)
+
+    def body(group: ProcessGroup) -> None:
+        meeting, deadline = rendezvous.GroupRendezvous(group, owned=False), Deadline(PATIENCE_S)
+        if group.rank == 0:
+            for topic in ("a", "b", "c"):
+                meeting.send(topic, 1, 0, {"of": topic}, deadline)
+        else:
+            for topic in ("c", "a", "b"):
+                assert meeting.recv(topic, 1, 0, deadline) == {"of": topic}
+
+    run_ranks(2, body)
