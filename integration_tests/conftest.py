@@ -7,13 +7,15 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from syncline.collectives.startup.launch import detect_launch
+from test_support.full_run import FULL
+from test_support.preloaded import PreloadedPython
 
 PLUGIN = "syncline.collectives.testing.pytest_plugin"
 
@@ -45,11 +47,23 @@ class Finished:
 RunJob = Callable[..., Finished]
 
 
+@pytest.fixture(scope="session")
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The command that stands for Python in a job under MPICH: one that has loaded torch. In a full run it is Python itself."""
+    if FULL or not hasattr(os, "pidfd_open"):
+        yield [sys.executable]
+        return
+    python = PreloadedPython(tmp_path_factory.mktemp("preloaded"))
+    yield python.command
+    python.close()
+
+
 @pytest.fixture
-def run_job(tmp_path: Path) -> RunJob:
+def run_job(tmp_path: Path, preloaded: list[str]) -> RunJob:
     """Run a script on N ranks, by an mpiexec of its own; skips where there is none.
 
-    SYNCLINE_TEST_MPIEXEC is the command (with its options); by default the mpiexec next to this Python.
+    SYNCLINE_TEST_MPIEXEC is the command (with its options); by default the mpiexec next to this Python. A rank is a fork of a
+    Python that has loaded torch, unless the test asks for a `plain` one.
     """
     if detect_launch(os.environ) is not None:
         pytest.skip("starts jobs itself: run it without mpirun")
@@ -57,11 +71,14 @@ def run_job(tmp_path: Path) -> RunJob:
     if not Path(mpiexec[0]).exists():
         pytest.skip(f"there is no {mpiexec[0]}; install the extra [mpich], or set SYNCLINE_TEST_MPIEXEC")
 
-    def run(ranks: int | None, script: str, *arguments: str, timeout_s: float = 60.0, **variables: str) -> Finished:
+    def run(
+        ranks: int | None, script: str, *arguments: str, timeout_s: float = 60.0, plain: bool = False, **variables: str
+    ) -> Finished:
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
         launcher = [] if ranks is None else [*mpiexec, "-n", str(ranks)]  # None: a program that starts the ranks itself
-        command = [*launcher, sys.executable, *(arguments or [str(path)])]
+        python = preloaded if launcher and not plain else [sys.executable]
+        command = [*launcher, *python, *(arguments or [str(path)])]
         return _run(command, tmp_path, timeout_s, variables)
 
     return run

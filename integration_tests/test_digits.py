@@ -23,10 +23,10 @@ OPEN_MPI = {
 pytestmark = pytest.mark.launch
 
 
-def start(*words, ranks=None):
+def start(*words, ranks=None, python=(sys.executable,)):
     launcher = [] if ranks is None else [mpiexec(), "-n", str(ranks)]
     return subprocess.run(
-        [*launcher, sys.executable, str(SCRIPT), *map(str, words)],
+        [*launcher, *python, str(SCRIPT), *map(str, words)],
         env={**os.environ, **OPEN_MPI},
         capture_output=True,
         text=True,
@@ -43,10 +43,10 @@ def mpiexec():
 
 
 @pytest.mark.parametrize("backend", ["mpi", "gloo"])
-def test_two_ranks_train_and_report(tmp_path, backend):
+def test_two_ranks_train_and_report(tmp_path, preloaded, backend):
     report, timeline = tmp_path / "report.json", tmp_path / "timeline.png"
     words = ("--epochs", 2, "--backend", backend, "--report", report, "--timeline", timeline)
-    ended = start(*words, ranks=2)
+    ended = start(*words, ranks=2, python=preloaded if backend == "mpi" else (sys.executable,))
     assert ended.returncode == 0, ended.stderr
     read = json.loads(report.read_text())
     assert (read["backend"], read["ranks"], read["nodes"]) == (backend, 2, 1)
@@ -72,8 +72,8 @@ def test_alone_without_a_launcher():
         (("--batch-size", 97), "--batch-size: expected a multiple of the number of ranks, 2, found 97"),
     ],
 )
-def test_what_cannot_be_done_is_said_once_and_before_training(words, complaint):
-    ended = start(*words, ranks=2)
+def test_what_cannot_be_done_is_said_once_and_before_training(preloaded, words, complaint):
+    ended = start(*words, ranks=2, python=preloaded)
     assert ended.returncode == 2
     assert ended.stderr.count(complaint) == 1
     assert "training" not in ended.stderr

@@ -41,14 +41,14 @@ def surprises(outcomes: dict[str, Outcome], expected: dict[str, str]) -> list[st
 
 
 @pytest.mark.parametrize("variant", list(NOT_PASSING))
-def test_as_the_table_says(variant: str, tmp_path: Path) -> None:
+def test_as_the_table_says(variant: str, tmp_path: Path, preloaded: list[str]) -> None:
     if variant.endswith(PLAYED) and not PLAYS_GPUS:
         pytest.skip("takes minutes: dev.py torch-suite")
     mpiexec = shlex.split(os.environ.get("SYNCLINE_TEST_MPIEXEC", str(Path(sys.executable).parent / "mpiexec")))
     if VARIANTS[variant].needs_mpi and not Path(mpiexec[0]).exists():
         pytest.skip(f"there is no {mpiexec[0]}; install the extra [mpich], or set SYNCLINE_TEST_MPIEXEC")
     tests = chosen_for(variant, everything=FULL)
-    outcomes = run_tests(variant, tests, RANKS, tmp_path, mpiexec)
+    outcomes = run_tests(variant, tests, RANKS, tmp_path, mpiexec, python=preloaded)
     expected = {test: why for test, why in NOT_PASSING[variant].items() if test in tests}
     found = surprises(outcomes, expected)
     assert not found, "\n".join(found)

@@ -23,7 +23,7 @@ SOME_TESTS = {
     "collectives": ("test_in_process.py", "test_registry.py", "test_settings.py", "test_imports.py"),
     "reducer": ("test_bucket.py", "test_verification.py", "test_static_graph.py"),
     "hooks": ("test_hooks.py", "test_cast.py", "test_low_rank.py"),
-    "ddp": ("test_models.py", "test_outputs.py", "test_torch_internals.py"),
+    "ddp": ("test_distributed_data_parallel.py", "test_torch_internals.py"),
 }
 
 
@@ -99,9 +99,8 @@ def _tests_pass(layer: str, python: Path, home: Path, *, all_tests: bool) -> boo
     words = (*pytest, *settings, "--rootdir", home)
     if all_tests:
         return run((*words, tests), cwd=home) == 0
-    # pytest says the number of tests in each file, once for each -q.
-    collected = run((*words, "--collect-only", "-qq", tests), cwd=home)
-    return run((*words, *(tests / name for name in SOME_TESTS[layer])), cwd=home) == 0 and collected == 0
+    # All are collected, which imports all that they import; an error there fails, whatever is chosen.
+    return run((*words, "-k", " or ".join(SOME_TESTS[layer]), tests), cwd=home) == 0
 
 
 def _clean_environment(venv: Path) -> Path:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,14 @@ class Outcome:
 
 
 def run_tests(
-    variant: str, tests: list[str], world_size: int, folder: Path, mpiexec: list[str], *, limit_s: float = 600.0
+    variant: str,
+    tests: list[str],
+    world_size: int,
+    folder: Path,
+    mpiexec: list[str],
+    *,
+    python: Sequence[str] = (sys.executable,),
+    limit_s: float = 600.0,
 ) -> dict[str, Outcome]:
     """The outcome of every test of torch's `_DistTestBase` that is named.
 
@@ -42,6 +50,7 @@ def run_tests(
         world_size: how many ranks.
         folder: an empty one, for what the ranks write.
         mpiexec: the command that starts ranks where MPI does.
+        python: the command that is Python there.
         limit_s: seconds for one job.
 
     Raises:
@@ -51,7 +60,7 @@ def run_tests(
     while remaining := [test for test in tests if test not in outcomes]:
         job = folder / f"job-{len(list(folder.iterdir()))}"
         job.mkdir()
-        said = _run_job(variant, remaining, world_size, job, mpiexec, limit_s)
+        said = _run_job(variant, remaining, world_size, job, [*mpiexec, "-n", str(world_size), *python], limit_s)
         found = _read(job, world_size)
         stuck = next((test for test in remaining if test not in found), None)
         outcomes.update(found)
@@ -63,16 +72,16 @@ def run_tests(
     return outcomes
 
 
-def _run_job(variant: str, tests: list[str], world_size: int, job: Path, mpiexec: list[str], limit_s: float) -> str:
+def _run_job(variant: str, tests: list[str], world_size: int, job: Path, under_mpi: list[str], limit_s: float) -> str:
     (job / "tests").write_text("\n".join(tests))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "STORE_PORT": str(store.port), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(WORKER), variant, str(job)]
+    words = [str(WORKER), variant, str(job)]
     if VARIANTS[variant].needs_mpi:
-        commands = [([*mpiexec, "-n", str(world_size), *command], environment)]
+        commands = [([*under_mpi, *words], environment)]
     else:
         places = [{"RANK": str(rank), "WORLD_SIZE": str(world_size)} for rank in range(world_size)]
-        commands = [(command, environment | place) for place in places]
+        commands = [([sys.executable, *words], environment | place) for place in places]
     output = job / "output"
     with output.open("w") as out:
         processes = [subprocess.Popen(each, env=env, stdout=out, stderr=subprocess.STDOUT) for each, env in commands]

@@ -60,6 +60,7 @@ from syncline.collectives.bench.kinds import Allocate
 from syncline.collectives.bench.subjects import Floor
 from syncline.collectives.testing import run_ranks
 from syncline.ddp.prediction.replay import ReadyBucket, Workload, spread
+from test_support import full_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -390,7 +391,7 @@ from pathlib import Path
 
 from benchmarks import hooks, hosts_job, paper, step, waiting
 
-folder = Path(sys.argv[1])
+folder, chosen = Path(sys.argv[1]), sys.argv[2:]
 hosts_job.DEVICE = "lo"  # there is no wire here
 for name, main, words in (
     ("step", step.main, []),
@@ -400,8 +401,11 @@ for name, main, words in (
     ("hosts", hosts_job.main, ["--parts", "hooks", "buckets", "overlap"]),
 ):
     outputs = ["--json", str(folder / f"{name}.json"), "--plot", str(folder)]
-    assert main(["--quick", "--steps", "1", *outputs, *words]) == 0
+    assert name not in chosen or main(["--quick", "--steps", "1", *outputs, *words]) == 0
 """
+# Those that measure over many models, or draw a dozen pictures, take a minute; what they are made of is tested on its own.
+PLAYED = full_run.cases(["step", "hooks", "waiting", "hosts"], in_full=["paper"])
+in_full = pytest.mark.skipif(not full_run.FULL, reason="takes long: dev.py test --full, or SYNCLINE_TEST_FULL=1")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -413,7 +417,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two ranks have left what they told, kept and drawn."""
     folder = tmp_path_factory.mktemp("played")
     runtime = mpi_runtimes.find("mpich")
-    words = (*runtime.command(2), sys.executable, "-c", TWO_RANKS, folder)
+    words = (*runtime.command(2), sys.executable, "-c", TWO_RANKS, folder, *PLAYED)
     done = subprocess.run(words, env=environment(**runtime.env), capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     (folder / "told").write_text(done.stdout)
@@ -447,6 +451,7 @@ def test_steps_are_told_kept_and_drawn(played: Path) -> None:
     assert drawn_by("step", played) == {"cases", "unused", "buckets"}
 
 
+@in_full
 def test_every_part_of_the_papers_evaluation_is_told_kept_and_drawn(played: Path) -> None:
     kept = kept_by("paper", played)
     assert kept.keys() == {"environment", "verdicts", *paper.PARTS}
@@ -471,6 +476,7 @@ def test_every_part_of_the_papers_evaluation_is_told_kept_and_drawn(played: Path
     assert len(drawn_by("paper", played)) == 11
 
 
+@in_full
 def test_tuned_buckets_are_told_and_kept(tmp_path: Path) -> None:
     runtime = mpi_runtimes.find("mpich")
     words = ("-m", "benchmarks.tune", "--quick", "--steps", "1", "--cases", "mlp", "--json", tmp_path / "tune.json")

@@ -25,6 +25,7 @@ from syncline.collectives.startup.rendezvous import find_secret, loopback_host, 
 from syncline.collectives.startup.user_secret import is_loopback, user_secret
 from syncline.collectives.stores import TCPStoreServer, new_secret
 from syncline.collectives.testing.processes import run_processes
+from test_support.full_run import cases
 
 SPAWNING_JOB = Path(__file__).with_name("spawning_job.py")
 JOB = Path(__file__).with_name("rendezvous_job.py")
@@ -286,7 +287,7 @@ destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("words", [[], ["--standalone"]], ids=["static", "standalone"])
+@pytest.mark.parametrize("words", cases([["--standalone"]], in_full=[[]]), ids=lambda words: " ".join(words) or "static")
 def test_without_pyzmq_ranks_meet_under_torchrun(tmp_path: Path, port: int, words: list[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(UNDER_TORCHRUN)

@@ -1,0 +1,101 @@
+"""The Python that the jobs of these tests run on: it behaves as one that was started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.launch
+
+
+@contextmanager
+def started(command: list[str], folder: Path, program: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A program, with a file where mpiexec would talk to it; what it writes there is read by `read`."""
+    (folder / "program.py").write_text(program)
+    read, write = os.pipe()
+    with subprocess.Popen(
+        [*command, "program.py", *words],
+        cwd=folder,
+        env={**os.environ, "PMI_FD": str(write), "GIVEN": "here", "PYTHONUNBUFFERED": "1"},
+        pass_fds=[write],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        os.close(write)
+        try:
+            yield process
+        finally:
+            process.kill()
+            os.close(read)
+
+
+def test_it_has_the_arguments_the_environment_the_folder_and_the_files(preloaded: list[str], tmp_path: Path) -> None:
+    program = """
+import os, sys
+assert __name__ == "__main__" and sys.argv == ["program.py", "a", "b c"], sys.argv
+assert sys.path[0] == os.getcwd() and os.environ["GIVEN"] == "here"
+os.write(int(os.environ["PMI_FD"]), b"to mpiexec")
+print("said", len(os.listdir("/proc/self/fd")))
+print("wrong", file=sys.stderr)
+sys.exit(3)
+"""
+    with started(preloaded, tmp_path, program, "a", "b c") as process:
+        said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (3, "said 5\nwrong\n")  # 0, 1, 2, PMI_FD, and the folder that is listed
+
+
+def test_an_exception_is_printed_and_code_at_exit_runs(preloaded: list[str], tmp_path: Path) -> None:
+    program = "import atexit\natexit.register(print, 'at exit')\nraise ValueError('not this')\n"
+    with started(preloaded, tmp_path, program) as process:
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "ValueError: not this" in said
+    assert said.endswith("at exit\n")
+
+
+def test_it_dies_of_the_signal_of_its_program(preloaded: list[str], tmp_path: Path) -> None:
+    with started(preloaded, tmp_path, "import os\nos.kill(os.getpid(), 9)\n") as process:
+        assert process.wait(60) == -signal.SIGKILL
+
+
+WAITS = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print(os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_signal_reaches_the_program(preloaded: list[str], tmp_path: Path) -> None:
+    with started(preloaded, tmp_path, WAITS) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.terminate()
+        assert process.wait(60) == 5
+
+
+def test_who_is_killed_takes_the_program_along(preloaded: list[str], tmp_path: Path) -> None:
+    with started(preloaded, tmp_path, WAITS) as process:
+        assert process.stdout is not None
+        program = int(process.stdout.readline())
+        process.kill()
+        end_s = time.monotonic() + 60
+        while Path(f"/proc/{program}").exists():
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+
+
+def test_under_another_launcher_it_is_python_itself(preloaded: list[str], tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys\nprint('torch' in sys.modules)\n")
+    environ = {name: value for name, value in os.environ.items() if name != "PMI_FD"}
+    done = subprocess.run([*preloaded, "program.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, sys.executable in preloaded) == (0, "False\n", True)

@@ -1,0 +1,41 @@
+"""Stands where a job would start Python: `preloaded_client.py SOCKET ARGUMENTS`. See `preloaded.py`; nothing is loaded here.
+
+MPICH's launcher talks to a rank by an inherited socket, which can be passed on. Under any other this becomes Python itself.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+
+SENT_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main() -> None:
+    """Have the program run, and end as it does."""
+    path, *words = sys.argv[1:]
+    if "PMI_FD" not in os.environ:  # this launcher may expect the process that it started
+        os.execv(sys.executable, [sys.executable, *words])
+    numbers = [0, 1, 2, int(os.environ["PMI_FD"])]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        server.connect(path)
+        job = {"words": words, "environ": dict(os.environ), "cwd": os.getcwd(), "numbers": numbers}
+        socket.send_fds(server, [json.dumps(job).encode()], numbers)
+        for number in numbers:
+            os.close(number)  # as the program may
+        for number in SENT_ON:
+            signal.signal(number, lambda number, _: server.send(str(number).encode()))
+        status = int(server.recv(64) or -signal.SIGKILL)
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -status in SENT_ON:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
