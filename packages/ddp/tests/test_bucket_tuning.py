@@ -104,10 +104,20 @@ def test_times_without_outliers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("busy", "ranks", "cores", "share"), [(1.0, 2, 2, 1.0), (0.1, 2, 2, 0.1), (1.5, 2, 2, 1.0), (1, 2, 8, 0.25)]
+    ("busy", "cores", "share"),
+    [
+        ([1.0, 1.0], ["01", "01"], 1.0),
+        ([0.1, 0.1], ["01", "01"], 0.1),
+        ([1.5, 1.5], ["01", "01"], 1.0),
+        ([0.5, 1.0], ["01", "01"], 0.75),
+        ([1, 1], ["01234567", "01234567"], 0.25),
+        ([1, 1, 1, 1], ["0123", "4567", "89ab", "cdef"], 0.25),  # each bound to its own
+        ([1, 1, 1, 1], ["01", "01", "23", "23"], 1.0),  # bound to sockets
+    ],
 )
-def test_the_share_of_the_cores_that_ranks_keep_busy(busy: float, ranks: int, cores: int, share: float) -> None:
-    assert share_of_cores(busy, ranks, cores) == share
+def test_the_share_of_the_cores_that_ranks_keep_busy(busy: list[float], cores: list[str], share: float) -> None:
+    sets = [frozenset(int(core, 16) for core in words) for words in cores]
+    assert share_of_cores(0, busy, sets) == pytest.approx(share)
 
 
 def test_a_gain_of_little_is_none() -> None:

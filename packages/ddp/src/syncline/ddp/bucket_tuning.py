@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from syncline.collectives import InvalidArgumentError, ProcessGroup, ReduceOp, placement_of
+from syncline.collectives import InvalidArgumentError, ProcessGroup, ReduceOp, all_gather_object, placement_of
 from syncline.reducer import IterationStatistics, Reducer
 
 from .prediction.forecast import CAPS_BYTES, FIRST_CAP_BYTES, MIB
@@ -70,15 +70,19 @@ def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(min(seconds[place:]) for place in range(len(seconds)))
 
 
-def share_of_cores(busy_cores: float, ranks: int, cores: int) -> float:
+def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
     """How much of what an all-reduce computes is taken from the model's computing, from 0 to 1. A pure function.
 
+    It is the part of the time in which the cores are busy that this rank may run on, with all that others do there.
+
     Args:
-        busy_cores: how many cores this rank keeps busy while it trains.
-        ranks: of this node, each taken to be as busy.
-        cores: that they have.
+        rank: this one's place in what follows.
+        busy_cores: how many cores each rank of this node keeps busy while it trains.
+        cores: on which each of them may run.
     """
-    return min(1.0, busy_cores * ranks / cores)
+    sharing = [other for other, theirs in enumerate(cores) if theirs & cores[rank]]
+    there = frozenset[int]().union(*(cores[other] for other in sharing))
+    return min(1.0, sum(busy_cores[other] for other in sharing) / len(there))
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
@@ -208,10 +212,16 @@ class BucketTuning:
         return Workload(tuple(found), backward_s, 0.0)
 
     def _share_of_cores(self) -> float:
-        """Of this rank, in the steps that were measured. A collective."""
+        """The largest of any rank, in the steps that were measured. A collective."""
         busy_s, passed_s = (now - began for now, began in zip(_clocks(), self._began or (0.0, 0.0), strict=True))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return share_of_cores(busy_s / passed_s, placement_of(self._group).local_world_size, cores)
+        said: list[tuple[float, frozenset[int]]] = [(0.0, frozenset())] * self._group.size
+        all_gather_object(said, (busy_s / passed_s, _cores()), self._group)
+        placement = placement_of(self._group)
+        here = placement.ranks_on_node(placement.node)
+        busy_cores, cores = zip(*(said[rank] for rank in here), strict=True)
+        share = torch.tensor(share_of_cores(here.index(self._group.rank), busy_cores, cores), dtype=torch.float64)
+        self._group.all_reduce(share, ReduceOp.MAX)
+        return float(share)
 
     def _measure_costs(self, share: float) -> ReductionCosts:
         """A collective, of the same calls on all ranks; `share` of the processor's time is taken from the model's computing."""
@@ -265,6 +275,11 @@ class BucketTuning:
 def _clocks() -> tuple[float, float]:
     """Seconds of the processor's time of this process, and of the clock."""
     return time.process_time(), time.perf_counter()
+
+
+def _cores() -> frozenset[int]:
+    """On which this process may run."""
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def _times(seen: IterationStatistics) -> list[float]:
