@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,11 @@ def run(folder: Path, action: str, **options) -> None:
     run_processes(folder / "job.py", 2, folder, **options)
 
 
+def pid_of_server() -> int:
+    assert processes._server._process is not None
+    return processes._server._process.pid
+
+
 def test_all_is_well(tmp_path: Path) -> None:
     run(tmp_path, "nothing")
     assert (tmp_path / "output-1").read_text() == "rank 1 of 2 was here\n"
@@ -54,7 +62,7 @@ def test_environment_folder_and_exit_are_those_of_a_process_of_its_own(tmp_path:
 def test_what_forks_has_one_thread(tmp_path: Path) -> None:
     """The others of a process are missing in its forks."""
     run(tmp_path, "nothing")
-    assert len(list(Path(f"/proc/{processes._server().pid}/task").iterdir())) == 1
+    assert len(list(Path(f"/proc/{pid_of_server()}/task").iterdir())) == 1
 
 
 def test_a_rank_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,19 +78,46 @@ def test_a_rank_that_fails(tmp_path: Path) -> None:
         run(tmp_path, "fail")
 
 
-def test_who_stops_waiting_does_not_leave_the_answer_to_the_next(tmp_path: Path) -> None:
+def test_who_stops_waiting_ends_the_ranks(tmp_path: Path) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise InterruptedError("as by pytest's limit")
 
     run(tmp_path, "nothing")  # the server is there
+    group = pid_of_server()
     earlier = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(InterruptedError):
-            run(tmp_path, "be late")
+            run(tmp_path, "hang")
     finally:
         signal.signal(signal.SIGALRM, earlier)
+    while has_processes(group):  # their new parent may not have collected them
+        time.sleep(0.01)
     run(tmp_path, "nothing")
+
+
+def has_processes(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_server_that_died_is_replaced(tmp_path: Path) -> None:
+    run(tmp_path, "nothing")
+    os.kill(pid_of_server(), signal.SIGKILL)
+    os.waitid(os.P_PID, pid_of_server(), os.WEXITED | os.WNOWAIT)  # it is over; its status is left to who asks
+    run(tmp_path, "nothing")
+
+
+def test_a_server_that_dies_says_so(tmp_path: Path) -> None:
+    run(tmp_path, "nothing")
+    killer = threading.Timer(0.5, os.kill, (pid_of_server(), signal.SIGKILL))
+    killer.start()
+    with pytest.raises(AssertionError, match="the process that forks ranks ended, with status -9"):
+        run(tmp_path, "be late")
+    killer.join()
 
 
 def test_a_rank_that_is_to_be_killed(tmp_path: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import functools
-import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _SERVER = Path(__file__).with_name("rank_server.py")
+_EXIT_S = 10.0
 
 
 def run_processes(
@@ -20,7 +22,9 @@ def run_processes(
 ) -> None:
     """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all. They import from where this process does.
 
-    They are forks of a process that has loaded torch and done nothing else, which the first call starts (`rank_server`).
+    They are forks of a process that has loaded torch and done nothing else, which the first call starts (`rank_server`). So
+    what Python and torch read of the environment when they start (PYTHON*, OMP_*, MKL_*) is that of the first call, and ranks
+    share the seed of `hash`: a program that depends on the order of a set of strings shows it only under a launcher.
 
     Args:
         script: what each rank runs.
@@ -45,8 +49,9 @@ def run_processes(
         "path": [path for path in sys.path if path],
         "cwd": os.getcwd(),
     }
-    answer = _answer(job)
+    answer = _server.run(job)
     if answer["timed_out"]:
+        _server.kill()  # and what the ranks have started
         print(_said(outputs), flush=True)
         raise subprocess.TimeoutExpired(str(script), timeout_s)
     statuses = answer["statuses"]
@@ -54,33 +59,74 @@ def run_processes(
         raise AssertionError(f"the ranks ended with {statuses}\n{_said(outputs)}")
 
 
-def _answer(job: dict[str, Any]) -> dict[str, Any]:
-    """Have the server run a job. Answers to jobs that somebody has stopped waiting for, by a signal, are passed over."""
-    server, number = _server(), next(_numbers)
-    assert server.stdin is not None
-    server.stdin.write(json.dumps({**job, "number": number}) + "\n")
-    server.stdin.flush()
-    for line in server.stdout or ():
-        answer: dict[str, Any] = json.loads(line)
-        if answer["number"] == number:
-            return answer
-    raise AssertionError(f"the process that forks ranks ended, with status {server.wait()}")
+class _RankServer:
+    """The process that forks ranks, started when it is needed. It and all that comes of it is one group of processes.
+
+    One thread at a time has a job run. Whoever stops waiting for one, by a signal or an error, ends the server with its ranks.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The answer of `rank_server` to a job.
+
+        Raises:
+            AssertionError: the server ended.
+        """
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self.kill()
+                self._process = _start()
+            process = self._process
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                with suppress(BrokenPipeError):  # it says no word either
+                    process.stdin.write(json.dumps(job) + "\n")
+                    process.stdin.flush()
+                if line := process.stdout.readline():
+                    return dict(json.loads(line))
+                raise AssertionError(f"the process that forks ranks ended, with status {process.wait(_EXIT_S)}")
+            except BaseException:
+                self.kill()
+                raise
+
+    def kill(self) -> None:
+        """End the server and all ranks, at once."""
+        with self._lock:
+            process, self._process = self._process, None
+            if process is None:
+                return
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for stream in filter(None, (process.stdin, process.stdout)):
+                with suppress(BrokenPipeError):
+                    stream.close()
 
 
-_numbers = itertools.count()
+_server = _RankServer()
+atexit.register(_server.kill)
 
 
-@functools.cache
-def _server() -> subprocess.Popen[str]:
-    """It ends with this process, for that closes its input."""
+def _start() -> subprocess.Popen[str]:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's library starts its threads when it is loaded, and a fork would lose them
-    server = subprocess.Popen(
-        [sys.executable, str(_SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+    return subprocess.Popen(
+        [sys.executable, str(_SERVER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
+        start_new_session=True,
     )
-    atexit.register(server.communicate)
-    return server
 
 
 def _said(outputs: list[Path]) -> str:
-    return "\n".join(f"--- rank {rank} ---\n{output.read_text(errors='replace')}" for rank, output in enumerate(outputs))
+    return "\n".join(f"--- rank {rank} ---\n{_text(output)}" for rank, output in enumerate(outputs))
+
+
+def _text(output: Path) -> str:
+    return output.read_text(errors="replace") if output.exists() else "(it ended before it could print)"

@@ -37,7 +37,7 @@ def main() -> None:
                 return
             ranks.append(process)
         statuses, timed_out = _wait(ranks, job["timeout_s"])
-        print(json.dumps({"number": job["number"], "statuses": statuses, "timed_out": timed_out}), flush=True)
+        print(json.dumps({"statuses": statuses, "timed_out": timed_out}), flush=True)
 
 
 def _become_rank(rank: int, job: dict[str, Any]) -> None:
