@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from ..host.departures import GroupCalls
 from ..host.transport import Transport
 
+MOST_ATTEMPTS = 4
+"""So often the same members try to connect before a shrink fails."""
+
 
 @dataclass(frozen=True)
 class Generation:

@@ -19,8 +19,9 @@ from .reunion import Reunion
 class ShrinkableGroup(HostGroup):
     """A `HostGroup` that knows how its members meet again.
 
-    The rank on which a collective fails raises an alarm in the store. The others look for it when a collective takes long, so
-    all leave a broken group soon, also those whom no connection tells of the loss.
+    The rank on which a collective fails raises an alarm through the reunion, where that has a way (a store has; MPI itself
+    tells the ranks). The others look for it when a collective takes long, so all leave a broken group soon, also those whom no
+    connection tells of the loss.
 
     Args:
         transport: connects the members of the reunion's generation.
@@ -41,6 +42,7 @@ class ShrinkableGroup(HostGroup):
         self._reunion = reunion
         self._generation = generation
         self._options = options
+        self._is_replaced = False
 
     @override
     def missing_for_shrink(self) -> str | None:
@@ -48,11 +50,12 @@ class ShrinkableGroup(HostGroup):
 
     @override
     def _shrink(self, patience_s: float) -> ProcessGroup:
-        if self._reunion.generation != self._generation:
+        if self._is_replaced:
             raise GroupClosedError(f"shrink on {self.place()}: there is a newer group already; shrink that one")
-        self._reunion.raise_alarm(self._generation, f"rank {self.rank} has called shrink")
+        self._reunion.raise_alarm(self._reunion.generation, f"rank {self.rank} has called shrink")
         self.abort()
         shrunk = type(self)(self._reunion.shrink(patience_s), self._reunion, **self._options)
+        self._is_replaced = True
         if self._calls is not None:
             self._calls.is_closed = True  # in order: the new group takes its place
         shrunk.report_to(self._reporter)

@@ -13,7 +13,7 @@ from ..contract.running_call import RunningCall
 from ..errors import TransportError
 from ..host.transport import Transport
 from ..stores import PrefixStore, Store
-from .reunion import Generation, Reunion
+from .reunion import MOST_ATTEMPTS, Generation, Reunion
 from .roll_call import RollCall
 
 logger = logging.getLogger("syncline.collectives")
@@ -22,9 +22,6 @@ CONNECT_S = 15.0
 """How long the members of a new generation may take to connect, in seconds; then they are called again."""
 
 _MOST_ALARM_BYTES = 2000
-
-MOST_ATTEMPTS = 4
-"""So often the same members try to connect before the shrink fails."""
 
 
 class StoreReunion(Reunion):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 
 from mpi4py import MPI
 from typing_extensions import override
@@ -14,15 +13,13 @@ from ...errors import CollectiveTimeout, TransportError
 from ...failures.detached_call import DetachedCall
 from ...host.departures import Departures, GroupCalls
 from ...host.transport import Transport
-from ...survivors.reunion import Generation, Reunion
-from .fault_tolerance import failed_ranks, missing_for_shrink, revoke
+from ...survivors.reunion import MOST_ATTEMPTS, Generation, Reunion
+from .fault_tolerance import missing_for_shrink, revoke
 from .library import mapped, mpi_errors
 
 logger = logging.getLogger("syncline.collectives")
 
 Connect = Callable[[MPI.Intracomm, Sequence[int]], Transport]
-
-_Met = tuple[MPI.Intracomm, Transport, Generation]
 
 
 class MPIReunion(Reunion):
@@ -35,11 +32,13 @@ class MPIReunion(Reunion):
         1. each survivor revokes the communicators of the old group: who still waits in one leaves it with an error
         2. MPI_Comm_shrink: one communicator of those that live, in their order, the same on all
         3. over it each connects as at the start of the job; that may fail on some, if another rank dies meanwhile
-        4. MPI_Comm_agree: have all connected? All survivors get the same answer. If not, again from 1, with what 2 gave
+        4. MPI_Comm_agree: have all connected? All survivors get the same answer. If not, again from 1, with what 2 gave;
+           after `MOST_ATTEMPTS` times with the same members all of them give up
 
     All four run on one thread of their own (`DetachedCall`), because a call of MPI cannot be ended: 1 comes before 2 on every
     rank, 4 after 3, and whoever called `shrink` waits for that thread, and not longer than `patience_s`. If `shrink` is called
-    again, it goes on waiting for the same thread: a rank never shrinks a communicator twice.
+    again, it goes on waiting for the same thread, or, if that ended with an error, goes on with the communicator that the last
+    step 2 gave: a rank never shrinks a communicator twice.
 
     MPI counts a rank that is only silent among those that live. So nobody is given up: `shrink` fails, and may be repeated.
 
@@ -57,7 +56,8 @@ class MPIReunion(Reunion):
         self._departures = departures
         self._name = name
         self._transport = connect(communicator, self.generation.members)
-        self._meeting: DetachedCall[_Met] | None = None
+        self._number = 0  # of the latest shrink
+        self._meeting: DetachedCall[Generation] | None = None
 
     @property
     def transport(self) -> Transport:
@@ -77,46 +77,57 @@ class MPIReunion(Reunion):
     @override
     def shrink(self, patience_s: float) -> Transport:
         if self._meeting is None:
-            meet = partial(_meet, self._communicator, self._transport, self._connect, self.generation.number)
-            self._meeting = DetachedCall(meet, nullcontext, "syncline-mpi-shrink")
+            self._meeting = DetachedCall(self._meet, nullcontext, "syncline-mpi-shrink")
         if not self._meeting.done.wait(patience_s):
             raise CollectiveTimeout(
                 f"MPI did not bring the ranks that are left together within {patience_s:g} s: a rank lives that does not call "
                 "shrink. MPI gives up no rank that lives; end it, or call shrink again"
             )
         meeting, self._meeting = self._meeting, None
-        self._communicator, self._transport, self.generation = meeting.result()
+        self.generation = meeting.result()
         return self._transport
 
+    def _meet(self) -> Generation:
+        """See Note [Shrinking by ULFM]; on a thread of its own."""
+        attempts, members = 0, self.generation.members
+        while True:
+            self._transport.interrupt()
+            revoke([self._communicator])
+            with mpi_errors():
+                self._communicator = MPI.Intracomm(self._communicator.Shrink())
+            self._number += 1
+            generation = _generation(self._number, self._communicator)
+            logger.debug("member %d: generation %d is %s", generation.me, self._number, generation.members)
+            attempts, members = (attempts + 1 if generation.members == members else 1), generation.members
+            transport, error = self._connected(generation)
+            if _all_agree(self._communicator, transport is not None):
+                assert transport is not None
+                self._transport = transport
+                return generation
+            if transport is not None:
+                transport.interrupt()
+                transport.abort()
+            if attempts == MOST_ATTEMPTS:
+                why = error or "another rank says so; its own error says why"
+                raise TransportError(f"the ranks {list(members)} of the job live, and could not connect: {why}") from error
 
-def _meet(communicator: MPI.Intracomm, transport: Transport, connect: Connect, number: int) -> _Met:
-    """See Note [Shrinking by ULFM]."""
-    while True:
-        number += 1
-        transport.interrupt()
-        revoke([communicator])
-        with mpi_errors():
-            communicator = MPI.Intracomm(communicator.Shrink())
-        generation = _generation(number, communicator)
-        logger.debug("member %d: generation %d is %s", generation.me, number, generation.members)
+    def _connected(self, generation: Generation) -> tuple[Transport | None, Exception | None]:
+        """The transport, or why there is none: whatever that is, the others are told in step 4."""
         try:
-            transport = connect(communicator, generation.members)
-            is_connected = True
-        except (MPI.Exception, TransportError):
-            is_connected = False
-            revoke([communicator])
-        if _all_agree(communicator, is_connected):
-            return communicator, transport, generation
+            return self._connect(self._communicator, generation.members), None
+        except Exception as error:  # noqa: BLE001 - see above
+            logger.debug("generation %d did not connect: %s", generation.number, error)
+            revoke([self._communicator])
+            return None, error
 
 
 def _all_agree(communicator: MPI.Intracomm, is_connected: bool) -> bool:
     """Whether all are connected, and live: the same answer on all that do."""
     try:
         return bool(communicator.Agree(int(is_connected)))
-    except MPI.Exception as error:
-        if not failed_ranks(communicator):
-            raise mapped(error) from error
-        return False  # MPI reports a failure that not all knew of, on all
+    except MPI.Exception as error:  # MPI reports a failure that not all knew of, on all
+        logger.debug("the ranks did not agree: %s", mapped(error))
+        return False
 
 
 def _generation(number: int, communicator: MPI.Intracomm) -> Generation:
