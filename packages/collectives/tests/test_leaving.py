@@ -49,6 +49,46 @@ works = [group.all_reduce(torch.ones(10), async_op=True) for _ in range(3)]
 print(sorted({thread.name.split()[0] for thread in threading.enumerate()}))
 """
 
+WATCHED_LATE = """
+import atexit, threading
+
+@atexit.register  # before the watchdog's, hence called after it
+def late():
+    watchdog.watch(group)
+    print([thread.name for thread in threading.enumerate() if thread is not threading.main_thread()])
+
+from syncline.collectives.failures import watchdog
+
+class Group:
+    running_deadline = None
+
+group = Group()
+watchdog.watch(group)
+"""
+
+FORKED = """
+import os
+from syncline.collectives.failures import stall_watch
+from syncline.collectives.failures.flight_recorder import FlightRecorder
+
+def watched():
+    watch = stall_watch.StallWatch(FlightRecorder("default", 1, [0, 1]), None, 1000.0)
+    stall_watch.watch_for_stalls(watch)
+    return watch
+
+def look():
+    return [stall_watch._watcher._thread.is_alive(), len(stall_watch._watcher._watches)]
+
+watch = watched()
+with stall_watch._watcher._lock:  # another thread may just have it
+    if os.fork() == 0:
+        mine = watched()
+        print(look(), flush=True)
+        os._exit(0)
+os.wait()
+print(look())
+"""
+
 
 def run(program: str, *words: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=100)
@@ -64,3 +104,11 @@ def test_every_thread_is_ended(tmp_path: Path) -> None:
     during, at_the_end = run(EVERY_THREAD, str(tmp_path))
     assert "syncline-watchdog" in during, during
     assert at_the_end == "[]"
+
+
+def test_nobody_is_watched_from_the_end_on() -> None:
+    assert run(WATCHED_LATE) == ["[]"]
+
+
+def test_a_fork_watches_for_its_own_stalls() -> None:
+    assert run(FORKED) == ["[True, 1]", "[True, 1]"]

@@ -52,3 +52,16 @@ def test_a_wait_without_a_limit_ends_with_the_groups() -> None:
         work.wait()
     with pytest.raises(CollectiveTimeout, match=r"within 0\.5 s"):
         work.wait(0.5)
+
+
+def test_who_asks_whether_it_is_over_does_not_get_the_error_bare() -> None:
+    class RequestWhoseTestFails(RequestThatFails):
+        def test(self) -> bool:
+            raise self._error
+
+    request = RequestWhoseTestFails(DisagreementError("rank 1 sent 8 bytes"))
+    work = TransferWork(request, [torch.ones(1)], lambda: None, lambda: "recv(float32[1]) on rank 0", 60.0)
+    assert work.is_completed()
+    assert str(work.exception()) == "recv(float32[1]) on rank 0: rank 1 sent 8 bytes"
+    with pytest.raises(DisagreementError, match=r"^recv"):
+        work.wait()

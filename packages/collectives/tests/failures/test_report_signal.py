@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+
+from syncline.collectives.failures.report_signal import _report_when_told
 
 PROGRAM = """
 import ctypes, os, signal, sys, threading, time
@@ -25,9 +29,10 @@ def reported(folder, job, count):
 """
 
 
-def run(tmp_path: Path, program: str) -> None:
+def run(tmp_path: Path, program: str) -> str:
     done = subprocess.run([sys.executable, "-c", PROGRAM + program, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
+    return done.stderr
 
 
 def test_one_signal_one_report_and_the_earlier_handler_is_called(tmp_path: Path) -> None:
@@ -86,3 +91,25 @@ assert signal.set_wakeup_fd(-1) == write
 print("passed")
 """,
     )
+
+
+def test_a_program_that_closes_all_files_ends_without_a_word(tmp_path: Path) -> None:
+    said = run(
+        tmp_path,
+        """
+assert report_on_signal(Reporter("today", 0, 1, sys.argv[1]))
+os.closerange(3, 100)
+print("passed")
+""",
+    )
+    assert said == ""
+
+
+def test_nobody_listens_to_a_pipe_that_is_closed() -> None:
+    heard, told = os.pipe()
+    os.close(told)
+    thread = threading.Thread(target=_report_when_told, args=(heard, None), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    os.close(heard)

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -88,14 +89,20 @@ def _listen(handler: _OnSignal) -> None:
 
 
 def _report_when_told(heard: int, handler: _OnSignal) -> None:
-    signals = b""
-    while _STOP not in signals:
-        signals = os.read(heard, 64)  # a byte for each signal that Python has caught
+    """A byte comes for each signal that Python has caught, until the end, or until the program has closed the pipe."""
+    while True:
+        try:
+            signals = os.read(heard, 64)
+        except OSError:
+            return
         if signal.SIGUSR1 in signals:
             handler.report()
+        if not signals or _STOP in signals:
+            return
 
 
 def _stop(thread: threading.Thread, told: int, pid: int) -> None:
     if os.getpid() == pid:  # not in a fork, which has the same pipe
-        os.write(told, _STOP)
+        with suppress(OSError):  # the program has closed the pipe, or it is full
+            os.write(told, _STOP)
         thread.join(_STOP_S)

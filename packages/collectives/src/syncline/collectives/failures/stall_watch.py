@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import threading
 import time
 import weakref
@@ -181,7 +182,16 @@ class _Watcher:
 
 
 _watcher = _Watcher()
-atexit.register(_watcher.stop)
+atexit.register(lambda: _watcher.stop())
+
+
+def _forget() -> None:
+    """In a fork, in which the thread of the parent does not run, and its lock may be held for ever."""
+    global _watcher
+    _watcher = _Watcher()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def watch_for_stalls(watch: StallWatch) -> None:

@@ -171,12 +171,15 @@ def end_process(words: str) -> None:
 
 _starting = threading.Lock()
 _watchdogs: dict[int, Watchdog] = {}
+_ended: set[int] = set()
 
 
 def watch(group: Watched) -> None:
-    """Have the watchdog of this process look at a group. The first call starts its thread."""
+    """Have the watchdog of this process look at a group. The first call starts its thread, but not while the process ends."""
     pid = os.getpid()
     with _starting:
+        if pid in _ended:
+            return
         watchdog = _watchdogs.get(pid)
         if watchdog is None:  # also in a fork, in which the thread of the parent does not run
             watchdog = Watchdog(end_process)
@@ -188,6 +191,9 @@ def watch(group: Watched) -> None:
 
 @atexit.register
 def _stop() -> None:
-    watchdog = _watchdogs.pop(os.getpid(), None)
+    pid = os.getpid()
+    with _starting:
+        _ended.add(pid)
+        watchdog = _watchdogs.pop(pid, None)
     if watchdog is not None:
         watchdog.stop()

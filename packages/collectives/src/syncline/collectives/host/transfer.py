@@ -61,11 +61,11 @@ class TransferWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, as far as the library can tell without waiting."""
+        """Whether it is over, well or badly, as far as the library can tell without waiting."""
         if self._driving.acquire(blocking=False):
             try:
-                if not self._done and self._request.test():
-                    self._finish(None)
+                if not self._done:
+                    self._finish_if(self._request.test)
             finally:
                 self._driving.release()
         return self._done
@@ -115,13 +115,22 @@ class TransferWork(Work):
             self._driving.release()
 
     def _drive(self, deadline: Deadline) -> None:
-        try:
+        def waited() -> bool:
             self._request.wait(deadline)
+            return True
+
+        self._finish_if(waited)
+
+    def _finish_if(self, is_over: Callable[[], bool]) -> None:
+        """Finish it if the request is over, or with the error of the request, which every later waiter must get."""
+        try:
+            if not is_over():
+                return
         except TimeoutError:
             raise
         except SynclineError as error:
             self._finish(error.reworded(f"{self._describe()}: {error}"))
-        except BaseException as error:  # noqa: BLE001 - every later waiter must get it
+        except BaseException as error:  # noqa: BLE001 - see above
             self._finish(error)
         else:
             self._finish(None)
