@@ -98,7 +98,9 @@ def groups() -> Iterator[ProcessGroup]:
 def shared_folder(group: ProcessGroup) -> Iterator[Path]:
     """A folder of ranks of one machine; deleted in the end. A collective."""
     folder = Path(exchange_objects(tempfile.mkdtemp() if group.rank == 0 else "", group=group)[0])
-    yield folder
-    group.barrier()
-    if group.rank == 0:
-        shutil.rmtree(folder)
+    try:
+        yield folder
+        group.barrier()
+    finally:
+        if group.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
