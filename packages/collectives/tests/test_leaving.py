@@ -89,6 +89,22 @@ os.wait()
 print(look())
 """
 
+FORKED_WHILE_ANOTHER_THREAD_STARTS = """
+import os, sys
+from syncline.collectives.failures import watchdog
+
+class Group:
+    running_deadline = None
+
+group = Group()
+with watchdog._starting:
+    if os.fork() == 0:
+        watchdog.watch(group)
+        print(len(watchdog._watchdogs), flush=True)
+        sys.exit(0)
+os.wait()
+"""
+
 
 def run(program: str, *words: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=100)
@@ -112,3 +128,7 @@ def test_nobody_is_watched_from_the_end_on() -> None:
 
 def test_a_fork_watches_for_its_own_stalls() -> None:
     assert run(FORKED) == ["[True, 1]", "[True, 1]"]
+
+
+def test_a_fork_has_a_watchdog_of_its_own() -> None:
+    assert run(FORKED_WHILE_ANOTHER_THREAD_STARTS) == ["1"]

@@ -104,6 +104,40 @@ def has_processes(group: int) -> bool:
     return True
 
 
+CALLER = """
+import os, sys, threading
+from pathlib import Path
+from syncline.collectives.testing import processes
+
+folder = Path(sys.argv[1])
+threading.Thread(target=processes.run_processes, args=(folder / "job.py", 2, folder), daemon=True).start()
+while not (folder / "output-1").exists() or "was here" not in (folder / "output-1").read_text():
+    pass
+print(processes._server._process.pid, flush=True)
+os._exit(0)  # as pytest's limit ends it
+"""
+
+
+def test_a_caller_that_dies_takes_the_ranks_along(tmp_path: Path) -> None:
+    (tmp_path / "action").write_text("hang")
+    (tmp_path / "job.py").write_text(JOB)
+    done = subprocess.run([sys.executable, "-c", CALLER, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    while has_processes(int(done.stdout)):
+        time.sleep(0.01)
+
+
+def test_a_fork_leaves_the_server_alone(tmp_path: Path) -> None:
+    run(tmp_path, "nothing")
+    if (fork := os.fork()) == 0:
+        processes._server.kill()
+        os._exit(0)
+    os.waitpid(fork, 0)
+    group = pid_of_server()
+    run(tmp_path, "nothing")
+    assert pid_of_server() == group
+
+
 def test_a_server_that_died_is_replaced(tmp_path: Path) -> None:
     run(tmp_path, "nothing")
     os.kill(pid_of_server(), signal.SIGKILL)

@@ -191,7 +191,8 @@ def _forget() -> None:
     _watcher = _Watcher()
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def watch_for_stalls(watch: StallWatch) -> None:

@@ -189,6 +189,16 @@ def watch(group: Watched) -> None:
     watchdog.watch(group)
 
 
+def _forget() -> None:
+    """In a fork another thread of the parent may hold the lock for ever."""
+    global _starting
+    _starting = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
 @atexit.register
 def _stop() -> None:
     pid = os.getpid()

@@ -119,7 +119,12 @@ class TransferWork(Work):
             self._request.wait(deadline)
             return True
 
-        self._finish_if(waited)
+        try:
+            self._finish_if(waited)
+        except TimeoutError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - every later waiter must get it
+            self._finish(error)
 
     def _finish_if(self, is_over: Callable[[], bool]) -> None:
         """Finish it if the request is over, or with the error of the request, which every later waiter must get."""
@@ -130,7 +135,7 @@ class TransferWork(Work):
             raise
         except SynclineError as error:
             self._finish(error.reworded(f"{self._describe()}: {error}"))
-        except BaseException as error:  # noqa: BLE001 - see above
+        except Exception as error:  # noqa: BLE001 - see above
             self._finish(error)
         else:
             self._finish(None)

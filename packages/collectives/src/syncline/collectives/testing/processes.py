@@ -62,12 +62,14 @@ def run_processes(
 class _RankServer:
     """The process that forks ranks, started when it is needed. It and all that comes of it is one group of processes.
 
-    One thread at a time has a job run. Whoever stops waiting for one, by a signal or an error, ends the server with its ranks.
+    One thread at a time has a job run. Whoever stops waiting for one, by a signal, an error or its own end, ends the server
+    with its ranks; a fork of this process leaves it alone.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._process: subprocess.Popen[str] | None = None
+        self._owner = os.getpid()
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """The answer of `rank_server` to a job.
@@ -76,9 +78,9 @@ class _RankServer:
             AssertionError: the server ended.
         """
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
+            if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
                 self.kill()
-                self._process = _start()
+                self._process, self._owner = _start(), os.getpid()
             process = self._process
             assert process.stdin is not None
             assert process.stdout is not None
@@ -97,7 +99,7 @@ class _RankServer:
         """End the server and all ranks, at once."""
         with self._lock:
             process, self._process = self._process, None
-            if process is None:
+            if process is None or self._owner != os.getpid():
                 return
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -23,6 +23,7 @@ import torch  # noqa: F401, for those that are forked
 
 _STACKS_S = 5.0
 _POLL_S = 0.01
+_PARENT = os.getppid()
 
 
 def main() -> None:
@@ -71,6 +72,7 @@ def _wait(ranks: Sequence[int], timeout_s: float) -> tuple[list[int], bool]:
 
 
 def _reap(ranks: Sequence[int], statuses: dict[int, int], timeout_s: float) -> None:
+    """Wait for them. If this process's parent has died, nobody waits for the answer: end it all."""
     end_s = time.monotonic() + timeout_s
     while True:
         for rank in ranks:
@@ -80,6 +82,8 @@ def _reap(ranks: Sequence[int], statuses: dict[int, int], timeout_s: float) -> N
                     statuses[rank] = os.waitstatus_to_exitcode(status)
         if len(statuses) == len(ranks) or time.monotonic() > end_s:
             return
+        if os.getppid() != _PARENT:
+            os.killpg(0, signal.SIGKILL)
         time.sleep(_POLL_S)
 
 
