@@ -1,7 +1,8 @@
 """One program of the desync catalogue over MPI: `mpiexec -n N python -m test_support.desync_mpi_job FOLDER NAME SIZE`.
 
 Each rank is on a node of its own, so calls are messages, and small ones are not compared before they run. Each leaves its
-outcome in the folder; a rank that leaves nothing was ended by the MPI library.
+outcome in the folder; a rank that leaves nothing was ended by the MPI library, or by the watchdog, which looks at the group as
+at any other: MPI_Comm_create_group may never return where a rank calls something else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from mpi4py import MPI
 
 from syncline.collectives.backends.mpi import timeout_report
 from syncline.collectives.backends.mpi.node.node_transport import NodeTransport
+from syncline.collectives.failures.liveness import Liveness
+from syncline.collectives.failures.process_identity import own_identity
 from syncline.collectives.host.host_group import HostGroup
 from test_support.desync_programs import NUMELS, TIMEOUT_S, catalogue, outcome
 
@@ -23,7 +26,9 @@ def main(folder: Path, name: str, size: str) -> None:
     timeout_report._GRACE_S = 0.5
     world = MPI.COMM_WORLD
     transport = NodeTransport(world.Dup(), split=lambda communicator: communicator.Split(communicator.Get_rank(), 0))
-    group = HostGroup(transport, world.Get_rank(), world.Get_size(), timeout_s=TIMEOUT_S)
+    members = dict(enumerate(world.allgather(own_identity())))
+    liveness = Liveness({rank: process for rank, process in members.items() if process is not None}, world.Get_rank())
+    group = HostGroup(transport, world.Get_rank(), world.Get_size(), timeout_s=TIMEOUT_S, liveness=liveness)
     world.Barrier()
     said = outcome(group, catalogue()[name], NUMELS[size])
     (folder / f"rank-{world.Get_rank()}").write_text(said)
