@@ -8,8 +8,9 @@ dies of an exception waits there, silently, for ranks that wait for it in a coll
 2. `sys.exit` with a status other than 0, before the group was closed, aborts the job with that status.
 3. A rank that exits in any other way meets all others in a barrier of a communicator used for nothing else, for as long as
    they take, but not for one whose process is gone: MPI cannot end such a job in order, so it is aborted then, unless MPI
-   tolerates the fault. If they do not come at once, it sends them a notice. Whoever waits for that rank reads the notice and
-   fails, with words that say in which call: see Note [Who will not come] in `departures`.
+   tolerates the fault; the process then has `FINALIZE_S` seconds to end. If they do not come at once, it sends them a notice.
+   Whoever waits for that rank reads the notice and fails, with words that say in which call: see Note [Who will not come] in
+   `departures`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from __future__ import annotations
 import atexit
 import builtins
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -35,6 +38,9 @@ from .exit_status import exit_status, watch_exit_status
 from .fault_tolerance import failed_ranks, is_fault_tolerant
 from .library import Tag
 
+# Open MPI 5.0.11 sometimes never leaves MPI_Finalize in a job that lost ranks. Its mpiexec takes a rank that a signal ends
+# there for another one that was lost, and ends with status 0 all the same.
+FINALIZE_S = 15.0
 # Ranks that leave at about the same time need no notices.
 NOTICE_AFTER_S = 0.1
 # mpiexec passes on what ranks print in its own time; what it has not read when the job is aborted is lost (MPICH 5.0).
@@ -104,6 +110,7 @@ class ExitBarrier:
             if not is_fault_tolerant():
                 _say(f"{_who()} cannot end MPI in order, and ends the job: {error}")
                 _abort(status or 1)
+            _end_within(FINALIZE_S)
 
     def _meet(self) -> None:
         everybody_left = self._communicator.Ibarrier()
@@ -133,6 +140,13 @@ class ExitBarrier:
                 raise lost
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.01)
+
+
+def _end_within(limit_s: float) -> None:
+    """Have the system end this process by SIGALRM, if it has not ended by then: nothing of Python runs in MPI_Finalize."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
 
 
 def _abort(status: int) -> None:
