@@ -173,6 +173,7 @@ if detect_launch(os.environ).rank == 1:
     def test_only_on_rank_1(): ...
 def test_on_both(): ...
 """,
+        *("-o", "mpi_patience_s=20"),  # both come to the end, on a busy machine not at the same time
     )
     assert job.status != 0
     assert "the ranks collected different tests (rank 0: 1, rank 1: 2)" in job.output
