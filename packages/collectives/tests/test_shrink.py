@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from syncline.collectives import (
     BackendUnavailableError,
+    CollectiveTimeout,
+    DisagreementError,
     GroupClosedError,
+    InvalidArgumentError,
+    LaunchError,
     ProcessGroup,
     RankGivenUpError,
+    RankLostError,
     TransportError,
+    init_process_group,
 )
+from syncline.collectives.backends import gloo
+from syncline.collectives.backends.gloo import GlooBackend
 from syncline.collectives.backends.gloo_reunion import store_lack
 from syncline.collectives.backends.in_process import InProcessGroup, create_groups
 from syncline.collectives.startup.backend import ConnectRequest
@@ -38,7 +50,7 @@ def in_threads(count: int, body: Callable[[int], object]) -> list[object]:
 
 def answer(call: RollCall, patience_s: float) -> object:
     try:
-        return call.survivors(patience_s)
+        return call.agree(patience_s)
     except RankGivenUpError:
         return "given up"
 
@@ -63,17 +75,17 @@ def test_all_agree_on_those_that_call(
 
 def test_who_is_silent_for_too_long_is_given_up_and_hears_it() -> None:
     store = InMemoryStore()
-    assert RollCall(store, (0, 1), 0, lambda _: False).survivors(0.05) == (0,)
+    assert RollCall(store, (0, 1), 0, lambda _: False).agree(0.05) == (0,)
     with pytest.raises(RankGivenUpError, match=r"members \[0\] have gone on without it"):
-        RollCall(store, (0, 1), 1, lambda _: False).survivors(30)
+        RollCall(store, (0, 1), 1, lambda _: False).agree(30)
 
 
 def test_the_first_decision_holds_for_those_who_come_later() -> None:
     store = InMemoryStore()
     store.set("here/2", b"")  # it calls, and dies
-    assert RollCall(store, (0, 1, 2), 0, lambda _: False).survivors(0.05) == (0, 2)
+    assert RollCall(store, (0, 1, 2), 0, lambda _: False).agree(0.05) == (0, 2)
     with pytest.raises(RankGivenUpError):
-        RollCall(store, (0, 1, 2), 1, lambda _: True).survivors(30)
+        RollCall(store, (0, 1, 2), 1, lambda _: True).agree(30)
 
 
 # ---- which stores outlive each rank ----
@@ -174,7 +186,7 @@ def test_a_thread_that_is_lost_during_the_shrink_is_left_out_of_the_next_generat
             return None
         if rank == 1:
             reunion = groups[1]._reunion
-            RollCall(reunion._keys(reunion.generation), (0, 1, 2), 1, reunion.has_ended).survivors(30)
+            RollCall(reunion._keys(reunion.generation), (0, 1, 2), 1, reunion.has_ended).agree(30)
             groups[1].lose()  # after it was counted, before it connects
             may_go_on.set()
             return None
@@ -229,3 +241,118 @@ def test_a_stopped_process_that_was_given_up_ends_with_a_clear_error_and_harms_n
     (tmp_path / "plan").write_text("stop 2")
     run_processes(JOB, 4, tmp_path)
     assert "members [0, 1, 3] have gone on without it" in (tmp_path / "given-up").read_text()
+
+
+# ---- newcomers ----
+
+
+def met_and_summed(group: ProcessGroup) -> tuple[tuple[int, ...], int, float]:
+    tensor = torch.tensor([float(group.members[group.rank])])
+    group.all_reduce(tensor)
+    return group.members, group.rank, tensor.item()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def test_newcomers_are_let_in_behind_the_members() -> None:
+    groups = create_groups(2)
+    newcomers = [groups[0].newcomer(), groups[1].newcomer()]
+    assert all(newcomer.is_waiting and newcomer.size == 1 for newcomer in newcomers)
+    assert groups[0].newcomers() == 0  # they have not called yet
+
+    def play(number: int) -> object:
+        if number < 2:
+            until(lambda: groups[number].newcomers() == 2)
+            return met_and_summed(groups[number].admit())
+        return met_and_summed(newcomers[number - 2].admit())
+
+    assert in_threads(4, play) == [((0, 1, 2, 3), rank, 6.0) for rank in range(4)]
+
+
+def test_admit_without_newcomers_gives_the_same_members() -> None:
+    groups = create_groups(2)
+    assert in_threads(2, lambda rank: met_and_summed(groups[rank].admit())) == [((0, 1), rank, 1.0) for rank in range(2)]
+
+
+def test_members_that_shrink_agree_with_those_that_admit() -> None:
+    groups = create_groups(3)
+    newcomer = groups[0].newcomer()
+
+    def play(number: int) -> object:
+        if number == 1:
+            groups[1].lose()
+            return None
+        if number == 3:
+            return met_and_summed(newcomer.admit())
+        until(lambda: groups[number].newcomers() == 1)
+        met = groups[number].admit() if number == 0 else groups[number].shrink()
+        if met.size == 2:  # the proposal of who shrinks was first
+            until(lambda: met.newcomers() == 1)
+            met = met.admit()
+        return met_and_summed(met)
+
+    assert in_threads(4, play) == [((0, 2, 3), 0, 5.0), None, ((0, 2, 3), 1, 5.0), ((0, 2, 3), 2, 5.0)]
+
+
+def test_a_newcomer_that_is_lost_is_not_let_in_again() -> None:
+    groups = create_groups(2)
+    newcomer = groups[0].newcomer()
+    store = newcomer._reunion.store
+    store.set("waiting/2", b"")
+    assert groups[0].newcomers() == 1
+    store.set("ended/2", b"")
+    assert groups[0].newcomers() == 0
+    assert in_threads(2, lambda rank: met_and_summed(groups[rank].admit())) == [((0, 1), rank, 1.0) for rank in range(2)]
+
+
+def test_a_newcomer_that_nobody_lets_in_hears_so_and_waits_no_more() -> None:
+    groups = create_groups(2)
+    newcomer = groups[0].newcomer()
+    with pytest.raises(CollectiveTimeout, match=r"members \[0, 1\] of the job did not let this process in within 0.05 s"):
+        newcomer.admit(patience_s=0.05)
+    assert groups[0].newcomers() == 0
+
+
+def test_a_newcomer_hears_that_the_job_has_ended() -> None:
+    groups = create_groups(2)
+    newcomer = groups[0].newcomer()
+    for group in groups:
+        group.lose()
+    with pytest.raises(RankLostError, match=r"has ended: all its processes \[0, 1\] are gone"):
+        newcomer.admit()
+
+
+def test_a_newcomer_with_other_options_is_refused() -> None:
+    store = HashStore()
+    made = GlooBackend().connect(ConnectRequest(None, 0, 1, None, 5, store=dist.PrefixStore("job", store)))
+    assert made.missing_for_admit() is None
+    prefix = itertools.count()
+    with pytest.raises(DisagreementError, match="check_calls"), patch.object(gloo, "_generations", prefix):
+        GlooBackend().connect(
+            ConnectRequest(None, None, None, None, 5, store=dist.PrefixStore("job", store), check_calls=True, joins=True)
+        )
+    made.close()
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "2"])
+def test_the_variable_must_be_one_or_zero(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("SYNCLINE_JOIN", value)
+    with pytest.raises(InvalidArgumentError, match="SYNCLINE_JOIN"):
+        init_process_group()
+
+
+def test_a_backend_without_newcomers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_JOIN", "1")
+    with pytest.raises(BackendUnavailableError, match="'in_process' cannot let it in; use backend 'gloo'"):
+        init_process_group("in_process")
+
+
+def test_a_job_that_met_elsewhere_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_JOIN", "1")
+    with pytest.raises(LaunchError, match="file:///shared/folder"):
+        init_process_group("gloo", "tcp://127.0.0.1:29999")

@@ -1,4 +1,5 @@
-"""A rank of an elastic training that loses ranks: `elastic_job.py RANK WORLD_SIZE FOLDER`, or `elastic_job.py mpi FOLDER`.
+"""A rank of an elastic training that loses ranks: `elastic_job.py RANK WORLD_SIZE FOLDER`, `elastic_job.py mpi FOLDER`, or
+`elastic_job.py join NUMBER FOLDER` of one that comes later.
 
 The plan is in the folder's "plan.json". Every rank that lives writes what it ended with, and when it did what (`log-RANK`). The
 reference trains the same without kills and without `Elastic`: at each step over a group of the ranks that took part in it, and
@@ -31,6 +32,7 @@ from syncline.collectives import (
     get_default_group,
     init_process_group,
 )
+from syncline.collectives.internal import broadcast_object
 from syncline.ddp import DistributedDataParallel, Elastic, ElasticSampler
 
 BATCHES = 5  # of an epoch of noise
@@ -96,10 +98,10 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 class Killer:
     """Kills this process at its moment of its step, or stops it; in a shrink, at the first moment there is."""
 
-    def __init__(self, rank: int, plan: Plan, folder: Path) -> None:
-        self.mine = [(step, moment) for victim, step, moment in plan["kills"] if victim == rank]
+    def __init__(self, name: str, plan: Plan, folder: Path) -> None:
+        self.mine = [(step, moment) for victim, step, moment in plan["kills"] if str(victim) == name]
         self.signal = signal.SIGSTOP if plan.get("stops") else signal.SIGKILL
-        self.note = folder / f"hit-{rank}"
+        self.note = folder / f"hit-{name}"
         self.step = 0
 
     def __call__(self, moment: str, *, at_any_step: bool = False) -> None:
@@ -155,36 +157,68 @@ def instrument(model: DistributedDataParallel, kill: Killer) -> None:
     model.update_process_group = updated  # type: ignore[method-assign]
 
 
-def elastic_training(group: ProcessGroup, folder: Path, plan: Plan) -> dict[str, object]:
+def elastic_training(group: ProcessGroup, folder: Path, plan: Plan, name: str) -> dict[str, object]:
     train, test, batch_size = data_of(plan)
     model = DistributedDataParallel(network(plan), bucket_cap_mb=0.01, gradient_as_bucket_view=bool(plan["views"]))
     optimizer = optimizer_of(model)
     sampler = ElasticSampler(len(train), batch_size, seed=3)
     loader = DataLoader(train, batch_sampler=sampler, generator=torch.Generator())  # else it draws from that of dropout
-    elastic = Elastic(model, optimizer, sampler, patience_s=plan.get("patience_s", 20), give_up_s=90)
-    kill = Killer(group.rank, plan, folder)
+    elastic = Elastic(model, optimizer, sampler, patience_s=plan.get("patience_s", 20), give_up_s=90, admit_every=1)
+    kill = Killer(name, plan, folder)
     instrument(model, kill)
-    sizes: list[int] = []
-    torch.manual_seed(100)
-    for epoch in range(plan["epochs"]):
-        sampler.set_epoch(epoch)
+    members: list[list[int]] = []
+    newcomers_at = plan.get("newcomers_at", [])
+    if not group.is_waiting:
+        torch.manual_seed(100)
+    for _ in elastic.epochs(plan["epochs"]):
         for images, labels in elastic.batches(loader):
             kill.step = elastic.applied_steps
-            size = model.join_process_group.size
+            if kill.step in newcomers_at:
+                wait_for_newcomer(folder, newcomers_at.index(kill.step), plan["ranks"])
+            members_now = list(model.join_process_group.members)
             with elastic.step():
                 optimizer.zero_grad()
                 (F.cross_entropy(model(images), labels) * sampler.weight).backward()
                 kill("before the agreement")
                 optimizer.step()
                 kill("after the step")
-                sizes.append(size)
-    result = {"digest": digest(model, optimizer), "sizes": sizes, "recovery_s": elastic.recovery_s, "lost": elastic.lost_ranks}
-    assert (get_default_group() is group) == (not elastic.lost_ranks)
+                members.append(members_now)
+    result: dict[str, object] = {
+        "digest": digest(model, optimizer),
+        "members": members,
+        "sizes": [len(each) for each in members],
+    }
+    result |= {"recovery_s": elastic.recovery_s, "lost": elastic.lost_ranks}
+    result["began_at"] = elastic.applied_steps - len(members)
+    if not newcomers_at:
+        assert (get_default_group() is group) == (not elastic.lost_ranks)
     result["accuracy"] = accuracy_percent(model.module, test)
     if plan.get("stops") and get_default_group().rank == 0:
         wake(folder)
     destroy_process_group()
     return result
+
+
+def die_at(moment: str, group: ProcessGroup) -> None:
+    """Kill this newcomer before or after it connects with those that let it in."""
+    reunion = group._reunion  # type: ignore[attr-defined]
+    connect = reunion._connect
+
+    def dying(*args: object) -> object:
+        connected = connect(*args) if moment == "after connecting" else None
+        os.kill(os.getpid(), signal.SIGKILL)
+        return connected
+
+    reunion._connect = dying
+
+
+def wait_for_newcomer(folder: Path, number: int, first_size: int) -> None:
+    """So that the newcomer of that number is let in after this very step, if it was not before: it comes when it is called."""
+    (folder / f"called-{number}").touch()
+    end_s = time.monotonic() + 90
+    while not get_default_group().newcomers() and max(get_default_group().members) < first_size + number:
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
 
 
 def wake(folder: Path) -> None:
@@ -206,16 +240,26 @@ def reference_training(world: ProcessGroup, plan: Plan, members: Sequence[Sequen
     torch.manual_seed(100)
     for step, those in enumerate(members):
         if world.rank not in those:
-            break
+            if not any(world.rank in later for later in members[step:]):
+                break
+            continue
         if those != now:
-            now = those
+            has_newcomers, is_new, now = bool(set(those) - set(now)) and step > 0, model is None, those
             group = world.subset(now, f"{name}-{step}")
             if model is None:
+                first = group if step == 0 else world.subset([world.rank], f"{name}-alone")
                 model = DistributedDataParallel(
-                    module, process_group=group, bucket_cap_mb=0.01, gradient_as_bucket_view=bool(plan["views"])
+                    module, process_group=first, bucket_cap_mb=0.01, gradient_as_bucket_view=bool(plan["views"])
                 )
                 optimizer = optimizer_of(model)
-            else:
+            if has_newcomers:
+                assert optimizer is not None
+                state = broadcast_object((module.state_dict(), optimizer.state_dict(), torch.get_rng_state()), 0, group=group)
+                if is_new:
+                    module.load_state_dict(state[0])
+                    optimizer.load_state_dict(state[1])
+                    torch.set_rng_state(state[2])
+            if step > 0:
                 model.update_process_group(group)
             sampler.divide(group.rank, group.size)
         assert model is not None
@@ -226,8 +270,8 @@ def reference_training(world: ProcessGroup, plan: Plan, members: Sequence[Sequen
         optimizer.zero_grad()
         (F.cross_entropy(model(images), labels) * sampler.weight).backward()
         optimizer.step()
-    assert model is not None
-    assert optimizer is not None
+    if model is None or optimizer is None:
+        return {}  # it took no part
     return {"digest": digest(model, optimizer), "accuracy": accuracy_percent(module, test)}
 
 
@@ -237,8 +281,8 @@ def references(world: ProcessGroup, folder: Path, plans: Sequence[Plan]) -> list
     for number, plan in enumerate(plans):
         result = reference_training(world, plan, plan["members"], f"disturbed-{number}")
         if plan.get("data") == "digits":
-            everybody = [list(range(world.size))] * len(plan["members"])
-            result["undisturbed"] = reference_training(world, plan, everybody, f"undisturbed-{number}")["accuracy"]
+            everybody = [list(range(plan.get("ranks", world.size)))] * len(plan["members"])
+            result["undisturbed"] = reference_training(world, plan, everybody, f"undisturbed-{number}").get("accuracy")
         results.append(result)
     (folder / f"done-{world.rank}").touch()
     while not all((folder / f"done-{other}").exists() for other in range(world.size)):
@@ -254,17 +298,25 @@ def main(words: Sequence[str]) -> None:
     timeout_s = plan.get("timeout_s", 60)
     if words[0] == "mpi":
         group = init_process_group("mpi", timeout=timeout_s)
+    elif words[0] == "join":
+        os.environ["SYNCLINE_JOIN"] = "1"
+        while not (folder / f"called-{int(words[1]) - plan['ranks']}").exists():
+            time.sleep(0.05)  # whoever started this process kills it in time
+        group = init_process_group("gloo", f"file://{folder}/meeting", timeout=timeout_s)
+        if plan.get("newcomer_dies"):
+            die_at(plan["newcomer_dies"], group)
     else:
         rank, size = int(words[0]), int(words[1])
         group = init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=size, timeout=timeout_s)
-    logging.basicConfig(filename=folder / f"log-{group.rank}", format="%(created).6f %(message)s")
+    name = words[1] if words[0] == "join" else str(group.rank)
+    logging.basicConfig(filename=folder / f"log-{name}", format="%(created).6f %(message)s")
     logging.getLogger("syncline").setLevel(logging.DEBUG)
     try:
-        result = references(group, folder, plan["plans"]) if "plans" in plan else elastic_training(group, folder, plan)
+        result = references(group, folder, plan["plans"]) if "plans" in plan else elastic_training(group, folder, plan, name)
     except RankGivenUpError as error:
-        (folder / f"given-up-{group.rank}").write_text(str(error))
+        (folder / f"given-up-{name}").write_text(str(error))
         raise
-    (folder / f"result-{group.rank}.json").write_text(json.dumps(result))
+    (folder / f"result-{name}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

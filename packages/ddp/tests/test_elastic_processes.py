@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,3 +46,71 @@ def test_killed_between_agreement_and_step_and_another_during_the_shrink(tmp_pat
     assert survived[1]["digest"] == expected[1][0]["digest"]
     for result in survived.values():
         print("recoveries, in seconds:", [round(s, 3) for s in result["recovery_s"]], "sizes:", sizes)
+
+
+# ---- one that comes later ----
+
+
+def run_with_newcomer(folder: Path, plan: dict[str, object], ranks: int, killed: Sequence[int] = ()) -> dict[int, Any]:
+    """The results by number; the newcomer's is `ranks`."""
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(plan))
+    newcomer = subprocess.Popen([sys.executable, str(JOB), "join", str(ranks), str(folder)])
+    try:
+        run_processes(JOB, ranks, folder, killed=frozenset(killed), timeout_s=180)
+        assert newcomer.wait(60) == 0
+    finally:
+        newcomer.kill()
+    return {int(path.stem[7:]): json.loads(path.read_text()) for path in folder.glob("result-*.json")}
+
+
+def test_a_rank_that_comes_later_has_the_bits_of_one_that_was_given_the_state(tmp_path: Path) -> None:
+    plan: dict[str, object] = {"epochs": EPOCHS, "views": True, "kills": [], "ranks": 2, "newcomers_at": [6]}
+    results = run_with_newcomer(tmp_path / "elastic", plan, 2)
+    assert sorted(results) == [0, 1, 2]
+    assert len({result["digest"] for result in results.values()}) == 1
+    steps = EPOCHS * STEPS_IN_EPOCH
+    assert results[0]["sizes"] == [2] * 7 + [3] * (steps - 7)
+    assert results[2]["sizes"] == [3] * (steps - 7)
+    assert results[2]["began_at"] == 7
+    members = results[0]["members"]
+    assert members == [[0, 1]] * 7 + [[0, 1, 2]] * (steps - 7)
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps({"plans": [{**plan, "members": members}]}))
+    run_processes(JOB, 3, folder, timeout_s=180)
+    assert json.loads((folder / "result-0.json").read_text())[0]["digest"] == results[0]["digest"]
+
+
+@pytest.mark.parametrize("moment", ["shrink, before connecting", "shrink, after connecting", "before the model is updated"])
+def test_a_rank_that_dies_while_another_is_let_in(tmp_path: Path, moment: str) -> None:
+    plan: dict[str, object] = {"epochs": EPOCHS, "views": False, "kills": [(1, 6, moment)], "ranks": 3, "newcomers_at": [6]}
+    results = run_with_newcomer(tmp_path / "elastic", plan, 3, [1])
+    assert sorted(results) == [0, 2, 3]
+    assert len({result["digest"] for result in results.values()}) == 1
+    assert results[0]["sizes"] == [3] * (EPOCHS * STEPS_IN_EPOCH)  # one has gone, one has come
+    assert results[0]["lost"] == results[2]["lost"] == [1]
+
+
+@pytest.mark.parametrize("moment", ["before connecting", "after connecting"])
+def test_a_newcomer_that_dies_while_it_is_let_in_harms_nobody(tmp_path: Path, moment: str) -> None:
+    plan: dict[str, object] = {
+        "epochs": EPOCHS,
+        "views": False,
+        "kills": [],
+        "ranks": 2,
+        "newcomers_at": [6],
+        "newcomer_dies": moment,
+    }
+    folder = tmp_path / "elastic"
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(plan))
+    newcomer = subprocess.Popen([sys.executable, str(JOB), "join", "2", str(folder)])
+    try:
+        run_processes(JOB, 2, folder, timeout_s=180)
+        assert newcomer.wait(60) == -signal.SIGKILL
+    finally:
+        newcomer.kill()
+    results = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(2)]
+    assert results[0]["digest"] == results[1]["digest"]
+    assert results[0]["sizes"] == [2] * (EPOCHS * STEPS_IN_EPOCH)

@@ -343,6 +343,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._reducer.set_hook(hook, state)
         self._tune_buckets()
 
+    @property
+    def communication_hook(self) -> tuple[Any, Any]:
+        """The communication hook that reduces the buckets, and its state; both None without one."""
+        return self._reducer.hook
+
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
         """Let `hook(state, bucket)` reduce each bucket, instead of averaging it. A later call replaces the hook.
 

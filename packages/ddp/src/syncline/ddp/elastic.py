@@ -1,10 +1,10 @@
-"""Elastic: training that goes on with the ranks that are left."""
+"""Elastic: training that goes on with the ranks that are left, and with those that come."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, TypeVar
@@ -15,17 +15,19 @@ from syncline.collectives import (
     BackendUnavailableError,
     InvalidArgumentError,
     MisuseError,
+    ProcessGroup,
     RankGivenUpError,
     RankLostError,
     StoreError,
     TransportError,
     exchange_objects,
 )
-from syncline.collectives.internal import DEFAULT_PATIENCE_S, expect_losses, replace_default_group
+from syncline.collectives.internal import DEFAULT_PATIENCE_S, broadcast_object, expect_losses, replace_default_group
 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
 from .step_snapshot import StepSnapshot
+from .training_state import TrainingState
 
 logger = logging.getLogger("syncline.ddp")
 
@@ -33,8 +35,9 @@ Batch = TypeVar("Batch")
 
 
 class _Phase(Enum):
-    """Where a rank is in a step."""
+    """Where a rank is in a step; a newcomer without a state is joining."""
 
+    JOINING = auto()
     BETWEEN_STEPS = auto()
     COMPUTING = auto()
     AGREEING = auto()
@@ -46,15 +49,14 @@ class _NotAppliedError(Exception):
 
 
 class Elastic:
-    """Lets a training loop go on when ranks die: each step is applied on all ranks that are left, or on none and done again.
+    """Lets a training loop go on when ranks die, or come: each step is applied on all ranks, or on none and done again.
 
     ::
 
         sampler = ElasticSampler(len(data), batch_size=96)
         loader = DataLoader(data, batch_sampler=sampler)
         elastic = Elastic(model, optimizer, sampler)
-        for epoch in range(epochs):
-            sampler.set_epoch(epoch)
+        for epoch in elastic.epochs(epochs):
             for images, labels in elastic.batches(loader):
                 with elastic.step():
                     optimizer.zero_grad()
@@ -81,6 +83,12 @@ class Elastic:
     as ever, and writes a report; a loss that the training goes on from writes none. The model's group is another object after
     a loss: ask `model.join_process_group`. If the group was the default group, the new one takes its place.
 
+    **Newcomers.** The same script, started with SYNCLINE_JOIN=1, joins the training: the constructor waits until the others let
+    it in. They look for newcomers after every `admit_every` applied steps. A newcomer gets the state of the first of those with
+    the most applied steps: parameters, buffers, optimizers, sampler, random state of the CPU, and the state of a communication
+    hook, if that has `state_dict` and `load_state_dict` (what error feedback has kept begins at zero). It goes on where the
+    others are, so it must not skip collectives before that place, nor call some of its own: loop over `epochs`.
+
     Args:
         model: on a group that can shrink.
         optimizer: steps the model's parameters; or several.
@@ -88,14 +96,16 @@ class Elastic:
         min_ranks: with fewer ranks the training ends.
         max_failures: so many ranks may be lost in all; None for any number.
         patience_s: see `ProcessGroup.shrink`.
-        give_up_s: how long one recovery may take, in seconds.
+        give_up_s: how long one recovery may take, in seconds; and how long a newcomer waits to be let in.
+        admit_every: after so many applied steps newcomers are let in, where the group can (`ProcessGroup.missing_for_admit`).
 
     Attributes:
         applied_steps: how many steps were applied.
-        lost_ranks: the ranks that were lost, as they were numbered when this object was made.
+        lost_ranks: those that were lost, by the number that they keep (`ProcessGroup.members`): the rank in the first group.
         recovery_s: for each recovery the seconds from the error to the end of the recovery.
 
-    Cost: for each step one barrier, a copy of the model's buffers, and one of the random state (5 KB).
+    Cost: for each step one barrier, a copy of the model's buffers, and one of the random state (5 KB); every `admit_every`
+    steps a broadcast of 8 bytes. When newcomers are let in, all ranks hold what they get a second time for a moment.
 
     Raises:
         BackendUnavailableError: the model's group cannot shrink; the message says why.
@@ -112,12 +122,15 @@ class Elastic:
         max_failures: int | None = None,
         patience_s: float = DEFAULT_PATIENCE_S,
         give_up_s: float = 300.0,
+        admit_every: int = 10,
     ) -> None:
         group = model.join_process_group
         lack = group.missing_for_shrink()
         if lack is not None:
             raise BackendUnavailableError(f"elastic training on {group.place()}: {lack}")
-        if not 1 <= min_ranks <= group.size:
+        if admit_every < 1:
+            raise InvalidArgumentError(f"expected admit_every of at least 1, found {admit_every}")
+        if not group.is_waiting and not 1 <= min_ranks <= group.size:
             raise InvalidArgumentError(f"expected min_ranks from 1 to the {group.size} ranks of the group, found {min_ranks}")
         self._model = model
         self._group = group
@@ -130,11 +143,21 @@ class Elastic:
         self._snapshot: StepSnapshot | None = None
         self.applied_steps = 0
         self.lost_ranks: list[int] = []
-        self._first_rank, self._first_size = group.rank, group.size
         self.recovery_s: list[float] = []
-        sampler.divide(group.rank, group.size)
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in optimizers]
+        self._members = set(group.members)  # all there ever were, as far as this rank knows
+        self._admit_every = admit_every if group.missing_for_admit() is None else None
+        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        if group.is_waiting:
+            self._join()
+        else:
+            sampler.divide(group.rank, group.size)
+        self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """The epochs from the present one on, up to `number` in all; tells the sampler of each."""
+        for epoch in range(self._sampler.epoch, number):
+            self._sampler.set_epoch(epoch)
+            yield epoch
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of the epoch that were not applied so far. Take each in one `with elastic.step():`.
@@ -169,9 +192,12 @@ class Elastic:
         self._snapshot = StepSnapshot(self._model.module)
         self._phase = _Phase.COMPUTING
         expect_losses(self._group, True)
+        recoveries = len(self.recovery_s)
         try:
             yield
             self._agree()  # a loop may decide not to step the optimizer
+            if len(self.recovery_s) == recoveries:  # after a recovery the ranks meet again at the next step
+                self._admit_newcomers()
         except _NotAppliedError:
             pass
         except TransportError as error:
@@ -221,24 +247,32 @@ class Elastic:
         while not present:
             self._check_hope(began_s, error)
             try:
-                present = self._go_on_without_the_lost()
+                present = self._meet(lambda: self._group.shrink(patience_s=self._patience_s))
             except TransportError as again:
                 error = again
-        self._check_limits(present)
+        self._check_limits()
         applies = self._settle_step(max(present.values()))
         self.recovery_s.append(time.perf_counter() - began_s)
         logger.info("went on with %d rank(s) at step %d", len(present), self.applied_steps)
         return applies
 
-    def _go_on_without_the_lost(self) -> dict[int, int]:
-        """Shrink, and let the model use the new group. May be repeated.
+    def _meet(self, meet: Callable[[], ProcessGroup]) -> dict[int, int]:
+        """Make the new group, give newcomers the state, and let the model use the group. May be repeated.
 
         Returns:
-            For each rank that is left, as it was numbered at first, how many steps it has applied.
+            For each member that had a state how many steps it has applied.
         """
-        old, self._group = self._group, self._group.shrink(patience_s=self._patience_s)
+        old, self._group = self._group, meet()
         is_default = replace_default_group(old, self._group)
-        present = dict(exchange_objects((self._first_rank, self.applied_steps), group=self._group))
+        mine = None if self._is_new else self.applied_steps
+        told = exchange_objects((mine, sorted(self._members)), group=self._group)
+        self._members.update(self._group.members, *(members for _, members in told))
+        applied = [steps for steps, _ in told]
+        present = {member: steps for member, steps in zip(self._group.members, applied, strict=True) if steps is not None}
+        if not present:
+            raise RankLostError("all ranks that had the state of the training are lost; start it again from a checkpoint", ())
+        if None in applied:
+            self._share_state(applied.index(max(present.values())))
         self._model.update_process_group(None if is_default else self._group)
         return present
 
@@ -256,10 +290,10 @@ class Elastic:
             self._snapshot.restore()
         return False
 
-    def _check_limits(self, present: Collection[int]) -> None:
+    def _check_limits(self) -> None:
         """The same verdict on all ranks that are left."""
         group = self._group
-        self.lost_ranks = sorted(set(range(self._first_size)) - set(present))
+        self.lost_ranks = sorted(self._members - set(group.members))
         if group.size < self._min_ranks:
             problem = f"{group.size} rank(s) are left, and min_ranks is {self._min_ranks}"
         elif self._max_failures is not None and len(self.lost_ranks) > self._max_failures:
@@ -272,6 +306,52 @@ class Elastic:
             f"{self.lost_ranks}, as they were numbered at first). Start it again from a checkpoint, or allow more",
             self.lost_ranks,
         )
+
+    # ---- newcomers ----
+
+    @property
+    def _is_new(self) -> bool:
+        return self._phase is _Phase.JOINING
+
+    def _join(self) -> None:
+        """Wait to be let in, and take the others' state."""
+        self._phase = _Phase.JOINING
+        logger.info("waiting to be let in")
+        try:
+            present = self._meet(lambda: self._group.admit(patience_s=self._give_up_s))
+        except TransportError as error:
+            if self._group.is_waiting:
+                raise
+            self._recover(error)  # a rank was lost meanwhile
+        else:
+            self._check_limits()
+            logger.info("joined %d rank(s) at step %d", len(present), self.applied_steps)
+        self._phase = _Phase.BETWEEN_STEPS
+
+    def _admit_newcomers(self) -> None:
+        """Let those in who wait, if it is time to look."""
+        if self._admit_every is None or self.applied_steps % self._admit_every != 0:
+            return
+        waiting = torch.tensor([self._group.newcomers() if self._group.rank == 0 else 0])
+        self._group.broadcast(waiting, 0)
+        if not waiting.item():
+            return
+        present = self._meet(lambda: self._group.admit(patience_s=self._patience_s))
+        self._check_limits()
+        self._settle_step(max(present.values()))
+        logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)
+
+    def _share_state(self, root: int) -> None:
+        """Give newcomers the state of a rank; a collective. The others keep theirs: one may have to apply its step yet."""
+        if self._group.rank == root and self._phase in (_Phase.COMPUTING, _Phase.AGREEING) and self._snapshot is not None:
+            self._snapshot.restore()
+        models = TrainingState(self._model, self._optimizers, self._sampler)
+        mine = (models.collect(), self.applied_steps) if self._group.rank == root else None
+        state, applied = broadcast_object(mine, root, group=self._group)
+        if self._is_new:
+            models.load(state)
+            self.applied_steps = applied
+            self._phase = _Phase.BETWEEN_STEPS  # from now on a rank like the others
 
     def _check_hope(self, began_s: float, error: TransportError) -> None:
         if isinstance(error, (RankGivenUpError, StoreError)):

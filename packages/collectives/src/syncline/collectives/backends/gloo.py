@@ -34,11 +34,11 @@ from ..host.wire_tag import sized_wire_tag
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.meeting import meet
 from ..startup.registry import load_backend
-from ..startup.rendezvous import loopback_host, store_at, tcp_store_of_rank_0
+from ..startup.rendezvous import loopback_host, store_at, store_of_running_job, tcp_store_of_rank_0
 from ..stores import AsTorchStore, FromTorchStore, Store
 from ..survivors.reunion import Generation
 from ..survivors.shrinkable_group import ShrinkableGroup
-from .gloo_reunion import GlooReunion, store_lack
+from .gloo_reunion import Connect, GlooReunion, Job, admit_lack, store_lack
 
 # The store may outlive a group (torchrun's does), so every connection writes under a number of its own; all ranks connect
 # equally often.
@@ -276,6 +276,11 @@ class GlooBackend(Backend):
     def meets_in_store(self) -> bool:
         return True
 
+    @property
+    @override
+    def serves_newcomers(self) -> bool:
+        return True
+
     def missing(self) -> str | None:
         """Some builds of torch have no Gloo."""
         if dist.is_available() and dist.is_gloo_available():
@@ -287,28 +292,60 @@ class GlooBackend(Backend):
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
+        if request.joins:
+            return _newcomer(request)
         store, rank, size = rendezvous(request)
-        store = dist.PrefixStore(f"syncline/{next(_generations)}", store)
+        store = _numbered(store)
         host = _only_host(request, size)
         transport = connect(store, rank, size, request.group_name, Deadline(request.timeout_s), host)
-        liveness = transport.liveness
+        generation, lack = Generation(0, tuple(range(size)), rank), store_lack(request, size)
+        job = Job(size, _options(request))
+        reunion = GlooReunion(store, generation, job, _connect_again(request, store, host), lack, admit_lack(request))
+        return _started(transport, reunion, request)
 
-        def connect_again(generation: Generation, met_in: dist.Store, timeout_s: float) -> GlooTransport:
-            members, deadline = generation.members, Deadline(timeout_s)
-            known = None if liveness is None else liveness.part(members, generation.rank)
-            again = connect(met_in, generation.rank, len(members), request.group_name, deadline, host, known)
-            again.outlive(dist.PrefixStore(f"generation{generation.number}/subsets", store), request.timeout_s)
-            return again
 
-        group = ShrinkableGroup(
-            transport,
-            GlooReunion(store, Generation(0, tuple(range(size)), rank), connect_again, store_lack(request, size)),
-            name=request.group_name,
-            timeout_s=request.timeout_s,
-            check_calls=request.check_calls,
-        )
-        group.start({"check_calls": request.check_calls, "reproducible": request.reproducible}, request.stall_warning_s)
-        return group
+def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
+    """A group of one, whose process waits until the members of a job let it in; they met in the store that it finds."""
+    lack = admit_lack(request)
+    if lack is not None:
+        raise LaunchError(f"backend 'gloo': SYNCLINE_JOIN=1 says that this process joins a job that runs, but {lack}")
+    if request.store is not None:
+        met_in = _given(request.store)
+    else:
+        met_in = store_of_running_job(request.init_method or "", request.timeout_s)
+    store = _numbered(met_in)
+    reunion = GlooReunion.of_newcomer(store, _options(request), _connect_again(request, store, None), request.timeout_s)
+    alone = connect(dist.HashStore(), 0, 1, request.group_name, Deadline(request.timeout_s))
+    return _started(alone, reunion, request)
+
+
+def _started(transport: GlooTransport, reunion: GlooReunion, request: ConnectRequest) -> ShrinkableGroup:
+    options = {"name": request.group_name, "timeout_s": request.timeout_s, "check_calls": request.check_calls}
+    group = ShrinkableGroup(transport, reunion, **options)
+    group.start(_options(request), request.stall_warning_s)
+    return group
+
+
+def _options(request: ConnectRequest) -> dict[str, bool]:
+    return {"check_calls": request.check_calls, "reproducible": request.reproducible}
+
+
+def _connect_again(request: ConnectRequest, store: dist.Store, host: str | None) -> Connect:
+    def connect_again(generation: Generation, known: Liveness, met_in: dist.Store, timeout_s: float) -> GlooTransport:
+        size, deadline = len(generation.members), Deadline(timeout_s)
+        again = connect(met_in, generation.rank, size, request.group_name, deadline, host, known)
+        again.outlive(dist.PrefixStore(f"{generation.prefix}/subsets", store), request.timeout_s)
+        return again
+
+    return connect_again
+
+
+def _numbered(store: dist.Store) -> dist.Store:
+    return dist.PrefixStore(f"syncline/{next(_generations)}", store)
+
+
+def _given(store: Store | dist.Store) -> dist.Store:
+    return AsTorchStore(store) if isinstance(store, Store) else store
 
 
 def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
@@ -319,7 +356,7 @@ def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
 
 def _shared_store(request: ConnectRequest, rank: int, size: int) -> dist.Store:
     if request.store is not None:
-        return AsTorchStore(request.store) if isinstance(request.store, Store) else request.store
+        return _given(request.store)
     if request.init_method is not None:
         return store_at(request.init_method, rank, size, request.timeout_s)
     if size == 1:

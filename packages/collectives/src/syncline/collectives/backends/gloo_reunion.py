@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from typing_extensions import override
 
 from ..contract.deadline import Deadline
-from ..errors import StoreError
+from ..errors import DisagreementError, StoreError
+from ..failures.liveness import Liveness
 from ..failures.process_identity import ProcessIdentity, has_ended, own_identity
 from ..host.transport import Transport
 from ..startup.backend import ConnectRequest
 from ..stores import AsTorchStore, FromTorchStore, PrefixStore, Store
 from ..stores.polling import poll
 from ..stores.store import as_keys, key_timeout
-from ..survivors.reunion import Generation
+from ..survivors.reunion import WAITING, Generation
 from ..survivors.store_reunion import StoreReunion
+from ..survivors.waiting_room import WaitingRoom
 
-Connect = Callable[[Generation, dist.Store, float], Transport]
+Connect = Callable[[Generation, Liveness, dist.Store, float], Transport]
 
+_JOB = "job"
 _REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder') or start them with torchrun"
 
 
@@ -41,42 +45,107 @@ def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = 
     return f"the ranks of this Gloo group met in a store that rank 0 serves, and that would end with it; {_REMEDY}"
 
 
+def admit_lack(request: ConnectRequest) -> str | None:
+    """Why a process that comes later would not find the store in which the ranks meet; None if it would. A pure function."""
+    if request.store is not None or (request.init_method or "").startswith("file:"):
+        return None
+    return (
+        "a process that comes later finds the others in a folder, or in a store that it is given, and these ranks met in "
+        "neither; use init_method='file:///shared/folder'"
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a newcomer must know of a job.
+
+    Attributes:
+        size: how many ranks it began with.
+        options: what changes how the ranks communicate.
+    """
+
+    size: int
+    options: Mapping[str, bool]
+
+
 class GlooReunion(StoreReunion):
     """Members are processes; each leaves in the store who it is, so that those on its machine know when it has ended.
 
     Args:
         store: where the first generation met.
         generation: of the group as it is.
-        connect: connects `(generation, store, timeout_s)` by Gloo; the store is good for no longer than that.
+        job: what newcomers must know.
+        connect: connects `(generation, liveness, store, timeout_s)` by Gloo; the store is good for no longer than that.
         lack: why the members cannot meet again, or None.
+        lack_for_newcomers: why nobody else can come, or None.
     """
 
-    def __init__(self, store: dist.Store, generation: Generation, connect: Connect, lack: str | None = None) -> None:
-        super().__init__(FromTorchStore(store), generation)
+    def __init__(
+        self,
+        store: dist.Store,
+        generation: Generation,
+        job: Job,
+        connect: Connect,
+        lack: str | None = None,
+        lack_for_newcomers: str | None = None,
+    ) -> None:
+        super().__init__(FromTorchStore(store), generation, job.size)
         self._connect = connect
         self._lack = lack
+        self._lack_for_newcomers = lack_for_newcomers
         self._processes: dict[int, ProcessIdentity | None] = {}
         if lack is None:
             mine = own_identity()
             self.store.set(f"process/{generation.me}", "" if mine is None else mine.to_text())
+            if not generation.is_waiting:
+                self.store.set(_JOB, json.dumps(asdict(job)))
+
+    @classmethod
+    def of_newcomer(cls, store: dist.Store, options: Mapping[str, bool], connect: Connect, timeout_s: float) -> GlooReunion:
+        """That of a process that came later.
+
+        Raises:
+            StoreError: the job's ranks have left no word here that newcomers need.
+            DisagreementError: they were given other options.
+        """
+        said = json.loads(FromTorchStore(store).get(_JOB, timeout_s))
+        job = Job(said["size"], said["options"])
+        if job.options != options:
+            raise DisagreementError(
+                f"this process joins a job whose ranks were given {job.options}, and was given {dict(options)}; call "
+                "init_process_group alike"
+            )
+        me = WaitingRoom(FromTorchStore(store), job.size).take_number()
+        return cls(store, Generation(WAITING, (me,), me), job, connect)
 
     @override
     def missing(self) -> str | None:
         return self._lack
 
     @override
+    def missing_for_admit(self) -> str | None:
+        return self._lack or self._lack_for_newcomers
+
+    @override
     def has_ended(self, member: int) -> bool:
+        return has_ended(self._process(member))
+
+    def _process(self, member: int) -> ProcessIdentity | None:
         if member not in self._processes:
             key = f"process/{member}"
             if not self.store.check([key]):
-                return False  # it has not come so far, or was killed on the way
+                return None  # it has not come so far, or was killed on the way
             self._processes[member] = ProcessIdentity.parse(self.store.get(key).decode())
-        return has_ended(self._processes[member])
+        return self._processes[member]
+
+    def _liveness(self, generation: Generation) -> Liveness:
+        processes = {rank: self._process(member) for rank, member in enumerate(generation.members)}
+        return Liveness({rank: known for rank, known in processes.items() if known is not None}, generation.rank)
 
     @override
     def connect(self, generation: Generation, timeout_s: float) -> Transport:
         watched = AsTorchStore(_WatchedStore(self._keys(generation), lambda: self._ended(generation), timeout_s))
-        transport = self._connect(generation, watched, timeout_s)
+        transport = self._connect(generation, self._liveness(generation), watched, timeout_s)
         watched.release()  # after a failure a thread of Gloo's may still ask it
         return transport
 

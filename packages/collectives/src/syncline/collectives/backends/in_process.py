@@ -20,7 +20,7 @@ from ..host.reduction import reduce_in_rank_order, reduce_into
 from ..host.transport import Request, Transport
 from ..startup.backend import Backend, ConnectRequest
 from ..stores import InMemoryStore, Store
-from ..survivors.reunion import Generation
+from ..survivors.reunion import WAITING, Generation
 from ..survivors.shrinkable_group import ShrinkableGroup
 from ..survivors.store_reunion import StoreReunion
 
@@ -297,12 +297,19 @@ class InProcessReunion(StoreReunion):
     Args:
         store: in memory, of all ranks.
         generation: of the group as it is.
+        first_size: how many ranks there were at first.
         states: for each generation its shared state; of all ranks.
     """
 
-    def __init__(self, store: Store, generation: Generation, states: dict[int, SharedState]) -> None:
-        super().__init__(store, generation)
+    def __init__(self, store: Store, generation: Generation, first_size: int, states: dict[int, SharedState]) -> None:
+        super().__init__(store, generation, first_size)
+        self._first_size = first_size
         self._states = states
+
+    def newcomer(self) -> InProcessReunion:
+        """That of a thread that comes later."""
+        me = self._waiting_room.take_number()
+        return InProcessReunion(self.store, Generation(WAITING, (me,), me), self._first_size, self._states)
 
     @override
     def has_ended(self, member: int) -> bool:
@@ -324,6 +331,10 @@ class InProcessGroup(ShrinkableGroup):
         self._reunion.store.set(f"ended/{self._generation.me}", b"")
         self.abort()
 
+    def newcomer(self) -> InProcessGroup:
+        """The group of one more thread, which waits to be let in: for tests. Any thread may call it."""
+        return InProcessGroup(InProcessTransport(SharedState(1), 0), self._reunion.newcomer(), **self._options)
+
 
 def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) -> list[InProcessGroup]:
     """One group of `size` ranks in this process; hand each to the thread that plays its rank.
@@ -337,7 +348,7 @@ def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) 
     return [
         InProcessGroup(
             InProcessTransport(states[0], rank),
-            InProcessReunion(store, Generation(0, members, rank), states),
+            InProcessReunion(store, Generation(0, members, rank), size, states),
             name=name,
             timeout_s=timeout_s,
         )

@@ -157,6 +157,55 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
             raise BackendUnavailableError(f"shrink on {self.place()}: {lack}")
         return self._shrink(patience_s)
 
+    # ---- with newcomers ----
+
+    def missing_for_admit(self) -> str | None:
+        """What keeps processes that came later from joining this group, with the remedy, in one sentence; None if nothing."""
+        return (
+            f"backend '{self.backend_name}' cannot let processes in that come later; use backend 'gloo' with "
+            "init_method='file:///shared/folder'"
+        )
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """For each rank a number that its process keeps in all groups that `shrink` and `admit` make of this one."""
+        return tuple(range(self.size))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this is the group of one of a process that came later, and was not let in yet."""
+        return False
+
+    def newcomers(self) -> int:
+        """How many processes wait to be let in. Each rank may find another number; cost: some reads of the store."""
+        return 0
+
+    def admit(self, *, patience_s: float = DEFAULT_PATIENCE_S) -> ProcessGroup:
+        """Make a new group of the members of this one and of those who wait to be let in. A collective; aborts this group.
+
+        A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`), on which it calls `admit`
+        to be let in. All get the same members, newcomers behind the others. A member that dies meanwhile is left out, as in
+        `shrink`; whether others call `shrink` or `admit` then, they agree. Finish what was issued before; of this group, its
+        sub-groups and its memory nothing may be used again.
+
+        Args:
+            patience_s: for members as in `shrink`; for a newcomer how long it waits to be let in.
+
+        Returns:
+            The new group, with the name and the time limit of this one.
+
+        Raises:
+            BackendUnavailableError: the group cannot; see `missing_for_admit`.
+            CollectiveTimeout: nobody let this newcomer in.
+            RankGivenUpError: the others have gone on without this rank. Let it end.
+            RankLostError: all members that could have let this newcomer in are gone.
+            StoreError: the store in which they would meet is lost.
+        """
+        lack = self.missing_for_admit()
+        if lack is not None:
+            raise BackendUnavailableError(f"admit on {self.place()}: {lack}")
+        return self._admit(patience_s)
+
     # ---- the end ----
 
     @abstractmethod
@@ -177,6 +226,9 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
 
     def _shrink(self, patience_s: float) -> ProcessGroup:
         raise NotImplementedError  # of a group for whose shrinking nothing is missing
+
+    def _admit(self, patience_s: float) -> ProcessGroup:
+        raise NotImplementedError  # of a group for whose newcomers nothing is missing
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:  # noqa: ARG002 - for those who can
         raise InvalidArgumentError(

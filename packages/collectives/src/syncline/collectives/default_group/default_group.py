@@ -9,12 +9,13 @@ import socket
 import sys
 import threading
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ..contract.deadline import seconds
 from ..contract.process_group import ProcessGroup
-from ..errors import InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
+from ..errors import BackendUnavailableError, InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.backend_choice import BackendChoice, choose_backend
 from ..startup.launch import check_init_method, detect_launch
@@ -56,6 +57,10 @@ def init_process_group(
 
     Started by mpirun, mpiexec or srun it needs no argument, no exported variable and no port.
 
+    A process with SYNCLINE_JOIN=1 in its environment joins a job that runs already, over Gloo with the `init_method` ("file://")
+    or the store of that job; `rank`, `world_size` and the launcher's are ignored. It gets a group of its own, until it and the
+    members of the job call `admit`.
+
     Args:
         backend: a name from `backend_names()`; None chooses: `SYNCLINE_BACKEND`, else the site file's, else MPI under an MPI
             launcher, else Gloo under another launcher, else a group of one; and NCCL beside it where there are GPUs and CuPy.
@@ -89,6 +94,7 @@ def init_process_group(
     settings = load_settings(os.environ)
     timeout_s = seconds(timeout, settings.timeout_s)
     launch = detect_launch(os.environ)
+    joins = _joins(os.environ)
     scheme = check_init_method(init_method)
     try:
         with _lock:
@@ -116,18 +122,38 @@ def init_process_group(
                 check_calls=check_calls,
                 thresholds=settings.thresholds.overridden(os.environ),
                 stall_warning_s=settings.stall_warning_s,
+                joins=joins,
             )
             logger.debug("backend %s: %s", choice.name, choice.reason)
-            _default = _load(choice).connect(request)
+            chosen = _load(choice)
+            if joins and not chosen.serves_newcomers:
+                raise BackendUnavailableError(
+                    f"SYNCLINE_JOIN=1 says that this process joins a job that runs, and backend '{choice.name}' cannot "
+                    "let it in; use backend 'gloo' with init_method='file:///shared/folder'"
+                )
+            _default = chosen.connect(request)
     except Exception:
         print_failure_once(launch, is_initialized)
         raise
-    if _default.size == 1 and launch is None and world_size == -1 and multiprocessing.parent_process() is not None:
+    if (
+        not joins
+        and _default.size == 1
+        and launch is None
+        and world_size == -1
+        and multiprocessing.parent_process() is not None
+    ):
         warnings.warn(_ALONE_AMONG_SIBLINGS, stacklevel=2)
     logger.info("rank %d of %d: host %s, pid %d", _default.rank, _default.size, socket.gethostname(), os.getpid())
     if _default.rank == 0:
         logger.info("%d rank(s) over %s (%s)", _default.size, _default.describe(), choice.reason)
     return _default
+
+
+def _joins(environ: Mapping[str, str]) -> bool:
+    value = environ.get("SYNCLINE_JOIN", "")
+    if value not in ("", "0", "1"):
+        raise InvalidArgumentError(f"expected SYNCLINE_JOIN to be 1 (this process joins a job that runs) or 0, found {value!r}")
+    return value == "1"
 
 
 def _load(choice: BackendChoice) -> Backend:

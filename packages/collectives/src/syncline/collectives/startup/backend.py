@@ -34,6 +34,7 @@ class ConnectRequest:
         check_calls: the ranks compare each collective before it starts. A backend that cannot must refuse to connect.
         thresholds: from which sizes on ranks of a node use memory that they share, for a backend that can.
         stall_warning_s: after so many seconds in one call rank 0 logs who waits for whom; 0: never.
+        joins: this process comes later than the others: it waits until they let it in (`ProcessGroup.admit`).
         devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
     """
 
@@ -50,6 +51,7 @@ class ConnectRequest:
     thresholds: AlgorithmThresholds = field(default_factory=AlgorithmThresholds)
     stall_warning_s: float = DEFAULT_STALL_WARNING_S
     devices: frozenset[str] | None = None
+    joins: bool = False
 
     def wants(self, device_type: str) -> bool:
         """Whether the group will get tensors on that type of device, if it can serve them."""
@@ -65,6 +67,11 @@ class Backend(ABC):
     @property
     def meets_in_store(self) -> bool:
         """Whether the ranks can meet in a store. If not, `connect` refuses a request with one, for it would be ignored."""
+        return False
+
+    @property
+    def serves_newcomers(self) -> bool:
+        """Whether a process can join a job that runs. If not, `connect` is not asked to (`ConnectRequest.joins`)."""
         return False
 
     @abstractmethod

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..contract.object_exchange import exchange_objects
 from ..contract.process_group import ProcessGroup
 from ..errors import LaunchError
-from ..stores import AsTorchStore, TCPStore, TCPStoreServer, file_rendezvous, new_secret
+from ..stores import AsTorchStore, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
 from ..stores.tcp.secret import require_pyzmq
 from .init_method import Address, address_by_environment, parse_address, parse_folder
 from .launch import check_init_method
@@ -62,6 +62,16 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
         store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
         return store
     return _over_tcp(address_by_environment(init_method, environ), rank, timeout_s, environ)
+
+
+def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
+    """The store in which the ranks of a job met, for a process that comes later; `init_method` names a folder.
+
+    Raises:
+        InvalidArgumentError: it names none.
+        StoreError: no job has met there; see `stores.join_latest_run`.
+    """
+    return AsTorchStore(join_latest_run(parse_folder(init_method), timeout=timeout_s))
 
 
 def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> str | None:

@@ -1,6 +1,6 @@
 """Stores: small key-value tables through which the processes of a job find one another."""
 
-from .file import FileStore, file_rendezvous
+from .file import FileStore, file_rendezvous, join_latest_run
 from .in_memory import InMemoryStore
 from .prefix import PrefixStore
 from .store import Store
@@ -17,5 +17,6 @@ __all__ = [
     "TCPStore",
     "TCPStoreServer",
     "file_rendezvous",
+    "join_latest_run",
     "new_secret",
 ]

@@ -12,13 +12,16 @@ from ..host.transport import Transport
 MOST_ATTEMPTS = 4
 """So often the same members try to connect before a shrink fails."""
 
+WAITING = -1
+"""The number of a newcomer's generation."""
+
 
 @dataclass(frozen=True)
 class Generation:
     """One group of members, all of whom know it by this number.
 
     Attributes:
-        number: 0 for the group that the job began with.
+        number: 0 for the group that the job began with; `WAITING` for that of a newcomer alone, who was not let in yet.
         members: their numbers, in the order of their ranks.
         me: this process's number among them.
     """
@@ -30,6 +33,16 @@ class Generation:
     def next(self, members: Sequence[int]) -> Generation:
         """The generation after this one."""
         return Generation(self.number + 1, tuple(members), self.me)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is that of a newcomer who was not let in yet."""
+        return self.number == WAITING
+
+    @property
+    def prefix(self) -> str:
+        """Of its keys in a store."""
+        return f"generation{self.number}"
 
     @property
     def rank(self) -> int:
@@ -50,6 +63,23 @@ class Reunion(ABC):
     def missing(self) -> str | None:
         """What keeps the members from meeting again, in one sentence; None if nothing does."""
         return None
+
+    def missing_for_admit(self) -> str | None:
+        """What keeps newcomers from coming in, in one sentence; None if nothing does."""
+        return "its members do not meet in a store; use backend 'gloo' with init_method='file:///shared/folder'"
+
+    def newcomers(self) -> Sequence[int]:
+        """Those who wait to be let in."""
+        return ()
+
+    def admit(self, patience_s: float) -> Transport:
+        """As `shrink`, with those who wait. A newcomer calls it to wait.
+
+        Raises:
+            CollectiveTimeout: nobody let this newcomer in.
+            RankLostError: those who could have are all gone.
+        """
+        raise NotImplementedError  # of a reunion for whose newcomers nothing is missing
 
     def calls(self) -> GroupCalls | None:
         """Count the calls of this generation's group, and say who has left; None where nobody tells. Called once for each."""

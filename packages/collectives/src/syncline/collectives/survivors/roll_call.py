@@ -1,4 +1,4 @@
-"""RollCall: the members of a group that lost some agree, in a store, on who is left."""
+"""RollCall: the members of a group agree, in a store, on who is left, and on who comes in."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from ..errors import RankGivenUpError
 from ..stores import Store
 from ..stores.polling import poll
 
+DECISION = "members"
+"""The key of what holds."""
+
 HasEnded = Callable[[int], bool]
+Newcomers = Callable[[], Sequence[int]]
+
+
+def nobody() -> Sequence[int]:
+    """No newcomers."""
+    return ()
 
 
 class RollCall:
-    """One agreement on the survivors of one generation of a group.
+    """One agreement on who follows one generation of a group.
 
     Note [Who is left]
     ~~~~~~~~~~~~~~~~~~
@@ -27,9 +36,9 @@ class RollCall:
         4. it reads what holds. Who is not in it was given up, and ends itself
 
     Nothing is guessed: who has ended is known from the system (`process_identity`), and who is silent for too long is given up
-    by an agreement that it, too, reads when it comes back. There is one decision for a generation, whoever dies meanwhile,
-    because there is one compare_set that wins. A member that dies after step 1 may be in the decision; then the next generation
-    cannot connect, and is called in its turn.
+    by an agreement that it, too, reads when it comes back. Newcomers are added to the proposal (step 3), and read what holds.
+    There is one decision for a generation, whoever dies meanwhile, because there is one compare_set that wins. A member
+    that dies after step 1 may be in the decision; then the next generation cannot connect, and is called in its turn.
 
     Args:
         store: for this generation alone; it must outlive any member.
@@ -44,8 +53,12 @@ class RollCall:
         self._me = me
         self._has_ended = has_ended
 
-    def survivors(self, patience_s: float) -> tuple[int, ...]:
-        """Those on whom all survivors agree, in the order of the members. Every survivor calls it.
+    def agree(self, patience_s: float, newcomers: Newcomers = nobody) -> tuple[int, ...]:
+        """Those on whom all survivors agree, in the order of the members, newcomers behind. Every survivor calls it.
+
+        Args:
+            patience_s: how long to wait for a member that is silent, in seconds.
+            newcomers: whom to propose beside the members; each survivor may say another thing, as one proposal holds.
 
         Raises:
             RankGivenUpError: the others have gone on without this member.
@@ -53,8 +66,8 @@ class RollCall:
         """
         self._store.set(f"here/{self._me}", b"")
         poll(self._is_settled, Deadline(patience_s))
-        proposed = json.dumps(self._present())
-        agreed = tuple(json.loads(self._store.compare_set("members", "", proposed)))
+        proposed = json.dumps([*self._present(), *newcomers()])
+        agreed = tuple(json.loads(self._store.compare_set(DECISION, "", proposed)))
         if self._me not in agreed:
             raise RankGivenUpError(
                 f"member {self._me} was silent for too long, and the members {list(agreed)} have gone on without it. This "
@@ -63,7 +76,7 @@ class RollCall:
         return agreed
 
     def _is_settled(self) -> bool:
-        if self._store.check(["members"]):
+        if self._store.check([DECISION]):
             return True
         absent = set(self._members) - set(self._present())
         return all(self._has_ended(member) for member in absent)

@@ -1,4 +1,4 @@
-"""ShrinkableGroup: a host group whose survivors can meet again."""
+"""ShrinkableGroup: a host group whose survivors can meet again, and newcomers with them."""
 
 from __future__ import annotations
 
@@ -49,18 +49,49 @@ class ShrinkableGroup(HostGroup):
         return self._reunion.missing()
 
     @override
+    def missing_for_admit(self) -> str | None:
+        return self._reunion.missing_for_admit()
+
+    @property
+    @override
+    def members(self) -> tuple[int, ...]:
+        return self._generation.members
+
+    @property
+    @override
+    def is_waiting(self) -> bool:
+        return self._generation.is_waiting
+
+    @override
+    def newcomers(self) -> int:
+        return 0 if self.is_waiting or self.missing_for_admit() is not None else len(self._reunion.newcomers())
+
+    @override
     def _shrink(self, patience_s: float) -> ProcessGroup:
-        if self._is_replaced:
-            raise GroupClosedError(f"shrink on {self.place()}: there is a newer group already; shrink that one")
+        self._check_is_latest("shrink")
         self._reunion.raise_alarm(self._reunion.generation, f"rank {self.rank} has called shrink")
         self.abort()
-        shrunk = type(self)(self._reunion.shrink(patience_s), self._reunion, **self._options)
+        return self._replaced(self._reunion.shrink(patience_s))
+
+    @override
+    def _admit(self, patience_s: float) -> ProcessGroup:
+        self._check_is_latest("admit")
+        transport = self._reunion.admit(patience_s)  # all members have come to it: only now nobody needs this group any more
+        self.abort()
+        return self._replaced(transport)
+
+    def _check_is_latest(self, call: str) -> None:
+        if self._is_replaced:
+            raise GroupClosedError(f"{call} on {self.place()}: there is a newer group already; call it on that one")
+
+    def _replaced(self, transport: Transport) -> ProcessGroup:
+        newer = type(self)(transport, self._reunion, **self._options)
         self._is_replaced = True
         if self._calls is not None:
             self._calls.is_closed = True  # in order: the new group takes its place
-        shrunk.report_to(self._reporter)
-        shrunk.losses_are_expected = self.losses_are_expected
-        return shrunk
+        newer.report_to(self._reporter)
+        newer.losses_are_expected = self.losses_are_expected
+        return newer
 
     @override
     def _reason_to_give_up(self) -> TransportError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from typing_extensions import override
 
@@ -14,7 +15,8 @@ from ..errors import TransportError
 from ..host.transport import Transport
 from ..stores import PrefixStore, Store
 from .reunion import MOST_ATTEMPTS, Generation, Reunion
-from .roll_call import RollCall
+from .roll_call import Newcomers, RollCall, nobody
+from .waiting_room import WaitingRoom
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -30,11 +32,13 @@ class StoreReunion(Reunion):
     Args:
         store: what all members reach, and what outlives each of them.
         generation: of the group as it is.
+        first_size: how many members the first generation had.
     """
 
-    def __init__(self, store: Store, generation: Generation) -> None:
+    def __init__(self, store: Store, generation: Generation, first_size: int) -> None:
         super().__init__(generation)
         self.store = store
+        self._waiting_room = WaitingRoom(store, first_size)
 
     @abstractmethod
     def has_ended(self, member: int) -> bool:
@@ -51,21 +55,39 @@ class StoreReunion(Reunion):
     @override
     def raise_alarm(self, generation: Generation, why: str) -> None:
         """The first alarm stays."""
+        if generation.is_waiting:
+            return
         self._keys(generation).compare_set("alarm", b"", why.encode()[:_MOST_ALARM_BYTES])
 
     @override
     def alarm(self, generation: Generation) -> str | None:
+        if generation.is_waiting:
+            return None
         keys = self._keys(generation)
         return keys.get("alarm").decode(errors="replace") if keys.check(["alarm"]) else None
 
     @override
+    def missing_for_admit(self) -> str | None:
+        return self.missing()
+
+    @override
+    def newcomers(self) -> Sequence[int]:
+        return [number for number in self._waiting_room.waiting() if not self.has_ended(number)]
+
+    @override
     def shrink(self, patience_s: float) -> Transport:
+        return self._meet_again(patience_s, nobody)
+
+    @override
+    def admit(self, patience_s: float) -> Transport:
+        return self._meet_again(patience_s, self.newcomers)
+
+    def _meet_again(self, patience_s: float, newcomers: Newcomers) -> Transport:
         """Who dies meanwhile is left out of the next generation. Each round takes `patience_s + CONNECT_S` at most."""
         attempts = 0
         while True:
             now = self.generation
-            call = RollCall(self._keys(now), now.members, now.me, self.has_ended)
-            self.generation = now.next(call.survivors(patience_s))
+            self.generation = self._after(now, patience_s, newcomers)
             attempts = attempts + 1 if self.generation.members == now.members else 1
             logger.debug("member %d: generation %d is %s", now.me, self.generation.number, self.generation.members)
             try:
@@ -75,6 +97,13 @@ class StoreReunion(Reunion):
                 self.raise_alarm(self.generation, f"the members that are left could not connect: {error}")
                 if attempts == MOST_ATTEMPTS:
                     raise TransportError(f"the members {list(now.members)} live, and could not connect: {error}") from error
+
+    def _after(self, now: Generation, patience_s: float, newcomers: Newcomers) -> Generation:
+        if now.is_waiting:
+            return self._waiting_room.wait(now.me, patience_s, self.has_ended)
+        members = RollCall(self._keys(now), now.members, now.me, self.has_ended).agree(patience_s, newcomers)
+        self._waiting_room.leave(set(members) - set(now.members))
+        return now.next(members)
 
     def _connected(self, generation: Generation) -> Transport:
         transport = self.connect(generation, CONNECT_S)
@@ -86,4 +115,4 @@ class StoreReunion(Reunion):
         return transport
 
     def _keys(self, generation: Generation) -> Store:
-        return PrefixStore(f"generation{generation.number}", self.store)
+        return PrefixStore(generation.prefix, self.store)

@@ -70,10 +70,36 @@ def file_rendezvous(
     return FileStore(path, run, timeout)
 
 
+def join_latest_run(
+    path: str | os.PathLike[str], *, rendezvous_id: str = "rendezvous", timeout: timedelta | float | None = None
+) -> FileStore:
+    """The store of the run that met last in this folder, for a process that comes later; waits until there is one.
+
+    The folder may hold the remains of earlier runs, and this may be one of them: whether its processes still live is for those
+    who read its store to find out.
+
+    Args:
+        path: as for `file_rendezvous`.
+        rendezvous_id: as for `file_rendezvous`.
+        timeout: seconds or a timedelta; for the wait, and for the store that it gives.
+
+    Raises:
+        StoreTimeout: no run has met there in time.
+        StoreError: a record there is not one that a rendezvous writes.
+    """
+    store = FileStore(path, rendezvous_id, timeout)
+    if not poll(lambda: store.check(["offer"]), Deadline(store.timeout.total_seconds())):
+        raise StoreTimeout(
+            f"{store.describe()}: no job has met here within {store.timeout.total_seconds():g} s (timeout); was it given "
+            "another folder, or does this process not see that file system?"
+        )
+    return FileStore(path, _read_offer(store).run, timeout)
+
+
 def _host(store: FileStore, world_size: int) -> str:
     run = f"run-{secrets.token_hex(16)}"
     here = {f"here/{run}/{rank}": rank for rank in range(1, world_size)}
-    answered: dict[str, str] = {}
+    answered: dict[str, str] | None = None
 
     def all_here() -> bool:
         nonlocal answered
