@@ -184,7 +184,7 @@ def chaos(options: argparse.Namespace) -> int:
 
 def elastic(options: argparse.Namespace) -> int:
     """Train while ranks are killed, compare with trainings in which none is, and print how long each recovery took."""
-    return 0 if play_elastic(options.runs, options.stops, options.over, options.seed) else 1
+    return 0 if play_elastic(options.runs, options.stops, options.joins, options.over, options.seed) else 1
 
 
 def soak(options: argparse.Namespace) -> int:
@@ -530,7 +530,8 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--runs", type=int, default=4, metavar="N", help="how many in which two of four ranks are killed (default: 4)")
     add("--stops", type=int, default=1, metavar="N", help="in which a rank is stopped, given up, and goes on (default: 1)")
-    add("--over", choices=ELASTIC_WAYS, nargs="+", default=ELASTIC_WAYS, help="default: all; stops are over gloo")
+    add("--joins", type=int, default=1, metavar="N", help="in which two are killed, and two newcomers come (default: 1)")
+    add("--over", choices=ELASTIC_WAYS, nargs="+", default=ELASTIC_WAYS, help="default: all; stops and joins are over gloo")
     add("--seed", type=int, default=0, help="of the first run (default: 0)")
 
 

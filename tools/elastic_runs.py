@@ -1,5 +1,8 @@
 """Elastic training while ranks die: seeded runs of digits, four ranks of which two are killed, or one is stopped and goes on.
 
+Over Gloo there are runs, too, in which two newcomers come, at steps drawn from the seed, so that four ranks are there in
+the end.
+
 Each run is a job of `elastic_job.py`. Ranks are killed at moments drawn from the seed: in forward, backward, a collective,
 between the agreement and the step, or while the others shrink. Another job trains the same without `Elastic` and kills, for all
 runs: over groups of the ranks that took part in each step, and then once more with all four.
@@ -32,7 +35,7 @@ from environment import PYTHON
 
 JOB = ROOT / "packages" / "ddp" / "tests" / "elastic_job.py"
 WAYS = ("gloo", "ulfm")
-RANKS, EPOCHS, STEPS_IN_EPOCH = 4, 5, 14
+RANKS, NEWCOMERS, EPOCHS, STEPS_IN_EPOCH = 4, 2, 5, 14
 STEPS = EPOCHS * STEPS_IN_EPOCH
 MOMENTS = (
     "forward",
@@ -48,8 +51,8 @@ DURING_SHRINK = ("shrink, before connecting", "shrink, after connecting", "befor
 PARTS = ("noticed", "agreed", "shrunk", "applied")
 _MARKS = {"rank lost": "noticed", "member ": "agreed", "went on with": "shrunk", "applied step": "applied"}
 _LIMIT_S = 150.0
-# Open MPI's survivors of two losses close to one another sometimes never leave MPI_Finalize: see the page on failures. So it is
-# no problem of a run if all have finished and do not end within so many seconds; it is counted.
+# Open MPI's survivors of two losses close to one another sometimes never leave MPI_Finalize: see the page on failures. The
+# `mpi` backend has them ended after 15 s. If all have finished and do not end within so many seconds, it is counted.
 _FINALIZE_S = 20.0
 _END_S = 5.0  # for what a killed process held to be given back
 
@@ -59,11 +62,27 @@ Kill = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class Run:
-    """One run: over what, whether a rank is stopped rather than two killed, drawn from which seed."""
+    """One run: over what, drawn from which seed; whether a rank is stopped rather than two killed; whether newcomers come."""
 
     way: str
     seed: int
     stops: bool = False
+    joins: bool = False
+
+    @property
+    def newcomers_at(self) -> list[int]:
+        """The steps after which newcomers are let in; their numbers count on from `RANKS`."""
+        return sorted(random.Random(-1 - self.seed).sample(range(STEPS - 1), NEWCOMERS)) if self.joins else []
+
+    @property
+    def starters(self) -> int:
+        """How many processes the run has in all."""
+        return RANKS + len(self.newcomers_at)
+
+    @property
+    def finishers(self) -> set[int]:
+        """The numbers of those who end in order."""
+        return set(range(self.starters)) - {rank for rank, _, _ in self.kills}
 
     @property
     def kills(self) -> list[Kill]:
@@ -74,6 +93,7 @@ class Run:
     def plan(self) -> dict[str, object]:
         """What the job is told."""
         plan = {"data": "digits", "epochs": EPOCHS, "seed": self.seed, "views": self.seed % 2 == 1, "kills": self.kills}
+        plan |= {"ranks": RANKS, "newcomers_at": self.newcomers_at}
         return plan | ({"stops": True, "timeout_s": 5, "patience_s": 3} if self.stops else {})  # nobody tells of a stop
 
 
@@ -85,7 +105,8 @@ class Outcome:
         run: that one.
         problems: what is wrong, in words.
         digest: of what the survivors ended with.
-        sizes: how many ranks took part in each step.
+        members: who took part in each step; with newcomers as those said who took part in all.
+        sizes: how many they were.
         accuracy: of the survivors, in percent.
         undisturbed: of the same training without a loss.
         recoveries: for each recovery of each survivor, after how many seconds after the loss it did what.
@@ -95,6 +116,7 @@ class Outcome:
     run: Run
     problems: list[str] = field(default_factory=list)
     digest: str = ""
+    members: list[list[int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     accuracy: float = float("nan")
     undisturbed: float = float("nan")
@@ -154,14 +176,16 @@ def play(run: Run) -> Outcome:
     outcome, memory = Outcome(run), _shared_memory()
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
         folder = Path(name) / "job"
-        finishers = RANKS - len(run.kills)
-        survived, outcome.has_ended = _job(run.way, folder, run.plan(), finishers, _LIMIT_S, outcome.problems)
+        job = (run.way, folder, run.plan(), len(run.finishers))
+        survived, outcome.has_ended = _job(*job, _LIMIT_S, outcome.problems, newcomers=len(run.newcomers_at))
         if not outcome.problems:
             _judge(survived, outcome)
         if run.stops and not any("have gone on without it" in path.read_text() for path in folder.glob("given-up-*")):
             outcome.problems.append("the rank that was stopped did not say that it was given up")
         losses = [json.loads(path.read_text())["when"] for path in folder.glob("hit-*")]
-        outcome.recoveries = [each for rank in survived for each in recoveries((folder / f"log-{rank}").read_text(), losses)]
+        there_from_the_start = [rank for rank in survived if rank < RANKS]  # a newcomer was not there when some were lost
+        logs = [(folder / f"log-{rank}").read_text() for rank in there_from_the_start]
+        outcome.recoveries = [each for log in logs for each in recoveries(log, losses)]
     left = _left_behind(memory) if outcome.has_ended else []
     if left:
         outcome.problems.append(f"left in shared memory: {left}")
@@ -169,26 +193,33 @@ def play(run: Run) -> Outcome:
 
 
 def _judge(survived: dict[int, Any], outcome: Outcome) -> None:
-    lost = {rank for rank, _, _ in outcome.run.kills}
-    if set(survived) != set(range(RANKS)) - lost:
-        outcome.problems.append(f"the ranks {sorted(survived)} finished, and {sorted(lost)} were lost")
-    elif len({(each["digest"], *each["sizes"]) for each in survived.values()}) != 1:
-        outcome.problems.append("the survivors differ")
-    else:
-        (one, *_) = survived.values()
-        outcome.digest, outcome.sizes, outcome.accuracy = one["digest"], one["sizes"], one["accuracy"]
-        if len(outcome.sizes) != STEPS:
-            outcome.problems.append(f"{len(outcome.sizes)} steps were applied, not {STEPS}")
+    if set(survived) != outcome.run.finishers:
+        outcome.problems.append(f"the ranks {sorted(survived)} finished, and {sorted(outcome.run.finishers)} should have")
+        return
+    one = survived[min(survived)]
+    outcome.digest, outcome.members, outcome.accuracy = one["digest"], one["members"], one["accuracy"]
+    outcome.sizes = [len(those) for those in outcome.members]
+    if len(outcome.members) != STEPS:
+        outcome.problems.append(f"{len(outcome.members)} steps were applied, not {STEPS}")
+    for rank, its in survived.items():
+        if its["digest"] != outcome.digest or its["members"] != outcome.members[its["began_at"] :]:
+            outcome.problems.append(f"rank {rank} differs from rank {min(survived)}")
+    if outcome.run.joins and set(outcome.members[-1]) != outcome.run.finishers:
+        outcome.problems.append(f"the last step was taken by {outcome.members[-1]}")
 
 
 def compare(outcomes: Sequence[Outcome]) -> None:
     """Train as in these runs, which are over the same, without a loss, in one job; what differs is a problem of the run."""
-    members = [members_at_each_step(outcome.run.kills, outcome.sizes, RANKS) for outcome in outcomes]
+    members = [
+        outcome.members if outcome.run.joins else members_at_each_step(outcome.run.kills, outcome.sizes, RANKS)
+        for outcome in outcomes
+    ]
     plans = [{**outcome.run.plan(), "members": those} for outcome, those in zip(outcomes, members, strict=True)]
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
         limit_s = _LIMIT_S + 20 * len(plans)
-        expected, _ = _job(outcomes[0].run.way, Path(name) / "job", {"plans": plans}, RANKS, limit_s, problems)
+        ranks = max(outcome.run.starters for outcome in outcomes)
+        expected, _ = _job(outcomes[0].run.way, Path(name) / "job", {"plans": plans}, ranks, limit_s, problems, ranks=ranks)
     for number, (outcome, those) in enumerate(zip(outcomes, members, strict=True)):
         outcome.problems += problems
         if problems:
@@ -199,11 +230,21 @@ def compare(outcomes: Sequence[Outcome]) -> None:
             outcome.problems.append("the survivors differ from a training without losses")
 
 
-def _job(way: str, folder: Path, plan: dict[str, object], finishers: int, limit_s: float, problems: list[str]) -> _Job:
+def _job(
+    way: str,
+    folder: Path,
+    plan: dict[str, object],
+    finishers: int,
+    limit_s: float,
+    problems: list[str],
+    *,
+    ranks: int = RANKS,
+    newcomers: int = 0,
+) -> _Job:
     """Start the ranks, and wait until all have ended; of Open MPI's, see `_FINALIZE_S`."""
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(plan))
-    with (folder / "output").open("w") as output, _processes(way, folder, output) as processes:
+    with (folder / "output").open("w") as output, _processes(way, folder, output, ranks, newcomers) as processes:
         end_s, has_ended = time.monotonic() + limit_s, False
         while not has_ended and time.monotonic() < end_s:
             time.sleep(0.05)
@@ -223,10 +264,11 @@ def _job(way: str, folder: Path, plan: dict[str, object], finishers: int, limit_
 
 
 @contextmanager
-def _processes(way: str, folder: Path, output: object) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _processes(way: str, folder: Path, output: object, ranks: int, newcomers: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     if way == "gloo":
-        commands = [[str(PYTHON), str(JOB), str(rank), str(RANKS), str(folder)] for rank in range(RANKS)]
+        commands = [[str(PYTHON), str(JOB), str(rank), str(ranks), str(folder)] for rank in range(ranks)]
+        commands += [[str(PYTHON), str(JOB), "join", str(ranks + number), str(folder)] for number in range(newcomers)]
     else:
         runtime = mpi_runtimes.find("openmpi")
         environ |= runtime.env
@@ -295,6 +337,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
         mine = [outcome for outcome in outcomes if outcome.run.way == way and not outcome.run.stops]
         if not mine:
             continue
+        joined = sum(outcome.run.joins for outcome in mine)
+        lines += [f"{way}: in {joined} of {len(mine)} runs newcomers came"] if joined else []
         good = [outcome for outcome in mine if not outcome.problems]
         hanging = sum(not outcome.has_ended for outcome in mine)
         lines.append(f"{way}: {len(good)} of {len(mine)} runs passed; in {hanging} MPI did not end")
@@ -311,18 +355,22 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def elastic(runs: int, stops: int, ways: Sequence[str], seed: int) -> bool:
+def elastic(runs: int, stops: int, joins: int, ways: Sequence[str], seed: int) -> bool:
     """Play all runs, print a line for each and the table; whether all passed.
 
     Raises:
         ToolError: there is nothing to play.
     """
-    if not runs and not (stops and "gloo" in ways):
-        raise ToolError("nothing to play: give --runs, or --stops over gloo (over ULFM nobody is given up who is only silent)")
+    if not runs and not ((stops or joins) and "gloo" in ways):
+        raise ToolError(
+            "nothing to play: give --runs, or --stops or --joins over gloo (over ULFM nobody is given up who is only silent, "
+            "and nobody comes later)"
+        )
     outcomes = []
     for way in ways:
         wanted = [Run(way, seed + number) for number in range(runs)]
         wanted += [Run(way, seed + number, stops=True) for number in range(stops if way == "gloo" else 0)]
+        wanted += [Run(way, seed + number, joins=True) for number in range(joins if way == "gloo" else 0)]
         outcomes += _played(wanted)
     print(table(outcomes), flush=True)
     return not any(outcome.problems for outcome in outcomes)
