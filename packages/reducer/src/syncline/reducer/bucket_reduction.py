@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -71,6 +70,9 @@ class BucketReduction:
 class PendingReduction(ABC):
     """A bucket whose reduction was issued; `times` gets the end.
 
+    What is called at the end knows no group: the thread that calls it may be the group's own, and the last to hold it, and a
+    group of torch that is dropped there waits for that very thread.
+
     Attributes:
         shows_bucket: whether somebody was shown the bucket's memory, and may keep it.
     """
@@ -93,10 +95,6 @@ class PendingReduction(ABC):
     @abstractmethod
     def _wait(self) -> object: ...
 
-    def _note_end(self, _: object = None) -> None:
-        if self._times.finished is None:
-            self._times.finished = time.perf_counter()
-
 
 class CollectiveReduction(PendingReduction):
     """A bucket that a collective reduces in place."""
@@ -105,13 +103,13 @@ class CollectiveReduction(PendingReduction):
         super().__init__(bucket, times)
         self._work = work
         if work.is_completed():
-            self._note_end()
+            times.note_end()
         else:
-            work.get_future().add_done_callback(self._note_end)
+            work.get_future().add_done_callback(times.note_end)
 
     def _wait(self) -> object:
         self._work.wait()
-        self._note_end()
+        self._times.note_end()
         return self.bucket.buffer
 
 
@@ -129,21 +127,21 @@ class HookReduction(PendingReduction):
         self._group = group
         self._is_over: threading.Event | None = None
         if future.done():
-            self._note_end()
+            times.note_end()
         else:
-            self._is_over = threading.Event()
-            future.add_done_callback(self._note_end)
+            self._is_over = is_over = threading.Event()
 
-    def _note_end(self, _: object = None) -> None:
-        super()._note_end()
-        if self._is_over is not None:
-            self._is_over.set()
+            def note_end(_: object) -> None:
+                times.note_end()
+                is_over.set()
+
+            future.add_done_callback(note_end)
 
     def _wait(self) -> object:
         if self._is_over is not None:
             self._wait_for(self._is_over)
         value = self._future.wait()
-        self._note_end()
+        self._times.note_end()
         return self._as_given(value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value)
 
     def _wait_for(self, is_over: threading.Event) -> None:
@@ -177,5 +175,5 @@ class DeferredReduction(PendingReduction):
 
     def _wait(self) -> object:
         self._group.all_reduce(self.bucket.buffer, self._op)
-        self._note_end()
+        self._times.note_end()
         return self.bucket.buffer

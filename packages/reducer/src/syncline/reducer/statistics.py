@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 
@@ -22,6 +23,11 @@ class BucketTimes:
     started: float
     finished: float | None = None
     number: int = 0
+
+    def note_end(self, _: object = None) -> None:
+        """The reduction is over, if nobody has said so before."""
+        if self.finished is None:
+            self.finished = time.perf_counter()
 
 
 @dataclass

@@ -145,6 +145,7 @@ class TorchWork(Work):
         if self._finish is not None:
             with untracked():
                 self._finish()
+        self._finish = None  # it may know the group, and is dropped by torch's thread
         self._done = True
 
     def _completes(self) -> bool:
@@ -163,6 +164,10 @@ class _Delivery:
     between, that thread finds no interpreter to drop them with, and aborts the process ("terminate called without an active
     exception"; so do torch's own communication hooks). So whoever leaves waits until torch has dropped those that were called.
     It drops one of these when it has dropped all that depended on it.
+
+    After them that thread drops the work, and with it perhaps the last reference to a tensor that Python has seen, for which it
+    wants the interpreter, too. Nobody can see when it has done so, and the group is the script's: it is not ours to close. So
+    whoever leaves, lets the interpreter go for as long as a thread usually needs that just waits for it. That is no proof.
     """
 
     def __init__(self, deliver: Callable[[Any], Any]) -> None:
@@ -176,6 +181,7 @@ class _Delivery:
 
 
 _EXIT_S = 5.0
+_LET_GO_S = 0.02  # four times the interval after which a thread asks for the interpreter
 _deliveries: weakref.WeakSet[_Delivery] = weakref.WeakSet()
 
 
@@ -184,3 +190,4 @@ def _wait_until_dropped() -> None:
     end_s = time.monotonic() + _EXIT_S
     while any(delivery.was_called for delivery in _deliveries) and time.monotonic() < end_s:
         time.sleep(0.001)
+    time.sleep(_LET_GO_S)
