@@ -15,8 +15,8 @@ from syncline.collectives import InvalidArgumentError
 AUTO = "auto"
 
 _MIB = 1024 * 1024
+_DEFAULT_CAPS_MB = (1.0, 25.0)  # of the first bucket, which is small so that communication starts early, and of the others
 _AUTO_HINT = f'; bucket_cap_mb="{AUTO}" finds one'
-_DEFAULT_CAP_MB = 25.0
 
 
 def check_module(module: object) -> None:
@@ -33,8 +33,10 @@ def check_module(module: object) -> None:
     raise InvalidArgumentError(f"expected a torch.nn.Module, found {type(module).__name__}")
 
 
-def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> int | list[int]:
-    """One size limit in bytes, or those of the first, second, ... bucket.
+def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> list[int]:
+    """The size limits in bytes of the first, second, ... bucket; the last one holds for all that follow.
+
+    The first bucket is smaller only if nothing is given; as in torch.
 
     Raises:
         InvalidArgumentError: both were given, or one is not above 0 and finite.
@@ -45,7 +47,8 @@ def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Seq
         if not bucket_cap_mb_list:
             raise InvalidArgumentError("expected at least one size in bucket_cap_mb_list, found none")
         return [_bytes("bucket_cap_mb_list", cap_mb) for cap_mb in bucket_cap_mb_list]
-    return _bytes("bucket_cap_mb", _DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb)
+    caps_mb = _DEFAULT_CAPS_MB if bucket_cap_mb is None else (bucket_cap_mb,)
+    return [_bytes("bucket_cap_mb", cap_mb) for cap_mb in caps_mb]
 
 
 def tunes_buckets(bucket_cap_mb: object, bucket_cap_mb_list: Sequence[float] | None) -> bool:

@@ -14,14 +14,14 @@ import torch
 from syncline.collectives import InvalidArgumentError, ProcessGroup, ReduceOp, all_gather_object, placement_of
 from syncline.reducer import IterationStatistics, Reducer
 
-from .prediction.forecast import CAPS_BYTES, FIRST_CAP_BYTES, MIB
+from .prediction.forecast import CAPS_BYTES, MIB
 from .prediction.replay import ReadyBucket, Workload, rebucket, replay, spread
 
-_DEFAULT = (FIRST_CAP_BYTES, 25 * MIB)
+_DEFAULT = (MIB, 25 * MIB)
 _CANDIDATES = (
     _DEFAULT,
-    *((min(FIRST_CAP_BYTES, cap), cap) for cap in CAPS_BYTES if cap != _DEFAULT[1]),
-    *((cap, cap) for cap in CAPS_BYTES if cap > FIRST_CAP_BYTES),
+    *((min(MIB, cap), cap) for cap in CAPS_BYTES if cap != _DEFAULT[1]),
+    *((cap, cap) for cap in CAPS_BYTES if cap > MIB),
 )
 _WORTH = 1.05
 """Other sizes than the default must promise so many times its speed: predictions are not exact to less."""

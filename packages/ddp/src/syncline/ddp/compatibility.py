@@ -120,7 +120,9 @@ class TorchNames:
     if TYPE_CHECKING:
         _group: ProcessGroup
         _join: Any
-        _bucket_caps_bytes: int | list[int]
+        _bucket_caps_bytes: list[int]
+        _lists_bucket_caps: bool
+        _builtin_hook: dist.BuiltinCommHookType | None
         _runtime: RuntimeSamples
         device: torch.device
         find_unused_parameters: bool
@@ -153,14 +155,13 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """How many bytes a bucket has at most; of several limits the first."""
-        caps = self._bucket_caps_bytes
-        return caps if isinstance(caps, int) else caps[0]
+        """How many bytes a bucket has at most; of several limits the largest."""
+        return max(self._bucket_caps_bytes)
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """The limits of the first, second, ... bucket; empty if one holds for all."""
-        return [] if isinstance(self._bucket_caps_bytes, int) else self._bucket_caps_bytes
+        """The limits of the first, second, ... bucket, if they were given one by one."""
+        return self._bucket_caps_bytes if self._lists_bucket_caps else []
 
     @property
     def broadcast_bucket_size(self) -> int:
@@ -245,6 +246,7 @@ class TorchNames:
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         self._check_no_wire_dtype()
         self._reducer.set_hook(builtin_hook(comm_hook_type))
+        self._builtin_hook = comm_hook_type
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Any, comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD

@@ -72,7 +72,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         init_sync: compare the ranks' modules at construction and give all rank 0's state. False if they are known to be equal.
         process_group: the ranks, a group of ours or of torch.distributed. None takes our default group, or torch's if only that
             is initialised, or makes ours (`init_process_group()`).
-        bucket_cap_mb: gradients are reduced in buckets of about so many MiB, 25 if None; the first one is of 1 MiB at most.
+        bucket_cap_mb: gradients are reduced in buckets of about so many MiB, 25 if None, where the first one has 1 MiB at most.
             "auto" measures the first ten steps or so, then builds buckets of the sizes that promise the shortest step; see
             `tuned_bucket_cap_mb`.
         find_unused_parameters: a backward may leave out parameters, on each rank others. Those that no rank used keep the
@@ -135,6 +135,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         sync_buffers_at_first, forward_sync_buffers = arguments.buffer_synchronization(broadcast_buffers, forward_sync_buffers)
         self.mixed_precision = as_mixed_precision(mixed_precision)
         self._tunes_buckets = arguments.tunes_buckets(bucket_cap_mb, bucket_cap_mb_list)
+        self._lists_bucket_caps = bucket_cap_mb_list is not None
         self._bucket_caps_bytes = arguments.bucket_caps_bytes(
             None if self._tunes_buckets else bucket_cap_mb, bucket_cap_mb_list
         )
@@ -162,6 +163,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.output_device = None if self._input_device is None else self._input_device.index
         self.require_backward_grad_sync = True
         self._buffer_sync = Buffers(self._state, enabled=forward_sync_buffers)
+        self._builtin_hook: dist.BuiltinCommHookType | None = None
         self._runtime = logging_data.RuntimeSamples()
         self.fused_optimizer = FusedOptimizer()
         self._has_adopted_optimizers = False
@@ -367,6 +369,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._reducer.note_error(error)
             raise
         self._reducer.set_hook(hook, state)
+        self._builtin_hook = None
 
     # ---- looking at steps ----
 
@@ -475,7 +478,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         Times are of the latest iteration; those that begin with "avg" are means over the iterations that torch would sample:
         the first ten, and then one in a hundred, or as `_set_ddp_runtime_logging_sample_rate` says.
         """
-        caps = self._bucket_caps_bytes
         parameters = [parameter for _, parameter in self._state.parameters() if parameter.requires_grad]
         return {
             **logging_data.describe_module(self.module, parameters, self._group, self.process_group),
@@ -483,11 +485,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             "device_ids": ", ".join(str(index) for index in self.device_ids or ()),
             "output_device": -1 if self.output_device is None else self.output_device,
             "broadcast_buffers": int(self.forward_sync_buffers),
-            "bucket_cap_bytes": caps if isinstance(caps, int) else max(caps),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
-            **logging_data.describe_hook(self._reducer.hook[0]),
+            **logging_data.describe_hook(self._reducer.hook[0], self._builtin_hook),
             "join_uneven_inputs": int(self._join is not None),
             **logging_data.describe_error(self._reducer),
             **logging_data.describe_buckets(self._reducer),

@@ -78,8 +78,10 @@ def describe_error(reducer: Reducer) -> LoggingData:
     return {} if reducer.latest_error is None else {"has_error": 1, "error": reducer.latest_error}
 
 
-def describe_hook(hook: Callable[..., Any] | None) -> LoggingData:
+def describe_hook(hook: Callable[..., Any] | None, builtin: dist.BuiltinCommHookType | None) -> LoggingData:
     """A communication hook's name, with that of the function around it, if it is a closure; nothing if there is none."""
+    if builtin is not None:
+        return {"comm_hook": str(builtin)}
     return {} if hook is None else {"comm_hook": getattr(hook, "__qualname__", type(hook).__qualname__)}
 
 

@@ -10,7 +10,6 @@ from .cost_model import CostModel
 from .replay import Prediction, Workload, rebucket, replay
 
 MIB = 1 << 20
-FIRST_CAP_BYTES = MIB
 CAPS_BYTES = tuple(int(cap * MIB) for cap in (0.5, 1, 2, 4, 8, 16, 25, 50, 100))
 _WORTH = 1.05
 """Advice names nothing that gives less."""
@@ -70,7 +69,7 @@ def forecast(workload: Workload, model: CostModel, ranks: Sequence[int], compres
     """All numbers of ranks, bucket sizes and compressions."""
     workloads: dict[int | None, Workload] = {None: workload}
     for cap_bytes in CAPS_BYTES:
-        workloads[cap_bytes] = rebucket(workload, [min(FIRST_CAP_BYTES, cap_bytes), cap_bytes])
+        workloads[cap_bytes] = rebucket(workload, [cap_bytes])
     steps = {
         count: {
             Choice(cap_bytes, one.name): _predict(changed, model, count, one)
