@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 from syncline.collectives import ProcessGroup
 
@@ -37,7 +36,7 @@ def sweep(
         For each contender the steps by label, and the unsynchronised ones under every label.
     """
     wraps: dict[tuple[str, str], Wrap] = {
-        (name, label): make(**_options(cap)) for label, cap in caps.items() for name, make in makers.items()
+        (name, label): make(bucket_cap_mb=cap) for label, cap in caps.items() for name, make in makers.items()
     }
     joined = {f"{name}/{label}": wrap for (name, label), wrap in wraps.items()}
     taken = interleaved(trainers(case, {**joined, ALONE: alone}), group, rounds)
@@ -57,8 +56,3 @@ def show(case: Case, found: ByCap, report: Report, part: str, *, picture_name: s
 def as_figures(found: ByCap) -> dict[str, dict[str, dict[str, float]]]:
     """Of a sweep, for JSON."""
     return {name: {label: asdict(summary) for label, summary in points.items()} for name, points in found.items()}
-
-
-def _options(cap_mb: float) -> dict[str, Any]:
-    """As a list, for then also the first bucket is of that size, ours and torch's alike."""
-    return {"bucket_cap_mb_list": [cap_mb]}

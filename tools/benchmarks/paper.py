@@ -188,7 +188,7 @@ def _round_robin(options: argparse.Namespace, group: ProcessGroup, report: Repor
     taking_turns: dict[str, ProcessGroup] = {
         f"{count} in turn": RoundRobinGroup(some) for count, some in zip(GROUPS, groups, strict=True)
     }
-    wraps = {name: ours(one, bucket_cap_mb_list=[ROUND_ROBIN_CAP_MB]) for name, one in {PLAIN: group, **taking_turns}.items()}
+    wraps = {name: ours(one, bucket_cap_mb=ROUND_ROBIN_CAP_MB) for name, one in {PLAIN: group, **taking_turns}.items()}
     scale = session.scale(options)
     figures: dict[str, dict[str, Summary]] = {}
     for case in (mlp(16, scale), transformer(2, scale)):

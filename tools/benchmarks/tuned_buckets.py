@@ -17,9 +17,9 @@ from .targets import TUNED_OVER_BEST, TUNED_OVER_DEFAULT
 from .timing import interleaved
 from .trainer import Trainer
 
-AUTO, DEFAULT, AGAIN = "auto", "25", "25, again"
+AUTO, DEFAULT, AGAIN = "auto", "default", "default, again"
 """The default stands twice: what its two steps differ by is what two equal contenders differ by on this machine."""
-CAPS_MB = {"0.5": 0.5, "1": 1.0, "4": 4.0, "8": 8.0, DEFAULT: 25.0, "100": 100.0}
+CAPS_MB = {"0.5": 0.5, "1": 1.0, "4": 4.0, "8": 8.0, DEFAULT: None, "100": 100.0}
 _MOST_STEPS = 20
 
 
@@ -56,7 +56,7 @@ def measure(case: Case, group: ProcessGroup, rounds: int) -> Tuned:
     """Tune first, with nobody else between the steps; then all take turns. A collective; at least 2 rounds."""
     model, batch = case.model(), case.batch()
 
-    def trainer(cap_mb: float | str) -> Trainer:
+    def trainer(cap_mb: float | str | None) -> Trainer:
         return Trainer(DistributedDataParallel(copy.deepcopy(model), process_group=group, bucket_cap_mb=cap_mb), case, batch)
 
     auto = trainer("auto")

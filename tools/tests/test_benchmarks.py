@@ -488,7 +488,7 @@ def test_tuned_buckets_are_told_and_kept(tmp_path: Path) -> None:
     for part in ("mpi", "gloo"):
         (found,) = kept[part].values()
         assert found["chosen_mb"] == [1.0, 25.0]  # of tiny models there is one bucket, whatever its size
-        assert found["steps_s"].keys() == {"auto", "25, again", "0.5", "1", "4", "8", "25", "100"}
+        assert found["steps_s"].keys() == {"auto", "default, again", "0.5", "1", "4", "8", "default", "100"}
         assert found["over_best"]["count"] == 1
     assert "auto chose 25 MiB, the first 1" in told
     assert [sum(target.what in line for line in kept["verdicts"]) for target in (TUNED_OVER_BEST, TUNED_OVER_DEFAULT)] == [2, 2]
@@ -499,7 +499,7 @@ def test_the_best_size_is_judged_in_other_rounds_than_those_that_chose_it() -> N
     found = tuned_buckets.Tuned([1.0, 8.0], {**equal, "8": [1.0, 3.0, 1.0, 5.0], "auto": [9.0, 6.0, 9.0, 5.0]})
     assert found.best == "8"
     assert found.over_best() == Summary(1.25, 1.5, 1.75, 2)
-    assert found.over("auto", "25").median_s == 3.75
+    assert found.over("auto", "default").median_s == 3.75
 
 
 @pytest.mark.parametrize(("total", "smallest", "sizes"), [(64, 4, [4, 16, 64]), (100, 4, [4, 16, 64, 100]), (4, 4, [4])])

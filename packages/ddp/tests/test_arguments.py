@@ -213,13 +213,28 @@ def test_without_init_sync_modules_are_not_compared() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sizes_mb"),
+    [({}, [1, 2]), ({"bucket_cap_mb": 25}, [3]), ({"bucket_cap_mb": 2}, [2, 1]), ({"bucket_cap_mb": 1}, [1, 1, 1])],
+)
+def test_only_by_default_the_first_bucket_is_small(arguments: dict[str, Any], sizes_mb: list[int]) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(3)))  # 1 MiB each
+        ddp = DistributedDataParallel(model, process_group=group, **arguments)
+        assert [bucket.nbytes for bucket in ddp._reducer.buckets] == [size * 2**20 for size in sizes_mb]
+        assert ddp.bucket_bytes_cap == arguments.get("bucket_cap_mb", 25) * 2**20
+
+    only_rank(body)
+
+
 def test_bucket_sizes_are_those_of_the_list() -> None:
     def body(group: ProcessGroup) -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(6)))  # 256 bytes each
         kib = 1 / 1024
         ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb_list=[0.25 * kib, 0.5 * kib, 0.75 * kib])
         assert [bucket.nbytes for bucket in ddp._reducer.buckets] == [256, 512, 768]
-        assert ddp.logging_data()["bucket_cap_bytes"] == 768
+        assert ddp.logging_data()["bucket_cap_bytes"] == ddp.bucket_bytes_cap == 768
+        assert ddp.bucket_bytes_cap_list == [256, 512, 768]
 
     only_rank(body)
 

@@ -295,8 +295,8 @@ def test_the_built_in_hook_sends_halves() -> None:
 @pytest.mark.parametrize(
     ("mine", "other", "words"),
     [
-        ({}, {"bucket_cap_mb": 1}, ["bucket_cap_mb", "26214400 on rank 0", "1048576 on rank 1"]),
-        ({}, {"bucket_cap_mb_list": [1, 2]}, ["bucket_cap_mb_list", "26214400 on rank 0", "[1048576, 2097152] on rank 1"]),
+        ({}, {"bucket_cap_mb": 1}, ["bucket_cap_mb", "[1048576, 26214400] on rank 0", "[1048576] on rank 1"]),
+        ({}, {"bucket_cap_mb_list": [1, 2]}, ["bucket_cap_mb_list", "26214400] on rank 0", "[1048576, 2097152] on rank 1"]),
         ({}, {"find_unused_parameters": True}, ["find_unused_parameters=False on rank 0", "True on rank 1"]),
         ({}, {"static_graph": True}, ["static_graph=False on rank 0", "True on rank 1"]),
         ({"gradient_as_bucket_view": True}, {}, ["gradient_as_bucket_view=True on rank 0", "False on rank 1"]),

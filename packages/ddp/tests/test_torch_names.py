@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from syncline.collectives import ProcessGroup
+from syncline.collectives import ProcessGroup, destroy_process_group, init_process_group
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel, Join
 
@@ -120,6 +122,22 @@ def test_logging_data_of_rebuilt_buckets_and_of_a_hook() -> None:
         assert data["rebuilt_per_bucket_param_indices"] == order.replace(",", "")
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("kind", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS])
+def test_a_built_in_hook_is_logged_by_torchs_name_until_another_replaces_it(kind: dist.BuiltinCommHookType) -> None:
+    def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]: ...
+
+    init_process_group("in_process", world_size=1)
+    try:
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
+        ddp._register_builtin_comm_hook(kind)
+        assert ddp.logging_data()["comm_hook"] == str(kind)
+        assert "comm_hook" not in copy.deepcopy(ddp).logging_data(), "a copy has no hook"
+        ddp.register_comm_hook(None, hook)
+        assert str(ddp.logging_data()["comm_hook"]).endswith("hook")
+    finally:
+        destroy_process_group()
 
 
 def test_logging_data_have_the_latest_error() -> None:

@@ -572,6 +572,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.process_group = choose_default_group()
         self._group = as_ours(self.process_group)
         self._listeners, self._recordings, self._straggler_watch = IterationListeners(), [], None
-        self._bucket_tuning = None
+        self._bucket_tuning = self._builtin_hook = None
         self._reducer = self._make_reducer()
         self._tune_buckets()

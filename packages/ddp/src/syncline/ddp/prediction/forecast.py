@@ -20,7 +20,7 @@ class Choice:
     """How gradients travel.
 
     Attributes:
-        cap_bytes: the size of buckets, of which the first has 1 MiB at most; None: as traced.
+        cap_bytes: the size of all buckets, as `bucket_cap_mb` sets it; None: as traced.
         compression: its name.
     """
 
