@@ -103,7 +103,7 @@ def test_observers_are_told_of_calls_that_have_a_plan() -> None:
     group, transport = make()
     group.all_reduce(torch.ones(6))
     seen: list[ObservedCall] = []
-    stop = observe_calls(lambda call: seen.append(call) if call.group is group else None)
+    stop = observe_calls(lambda call, _: seen.append(call) if call.group is group else None)
     group.all_reduce(torch.ones(6))
     stop()
     group.all_reduce(torch.ones(6))

@@ -90,6 +90,18 @@ def test_other_calls_are_those_that_are_no_buckets(tmp_path: Path) -> None:
                 assert step.finished <= call.started <= call.finished  # before what counts as the next forward
 
 
+def test_two_recordings_of_a_rank_each_know_their_buckets(tmp_path: Path) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(a_network(), process_group=group, bucket_cap_mb=TINY_CAP_MB)
+        with model.trace(tmp_path / "first", 2, 4), model.trace(tmp_path / "second", 2, 4):
+            train(model, group.rank, 6)
+
+    run_ranks(2, body)
+    for folder in ("first", "second"):
+        for rank in read_timeline(tmp_path / folder).ranks:
+            assert {call.name for step in rank.steps.values() for call in step.calls} == {"broadcast"}
+
+
 def test_rank_0_merges_the_files(tmp_path: Path) -> None:
     run_ranks(2, traced, a_network(), tmp_path, 2, 4)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -267,7 +279,9 @@ def test_ranks_that_do_not_all_trace_are_told(tmp_path: Path, monkeypatch: pytes
 def test_calls_are_observed_while_somebody_does() -> None:
     def body(group: ProcessGroup) -> list[tuple[str, bool]]:
         seen = []
-        stop = observe_calls(lambda call: seen.append((call.name, call.finished is not None)) if call.group is group else None)
+        stop = observe_calls(
+            lambda call, _: seen.append((call.name, call.finished is not None)) if call.group is group else None
+        )
         tensor = torch.ones(3)
         group.all_reduce(tensor)
         group.barrier()

@@ -25,17 +25,15 @@ class ObservedCall:
     Attributes:
         name: the method's, such as "all_reduce".
         group: on which it was called.
-        tensor: the first argument that is a tensor, or None. Whoever keeps the call should let go of it.
         started: when it was called.
         finished: when it was over; None while it is not, or if that is not known (of a send or receive in flight).
     """
 
-    __slots__ = ("finished", "group", "name", "started", "tensor")
+    __slots__ = ("finished", "group", "name", "started")
 
-    def __init__(self, name: str, group: Membership, tensor: torch.Tensor | None, started: float) -> None:
+    def __init__(self, name: str, group: Membership, started: float) -> None:
         self.name = name
         self.group = group
-        self.tensor = tensor
         self.started = started
         self.finished: float | None = None
 
@@ -44,7 +42,8 @@ class ObservedCall:
         self.finished = time.perf_counter()
 
 
-Observer: TypeAlias = Callable[[ObservedCall], None]
+Observer: TypeAlias = Callable[[ObservedCall, torch.Tensor | None], None]
+"""Gets a call, and its first argument that is a tensor; the call does not keep it alive."""
 
 observers: list[Observer] = []
 """Those that are told of calls now; `observe_calls` adds to it."""
@@ -88,7 +87,7 @@ def observed(name: str, group: Membership, arguments: Sequence[object], issue: C
     if _here.is_observing:
         return issue()
     tensor = next((argument for argument in arguments if isinstance(argument, torch.Tensor)), None)
-    call = ObservedCall(name, group, tensor, time.perf_counter())
+    call = ObservedCall(name, group, time.perf_counter())
     _here.is_observing = True
     try:
         work = issue()
@@ -99,5 +98,5 @@ def observed(name: str, group: Membership, arguments: Sequence[object], issue: C
     elif name not in _TRANSFERS:  # the future of a transfer costs a thread
         work.get_future().add_done_callback(call.note_end)
     for observer in tuple(observers):
-        observer(call)
+        observer(call, tensor)
     return work

@@ -39,10 +39,9 @@ class CallLog:
         """Observe no more."""
         self._stop()
 
-    def _note(self, call: ObservedCall) -> None:
+    def _note(self, call: ObservedCall, tensor: torch.Tensor | None) -> None:
         if call.group.ranks[call.group.rank] != self._rank:
             return
-        tensor, call.tensor = call.tensor, None
         if call.name == "all_reduce" and self._is_bucket(tensor):
             return
         self._seen.append((call, 0 if tensor is None or tensor.is_sparse else tensor.nbytes))
