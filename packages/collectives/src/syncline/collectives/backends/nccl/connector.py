@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +22,17 @@ from .peer_info import find_conflict, peer_info
 from .rendezvous import Payload, Rendezvous
 
 T = TypeVar("T")
+
+logger = logging.getLogger("syncline.collectives")
+
+
+@functools.cache  # once in each process
+def warn_unverified() -> None:
+    """Log that the backend has been tested with fakes only; to be removed when it has run on a GPU."""
+    logger.warning(
+        "NCCL is in use: this version has not been verified on a GPU. Its tests use fakes of NCCL and the GPU; compare the "
+        "first steps of a training with those on one GPU before you rely on it"
+    )
 
 
 @dataclass(frozen=True)
@@ -117,6 +130,8 @@ class Connector:
         made = self._within(
             deadline, device, lambda: Communicator.connect(self.nccl, unique_id, rank, len(members), comm_stream.handle)
         )
+        if self.ranks[self.rank] == 0:  # one rank of the job speaks for all
+            warn_unverified()
         return StreamCommunicator(made, comm_stream, device)
 
     def _send_a_byte(self, stream_comm: StreamCommunicator) -> None:
