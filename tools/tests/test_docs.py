@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+from dataclasses import fields
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ import syncline.ddp
 import syncline.hooks
 import syncline.reducer
 from syncline.collectives.doctor import torch_versions
+from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
+from syncline.collectives.startup.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -20,9 +25,32 @@ SOURCES = sorted((ROOT / "packages").glob("*/src/**/*.py"))
 
 def test_every_environment_variable_is_documented() -> None:
     named = {name for source in SOURCES for name in re.findall(r"SYNCLINE_[A-Z]+(?:_[A-Z]+)*", source.read_text())}
+    named |= {f"SYNCLINE_{field.name.upper()}" for field in fields(AlgorithmThresholds)}
     text = (REFERENCE / "settings.md").read_text()
     assert "SYNCLINE_BACKEND" in named
     assert sorted(name for name in named if f"`{name}`" not in text) == []
+
+
+def test_every_key_of_the_site_file_is_documented_with_its_default() -> None:
+    text = (REFERENCE / "settings.md").read_text()
+    documented = dict(re.findall(r"^\| `(\w+)` \| [\w ]+ \| (\w+) \|", text, re.MULTILINE))
+    defaults = {field.name: field.default for field in fields(Settings) if field.metadata}
+    shown = {
+        key: "automatic" if value is None else f"{value:g}" if type(value) is float else str(value).lower()
+        for key, value in defaults.items()
+    }
+    assert documented == shown
+
+
+def test_every_command_and_each_of_its_options_is_documented() -> None:
+    sections = dict(re.findall(r"^## syncline (\w+)\n(.*?)(?=^## |\Z)", (REFERENCE / "commands.md").read_text(), re.M | re.S))
+    commands = {command.name: command.load() for command in entry_points(group="syncline.commands")}
+    assert sections.keys() == commands.keys() >= {"bench", "doctor", "predict", "report", "trace"}
+    for name, command in commands.items():
+        parser = argparse.ArgumentParser(add_help=False)
+        command.add_arguments(parser)
+        options = [option for action in parser._actions for option in action.option_strings]
+        assert [option for option in options if f"{option} " not in sections[name].replace("`", " ")] == [], name
 
 
 def test_the_table_of_versions_is_what_the_doctor_knows() -> None:
