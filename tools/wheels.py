@@ -1,9 +1,9 @@
 """Builds the four wheels, and tests each where nothing but what it asks for is installed.
 
-A clean environment per layer sees torch and the test runner through a path file that points at
-`.venv/wheel-base`; pip then resolves the layer's own requirements from the wheels alone, without an
-index. The layer's tests are collected there, from a copy away from the source tree with a copy of `test_support` beside them,
-so none of them leans on another layer, and some run; the same code passes all of them in the source tree. `--full` runs all.
+A clean environment per layer sees torch and the test runner of `.venv`, and no more of it, through a path file that points at a
+folder of links (`linked_packages.py`); pip then resolves the layer's own requirements from the wheels alone, without an index.
+The layer's tests are collected there, from a copy away from the source tree with a copy of `test_support` beside them, so none
+of them leans on another layer, and some run; the same code passes all of them in the source tree. `--full` runs all.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ import zipfile
 from pathlib import Path
 
 from check_layering import ARROWS
-from commands import ROOT, ToolError, check, run
-from environment import LAYERS, PYTHON, WHEEL_BASE
+from commands import ROOT, check, run
+from environment import LAYERS, PYTHON
 
 TEST_SUPPORT = ROOT / "tools" / "test_support"
+# What every layer may assume, and the test runner; no mpi4py, and none of our layers. No layer asks for NumPy, but torch warns
+# where it is missing, and in tests a warning is an error. The tests of the TCP store need pyzmq, which is optional; that the
+# layer works without it has a test of its own.
+ASSUMED = ("torch", "numpy", "pytest", "pytest-timeout", "hypothesis", "expecttest", "pyzmq")
 SOME_TESTS = {
     "collectives": ("test_in_process.py", "test_registry.py", "test_settings.py", "test_imports.py"),
     "reducer": ("test_bucket.py", "test_verification.py", "test_static_graph.py"),
@@ -105,14 +109,9 @@ def _tests_pass(layer: str, python: Path, home: Path, *, all_tests: bool) -> boo
 
 def _clean_environment(venv: Path) -> Path:
     """An environment with torch and the test runner in sight, and nothing else; its Python."""
-    base = _site_packages(WHEEL_BASE)
-    if not base.is_dir():
-        raise ToolError(f"no {base}; run again without --skip-install")
     check((sys.executable, "-m", "venv", "--without-pip", venv))
-    (_site_packages(venv) / "base.pth").write_text(f"{base}\n")
-    return venv / "bin" / "python"
-
-
-def _site_packages(venv: Path) -> Path:
+    assumed = venv / "assumed"
+    check((PYTHON, ROOT / "tools" / "linked_packages.py", assumed, *ASSUMED))
     major, minor = sys.version_info[:2]
-    return venv / "lib" / f"python{major}.{minor}" / "site-packages"
+    (venv / "lib" / f"python{major}.{minor}" / "site-packages" / "assumed.pth").write_text(f"{assumed}\n")
+    return venv / "bin" / "python"

@@ -49,6 +49,15 @@ def test_what_hangs_is_ended_and_fails(capsys: pytest.CaptureFixture[str]) -> No
     assert "late did not end within 0.5 s, and was ended" in capsys.readouterr().out
 
 
+def test_the_processor_time_of_each_is_its_own_with_its_childrens() -> None:
+    busy = "import time\nwhile time.process_time() < 0.5: pass"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    jobs = [python("parent", parent), python("idle", "import time; time.sleep(0.5)")]
+    used_s = {one.name: one.processor_s for one in run_side_by_side(jobs, 2)}
+    assert used_s["parent"] >= 0.5
+    assert used_s["idle"] < 0.5
+
+
 def test_an_interrupt_ends_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = tmp_path / "started"
     program = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
