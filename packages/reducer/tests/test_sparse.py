@@ -44,7 +44,7 @@ def test_sparse_gradients_are_averaged_and_stay_sparse(world_size: int, kind: st
     def body(group: ProcessGroup) -> None:
         model = make_model(kind)
         reducer = Reducer(list(model.named_parameters()), group, sparse=[True, False, False], gradient_as_bucket_view=as_view)
-        assert [[reducer._names[i] for i in bucket.indices] for bucket in reducer.buckets if not bucket.views] == [
+        assert [[reducer.names[i] for i in bucket.indices] for bucket in reducer.buckets if not bucket.views] == [
             ["table.weight"]
         ]
         for step in range(3):

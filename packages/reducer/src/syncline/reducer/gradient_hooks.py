@@ -73,7 +73,7 @@ class GradientHooks:
         reads_in_place: whether gradients are averaged where they are, so that nobody else can read them meanwhile.
         wake: called on the thread of backward, inside a hook, when a bucket is worth a look. A method, held
             weakly: hooks do not keep the reducer alive.
-        node_done: the same, called when all hooks on a parameter that `hook_node` was given have run, with its index.
+        node_done: the same, called when all hooks on a parameter have run that `hook_node` was given, with what that was given.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GradientHooks:
         *,
         reads_in_place: bool,
         wake: Callable[[PendingGradients], None],
-        node_done: Callable[[int], None],
+        node_done: Callable[[int, PendingGradients], None],
     ) -> None:
         self._parameters = parameters
         self._group = group
@@ -108,11 +108,11 @@ class GradientHooks:
         for indices, noted in zip(buckets, pending, strict=True):
             for index in indices:
                 self._hook_parameter(index, noted)
-            self.hook_node(indices[-1])
+            self.hook_node(indices[-1], noted)
         return pending
 
-    def hook_node(self, index: int) -> None:
-        """From the next backward on, tell when all hooks on this parameter have run."""
+    def hook_node(self, index: int, pending: PendingGradients) -> None:
+        """From the next backward on, tell when all hooks on this parameter, whose gradient is noted there, have run."""
         node = accumulation_node(self._parameters[index])
         hooked, handle = self._nodes.get(index, (None, None))
         if self._is_closed or hooked is node:
@@ -124,7 +124,7 @@ class GradientHooks:
         def tell(*_: object) -> None:
             method = node_done()
             if method is not None:
-                method(index)
+                method(index, pending)
 
         self._nodes[index] = node, node.register_hook(tell)
 

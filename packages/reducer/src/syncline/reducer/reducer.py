@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import gc
 import logging
@@ -15,21 +14,25 @@ from typing import Any, TypeVar
 
 import torch
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, Work
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 
 from . import error_messages
+from .arrival_order import ArrivalOrder
+from .awaiting_hooks import AwaitingHooks
+from .backward_reduction import BackwardReduction
 from .bucket_building import BucketBuilder, gradients_as_views
-from .bucket_reduction import BucketReduction, CommunicationHook, PendingReduction
+from .bucket_reduction import BucketReduction, CommunicationHook
 from .delayed_usage import DelayedUsage
 from .dynamic_usage import DynamicUsage
-from .finalize import AnyFuture, OnDelivery, finalize
+from .finalize import AnyFuture, OnDelivery
 from .gradient_hooks import GradientHooks, PendingGradients
+from .named_parameters import NamedParameters
 from .readiness import MarkedTwiceError, Readiness
 from .sparse_bucket import AnyBucket
 from .static_usage import StaticUsage
-from .statistics import BucketTimes, IterationStatistics
+from .statistics import IterationStatistics
 from .sync_policy import GradSyncPolicy
-from .torch_internals import call_at_backward_end, current_backward
+from .torch_internals import call_at_backward_end
 from .usage import CompleteUsage, UnexpectedGradientError, UsageModel
 
 logger = logging.getLogger("syncline.reducer")
@@ -55,14 +58,7 @@ def _noting_errors(method: Method) -> Method:
     return call  # type: ignore[return-value]  # the method's own signature
 
 
-class _Phase(enum.Enum):
-    """Between iterations, or inside a backward whose gradients are being reduced."""
-
-    IDLE = enum.auto()
-    REDUCING = enum.auto()
-
-
-class _RunningBackward:
+class _BackwardEnd:
     """Autograd holds it as long as it may still call back. Of a backward that has failed, nobody holds it."""
 
     def __init__(self, reducer: Reducer) -> None:
@@ -138,44 +134,41 @@ class Reducer:
         delayed: Sequence[str] = (),
         delayed_until: str | None = None,
     ) -> None:
-        self._names = [name for name, _ in named_parameters]
-        self._parameters = [parameter for _, parameter in named_parameters]
-        sparse = [False] * len(self._parameters) if sparse is None else list(sparse)
-        self._check_parameters(sparse)
+        self._named = named = NamedParameters(named_parameters, sparse)
+        self._parameters = named.parameters
         self._group = group
-        self._delayed = [self._index(name) for name in delayed]
-        self._delayed_until = None if delayed_until is None else self._index(delayed_until)
         if delayed_until is not None and not delayed:
             raise InvalidArgumentError(f"delayed_until='{delayed_until}' without delayed: name what waits, or leave it out")
+        self._delayed = [named.index(name) for name in delayed]
+        self._delayed_until = None if delayed_until is None else named.index(delayed_until)
         self._usage = self._make_usage(
             find_unused=find_unused_parameters, skip_unused=skip_all_reduce_unused_params, static=static_graph
         )
         self._builder = BucketBuilder(
-            self._names,
-            self._parameters,
+            named.names,
+            named.parameters,
             group,
             caps_bytes=_caps_bytes(bucket_cap_bytes, first_bucket_cap_bytes),
-            sparse=sparse,
+            sparse=named.sparse,
             delayed=self._delayed,
             as_view=gradient_as_bucket_view,
         )
         self._reduction = BucketReduction(group)
         self._sync_policy = GradSyncPolicy()
+        self._arrival_order = ArrivalOrder(len(self._parameters))
+        self._awaiting_hooks = AwaitingHooks()
         self._lock = threading.Lock()
-        self._phase = _Phase.IDLE
-        self._backward: Callable[[], _RunningBackward | None] = lambda: None
-        self._reductions: list[PendingReduction] = []
+        # The backward that is being reduced, and what autograd calls at its end; None and dead between iterations.
+        self._running: BackwardReduction | None = None
+        self._backward_end: Callable[[], _BackwardEnd | None] = lambda: None
         self._on_delivery: OnDelivery | None = None
         self._on_iteration: Callable[[IterationStatistics], None] | None = None
         self._extra_futures: list[AnyFuture] = []
-        self._verification: Work | None = None
-        self._arrival_order: list[int] | None = None
         self._absent: Sequence[int] | None = None
         self._latest_error: str | None = None
-        self.seems_static = True
         self._has_accumulated = False
         self._counts_at_end = False
-        self._rebuilt = False
+        self.seems_static = True
         self.statistics = IterationStatistics(time.perf_counter())
         self._hooks = GradientHooks(
             self._parameters,
@@ -184,9 +177,6 @@ class Reducer:
             wake=self._on_wake,
             node_done=self._on_node_done,
         )
-        # Buckets that are worth a look, and the thread and the backward in which users' hooks on their latest gradient run.
-        self._awaiting_hooks: dict[PendingGradients, tuple[int, int]] = {}
-        self._arrivals: list[int] = []
         self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
         self.first_bucket_sizes = [bucket.nbytes for bucket in self._buckets]
         weakref.finalize(self, self._hooks.close)
@@ -199,7 +189,7 @@ class Reducer:
     @property
     def names(self) -> Sequence[str]:
         """The parameters' names, by index."""
-        return self._names
+        return self._named.names
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
@@ -214,7 +204,7 @@ class Reducer:
     @property
     def arrival_order(self) -> Sequence[int] | None:
         """The parameters in the order of their gradients, in the backward after which buckets are rebuilt; None before."""
-        return self._arrival_order
+        return self._arrival_order.learned
 
     @property
     def latest_error(self) -> str | None:
@@ -228,7 +218,7 @@ class Reducer:
     @property
     def has_rebuilt_buckets(self) -> bool:
         """Whether the buckets are in the order in which gradients arrived."""
-        return self._rebuilt
+        return self._arrival_order.is_used
 
     @property
     def hook(self) -> tuple[CommunicationHook | None, Any]:
@@ -244,7 +234,7 @@ class Reducer:
         Raises:
             MisuseError: a backward has given gradients already, reduced or not, so it is too late.
         """
-        if self._phase is not _Phase.IDLE or self._has_accumulated:
+        if self._running is not None or self._has_accumulated:
             raise MisuseError(
                 f"set_static_graph on {self._group.place()} should be called before training loop starts: a backward has given "
                 "gradients. Call it before the first backward, or pass static_graph=True at construction"
@@ -334,13 +324,13 @@ class Reducer:
                 backward was reduced yet, or each may be of others (`find_unused_parameters`).
         """
         self._check_idle("change_bucket_caps")
-        if self._arrival_order is None:
+        if self._arrival_order.learned is None:
             raise MisuseError(
                 f"change_bucket_caps on {self._group.place()}: the order in which gradients arrive is not known; call it after "
                 "a reduced backward, without find_unused_parameters"
             )
         self._builder = replace(self._builder, caps_bytes=list(caps_bytes))
-        self._rebuilt = False
+        self._arrival_order.is_used = False
 
     def cancel_forward(self) -> None:
         """The forward that was prepared for last raised an error, and there will be no backward."""
@@ -370,18 +360,15 @@ class Reducer:
         self._count_unsynchronized()
         self._rebuild_if_due()
         with self._lock:
-            self._phase = _Phase.REDUCING
             self.statistics = IterationStatistics(time.perf_counter())
             self.statistics.backward_started = self.statistics.forward_started
             self._usage.shadow_backward()
-            for number in range(len(self._buckets)):
-                self._start(number, empty=True)
-            self._usage.sync_used_map()
-            self._verification = self._group.verify_calls(async_op=True)
-        finalize(self._reductions, self.statistics, frozenset, verification=self._verification)
+            self._running = self._make_running()
+            self._running.start_empty()
+        self._running.finish()
         self._sync_policy.reduced()
         if self._learns_order:
-            self._arrival_order = [index for bucket in self._buckets for index in bucket.indices]
+            self._arrival_order.learned = [index for bucket in self._buckets for index in bucket.indices]
         self._reset()
 
     def check_finalized(self) -> None:
@@ -404,48 +391,42 @@ class Reducer:
                 call_at_backward_end(self._count_unsynchronized)
             return
         with self._lock:
-            if self._phase is _Phase.IDLE:
+            if self._running is None:
                 self._begin()
-            elif self._backward() is None:
+            elif self._backward_end() is None:
                 raise error_messages.backward_never_ended("a gradient came", self._group.place())
-            self._process_awaiting_hooks(pending)
+            for done in self._awaiting_hooks.pop_done():
+                self._take(done, but_last=done is pending)
             if self._learns_order:
-                self._arrivals.append(pending.indices[-1])
+                self._arrival_order.arrived(pending.indices[-1])
             if pending.are_enough:
-                self._awaiting_hooks[pending] = _here()
+                self._awaiting_hooks.add(pending)
 
     @_noting_errors
-    def _on_node_done(self, index: int) -> None:
+    def _on_node_done(self, index: int, pending: PendingGradients) -> None:
         """Called on the thread of backward when all hooks on a parameter have run that was expected to complete its bucket."""
         with self._lock:
-            pending = self._pending[self._bucket_of[index]]
-            if pending in self._awaiting_hooks and pending.indices[-1] == index:
-                del self._awaiting_hooks[pending]
+            if self._awaiting_hooks.node_done(pending, index):
                 self._process(pending.take())
 
-    def _process_awaiting_hooks(self, current: PendingGradients) -> None:
-        """A gradient has come: where earlier ones of the same backward and thread wait, all users' hooks on these have run."""
-        if not self._awaiting_hooks:
-            return
-        here = _here()
-        for pending in [pending for pending, where in self._awaiting_hooks.items() if where == here]:
-            del self._awaiting_hooks[pending]
-            taken = pending.take(but_last=pending is current)
-            if taken:
-                self._hooks.hook_node(taken[-1])
-                self._process(taken)
+    def _take(self, pending: PendingGradients, *, but_last: bool = False) -> None:
+        """Look at a bucket whose latest gradient was not the expected one; from the next backward on it is."""
+        taken = pending.take(but_last=but_last)
+        if taken:
+            self._hooks.hook_node(taken[-1], pending)
+            self._process(taken)
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before any is marked."""
         if not self._buckets:
             raise error_messages.no_buckets(self._group.place())
-        backward = _RunningBackward(self)
-        call_at_backward_end(backward.end)
-        self._backward = weakref.ref(backward)
-        self._phase = _Phase.REDUCING
+        backward_end = _BackwardEnd(self)
+        call_at_backward_end(backward_end.end)
+        self._backward_end = weakref.ref(backward_end)
         if self.statistics.backward_started:  # by another backward of the same forward
             self.statistics = IterationStatistics(time.perf_counter())
         self.statistics.backward_started = time.perf_counter()
+        self._running = self._make_running()
         absent = self._usage.begin()
         self.seems_static &= self._absent is None or absent == self._absent
         self._absent = absent
@@ -456,7 +437,10 @@ class Reducer:
     @property
     def _learns_order(self) -> bool:
         """Whether the buckets are to be built anew in the order in which the gradients of this backward come."""
-        return self._usage.order_recurs and not self._rebuilt
+        return self._usage.order_recurs and not self._arrival_order.is_used
+
+    def _make_running(self) -> BackwardReduction:
+        return BackwardReduction(self._buckets, self._usage, self._reduction, self._group, self.statistics)
 
     def _process(self, indices: Sequence[int]) -> None:
         self._mark_ready(self._tell_usage(self._usage.arrived, indices))
@@ -476,46 +460,17 @@ class Reducer:
         try:
             return method(indices, undefined)
         except UnexpectedGradientError as error:
-            raise error_messages.not_expected(self._names[error.index], self._group.place()) from None
+            raise error_messages.not_expected(self._named.names[error.index], self._group.place()) from None
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
         try:
             startable = self._readiness.mark_ready(indices)
         except MarkedTwiceError as error:
-            name = self._names[error.index]
+            name = self._named.names[error.index]
             raise error_messages.marked_twice(name, self._group.place(), self._usage.hint_twice) from None
         if startable:
-            self._start_all(startable)
-
-    def _start_all(self, numbers: range) -> None:
-        """See Note [Buckets start in order]: called for bucket 0, 1, 2, ... of every backward."""
-        is_last = self._readiness.is_complete
-        began = time.perf_counter()
-        if is_last:
-            self.statistics.last_gradient = began
-        for number in numbers:
-            self._start(number)
-        if is_last:
-            self._usage.sync_used_map()
-            self._verification = self._group.verify_calls(async_op=True)
-            self.statistics.waited_s += time.perf_counter() - began
-
-    def _start(self, number: int, *, empty: bool = False) -> None:
-        bucket = self._buckets[number]
-        if self._usage.may_skip(bucket.indices):
-            return
-        ready = time.perf_counter()
-        if empty:
-            bucket.collect_nothing()
-        else:
-            bucket.collect(self._usage.locally_unused(bucket.indices))
-        times = BucketTimes(bucket.nbytes, ready, time.perf_counter(), number=number)
-        self.statistics.buckets.append(times)
-        self._reductions.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
-
-    def _is_last(self, number: int) -> bool:
-        """Whether no later bucket is reduced in this backward; the same on every rank."""
-        return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
+            assert self._running is not None, "gradients are marked within a backward"
+            self._running.start(startable, is_last=self._readiness.is_complete)
 
     @_noting_errors
     def _end(self) -> None:
@@ -526,27 +481,19 @@ class Reducer:
         """
         with self._lock:
             for pending in self._pending:
-                if pending.indices:
-                    self._hooks.hook_node(pending.indices[-1])
-                    self._process(pending.take())
+                self._take(pending)
             self._mark_ready(self._usage.ended())
         if not self._readiness.is_complete:
-            names = [self._names[index] for index in self._readiness.missing()]
+            names = [self._named.names[index] for index in self._readiness.missing()]
             raise error_messages.never_ready(names, self._group.place(), self._usage.hint_missing)
 
     @_noting_errors
     def _finish(self) -> None:
         """Called by autograd after `_end` of all reducers: another one may have to collect what this one overwrites."""
-        finalize(
-            self._reductions,
-            self.statistics,
-            self._usage.globally_unused,
-            on_delivery=self._on_delivery,
-            extra_futures=self._extra_futures,
-            verification=self._verification,
-        )
+        assert self._running is not None, "a backward that ends has begun"
+        self._running.finish(self._on_delivery, self._extra_futures)
         if self._learns_order:
-            self._arrival_order = _by_last_arrival(self._arrivals, len(self._parameters))
+            self._arrival_order.learn()
         self._extra_futures = []
         self._sync_policy.reduced()
         self._reset()
@@ -554,19 +501,17 @@ class Reducer:
             self._on_iteration(self.statistics)
 
     def _reset(self) -> None:
-        self._reductions = []
         self._awaiting_hooks.clear()
-        self._arrivals.clear()
+        self._arrival_order.forget_arrivals()
         self._readiness.reset()
         self._usage.reset()
-        self._phase = _Phase.IDLE
+        self._running = None
 
     # ---- buckets ----
 
     def _use(self, buckets: list[AnyBucket]) -> None:
         self._buckets = buckets
         members = [bucket.indices for bucket in buckets]
-        self._bucket_of = {index: number for number, indices in enumerate(members) for index in indices}
         self._readiness = Readiness(members)
         self._pending = self._hooks.register(members)
 
@@ -575,16 +520,17 @@ class Reducer:
 
         The old ones are given up first: to have both for a moment was the peak of a whole training's memory.
         """
-        if not self._learns_order or self._arrival_order is None:
+        order_here = self._arrival_order.learned
+        if not self._learns_order or order_here is None:
             return
         device = torch.device("cpu") if "cpu" in self._group.device_types else self._parameters[0].device
-        order = torch.tensor(self._arrival_order, dtype=torch.int64, device=device)
+        order = torch.tensor(order_here, dtype=torch.int64, device=device)
         self._group.broadcast(order, 0)
         self._release_gradients()
         kept = gradients_as_views(self._buckets)
         self._buckets = []
         self._use(self._builder.build(order.tolist(), kept))
-        self._rebuilt = True
+        self._arrival_order.is_used = True
         logger.debug("rebuilt the buckets in the order of rank 0's gradients: %d buckets", len(self._buckets))
 
     def _release_gradients(self) -> None:
@@ -603,26 +549,8 @@ class Reducer:
 
     # ---- checks ----
 
-    def _check_parameters(self, sparse: Sequence[bool]) -> None:
-        if not self._parameters:
-            raise MisuseError("expected at least one parameter that requires a gradient, found none")
-        if len(sparse) != len(self._parameters):
-            raise InvalidArgumentError(
-                f"expected a `sparse` flag for each of {len(self._parameters)} parameters, found {len(sparse)}"
-            )
-        for name, parameter, is_sparse in zip(self._names, self._parameters, sparse, strict=True):
-            if not parameter.requires_grad:
-                raise MisuseError(f"parameter '{name}' does not require a gradient; leave it out")
-            if is_sparse and parameter.dim() == 0:
-                raise InvalidArgumentError(f"parameter '{name}' has no dimension, so its gradient cannot be sparse")
-
-    def _index(self, name: str) -> int:
-        if name not in self._names:
-            raise InvalidArgumentError(f"expected names of parameters that are averaged, found '{name}'")
-        return self._names.index(name)
-
     def _check_idle(self, what: str) -> None:
-        if self._phase is not _Phase.IDLE:
+        if self._running is not None:
             raise error_messages.backward_never_ended(what, self._group.place())
 
     def _check_other_reducers(self) -> None:
@@ -635,17 +563,5 @@ class Reducer:
             raise error_messages.another_reducer(self._group.place())
 
 
-def _here() -> tuple[int, int]:
-    """This thread and the backward that runs on it."""
-    return threading.get_ident(), current_backward()
-
-
 def _caps_bytes(cap_bytes: int | Sequence[int], first_cap_bytes: int) -> list[int]:
     return [min(first_cap_bytes, cap_bytes), cap_bytes] if isinstance(cap_bytes, int) else list(cap_bytes)
-
-
-def _by_last_arrival(arrivals: Sequence[int], count: int) -> list[int]:
-    """Each of `count` parameters once, in the order in which their last gradients came; those without any at the end."""
-    latest = dict.fromkeys(reversed(arrivals))
-    came = list(reversed(latest))
-    return [*came, *(index for index in range(count) if index not in latest)]

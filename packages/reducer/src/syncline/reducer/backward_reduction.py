@@ -1,0 +1,99 @@
+"""The reduction of one backward: its buckets are issued one after the other, then waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from syncline.collectives import ProcessGroup, Work
+
+from .bucket_reduction import BucketReduction, PendingReduction
+from .finalize import AnyFuture, GloballyUnused, OnDelivery, finalize
+from .sparse_bucket import AnyBucket
+from .statistics import BucketTimes, IterationStatistics
+from .usage import UsageModel
+
+
+class BackwardReduction:
+    """What one backward issues, and waits for at its end. Used on the thread of that backward.
+
+    Args:
+        buckets: of the reducer, in the order in which they are reduced.
+        usage: has begun with this backward.
+        reduction: starts a bucket.
+        group: the ranks that average; compares their calls after the last bucket.
+        statistics: gets the times.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[AnyBucket],
+        usage: UsageModel,
+        reduction: BucketReduction,
+        group: ProcessGroup,
+        statistics: IterationStatistics,
+    ) -> None:
+        self._buckets = buckets
+        self._usage = usage
+        self._reduction = reduction
+        self._group = group
+        self._statistics = statistics
+        self._started: list[PendingReduction] = []
+        self._verification: Work | None = None
+        self._left_alone: GloballyUnused = usage.globally_unused
+
+    def start(self, numbers: range, *, is_last: bool) -> None:
+        """Collect these buckets and issue their reductions: 0, 1, 2, ... in every backward; see Note [Buckets start in order].
+
+        Args:
+            numbers: which buckets.
+            is_last: whether these are the last ones: every gradient is ready.
+        """
+        began = time.perf_counter()
+        if is_last:
+            self._statistics.last_gradient = began
+        for number in numbers:
+            self._start(number)
+        if is_last:
+            self._start_agreements()
+            self._statistics.waited_s += time.perf_counter() - began
+
+    def start_empty(self) -> None:
+        """Issue all that a backward issues, with zeros in place of this rank's gradients, which stay as they are."""
+        self._left_alone = frozenset
+        for number in range(len(self._buckets)):
+            self._start(number, empty=True)
+        self._start_agreements()
+
+    def finish(self, on_delivery: OnDelivery | None = None, extra_futures: Sequence[AnyFuture] = ()) -> None:
+        """Wait for everything and deliver the gradients; see `finalize`."""
+        finalize(
+            self._started,
+            self._statistics,
+            self._left_alone,
+            on_delivery=on_delivery,
+            extra_futures=extra_futures,
+            verification=self._verification,
+        )
+
+    def _start(self, number: int, *, empty: bool = False) -> None:
+        bucket = self._buckets[number]
+        if self._usage.may_skip(bucket.indices):
+            return
+        ready = time.perf_counter()
+        if empty:
+            bucket.collect_nothing()
+        else:
+            bucket.collect(self._usage.locally_unused(bucket.indices))
+        times = BucketTimes(bucket.nbytes, ready, time.perf_counter(), number=number)
+        self._statistics.buckets.append(times)
+        self._started.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
+
+    def _is_last(self, number: int) -> bool:
+        """Whether no later bucket is reduced in this backward; the same on every rank."""
+        return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
+
+    def _start_agreements(self) -> None:
+        """After the last bucket, on every rank: who used what, and whether all called the same."""
+        self._usage.sync_used_map()
+        self._verification = self._group.verify_calls(async_op=True)
