@@ -26,12 +26,12 @@ from syncline.collectives import (
     exchange_objects,
     premul_sum,
 )
-from syncline.collectives.backends.mpi.node.os_memory import huge_page_bytes
-from syncline.collectives.backends.mpi.node.segment import Segment, create_file
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.reduce_op import DTYPES_OF, Reduction
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.host.reduction import reduce_in_rank_order
+from syncline.collectives.host.shared_memory.os_memory import huge_page_bytes
+from syncline.collectives.host.shared_memory.segment import Segment, create_file
 from syncline.collectives.host.transport import Plan
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.testing import CHECKS

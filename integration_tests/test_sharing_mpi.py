@@ -128,7 +128,7 @@ def test_neither_way_is_open(ranks: Ranks, step: str, monkeypatch: pytest.Monkey
 def test_beyond_the_limit_of_a_control_group(ranks: Ranks, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would kill a rank. They may be under one limit, or each under its own."""
     from syncline.collectives.backends.mpi.node import shared_allocation
-    from syncline.collectives.backends.mpi.node.memory_limit import HEADROOM_BYTES, Limit
+    from syncline.collectives.host.shared_memory.memory_limit import HEADROOM_BYTES, Limit
 
     identity = (1, 0 if same else ranks.rank)
     sharers = ranks.size if same else 1

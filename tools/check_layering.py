@@ -50,9 +50,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "torch_backend",
         "internal",
         "testing",
-        "bench",
-        "doctor",
-        "report",
+        "commands",
         "__main__",
     ),
     "syncline.ddp.tracing": (
@@ -96,18 +94,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "call_verifier",
         "ring_all_reduce",
         "transport",
-        "srun_check",
-        "exit_status",
         "job_abort",
         "node",
         "reunion",
         "backend",
     ),
     f"{COLLECTIVES}.backends.mpi.node": (
-        "os_memory",
-        "segment",
-        "memory_limit",
-        "fd_passing",
         "shm_barrier",
         "hierarchy",
         "shared_allocation",
@@ -126,7 +118,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
 PUBLIC_TO_LAYERS = ("internal", "stores", "testing", "torch_backend")
 BACKENDS = f"{COLLECTIVES}.backends"
 # Who may import a backend. The registry does so by name, from entry points.
-_INSTRUMENTS = (f"{COLLECTIVES}.testing", f"{COLLECTIVES}.doctor", f"{COLLECTIVES}.bench")
+_INSTRUMENTS = (f"{COLLECTIVES}.testing", f"{COLLECTIVES}.commands")
 MAY_IMPORT_BACKENDS = (BACKENDS, f"{COLLECTIVES}.startup.registry", *_INSTRUMENTS)
 # Optional third-party packages, and the one package of ours that may import each at module level.
 OPTIONAL = {"mpi4py": f"{BACKENDS}.mpi", "cupy": f"{BACKENDS}.nccl", "zmq": f"{COLLECTIVES}.stores.tcp"}

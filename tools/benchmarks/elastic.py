@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from syncline.collectives.bench.results import aligned
+from syncline.collectives.commands.bench.results import aligned
 from syncline.collectives.testing.processes import run_processes
 
 from . import session

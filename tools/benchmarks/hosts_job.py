@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from syncline.collectives import ProcessGroup, placement_of
-from syncline.collectives.bench.kinds import Buffers, plain_memory
-from syncline.collectives.bench.measure import Case as CollectiveCase
-from syncline.collectives.bench.measure import measure
-from syncline.collectives.bench.sizes import in_words
-from syncline.collectives.bench.subjects import IN_WINDOW, RAW_MPI, TORCH_GLOO, Subject, connect_subject
+from syncline.collectives.commands.bench.kinds import Buffers, plain_memory
+from syncline.collectives.commands.bench.measure import Case as CollectiveCase
+from syncline.collectives.commands.bench.measure import measure
+from syncline.collectives.commands.bench.sizes import in_words
+from syncline.collectives.commands.bench.subjects import IN_WINDOW, RAW_MPI, TORCH_GLOO, Subject, connect_subject
 from syncline.hooks import (
     CompressionState,
     Int8,

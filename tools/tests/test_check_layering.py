@@ -19,7 +19,7 @@ GOOD = [
     ("syncline.collectives.default_group.default_group", "from ..startup import registry"),
     ("syncline.collectives.default_group.default_group", "from .. import errors"),
     ("syncline.collectives.host.transfer", "from ..contract.work import Work"),
-    ("syncline.collectives.__main__", "from .bench.command import run"),
+    ("syncline.collectives.__main__", "from .commands.bench.command import run"),
     ("syncline.collectives.default_group.default_group", "import torch, numpy"),
     ("syncline.collectives.default_group.default_group", "import synclinear.ddp"),
     ("syncline.collectives.startup.launch", "def probe():\n    import mpi4py"),

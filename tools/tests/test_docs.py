@@ -14,7 +14,7 @@ import syncline.collectives
 import syncline.ddp
 import syncline.hooks
 import syncline.reducer
-from syncline.collectives.doctor import torch_versions
+from syncline.collectives.commands.doctor import torch_versions
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.startup.settings import Settings
 

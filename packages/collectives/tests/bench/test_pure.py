@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ReduceOp
-from syncline.collectives.bench import KINDS, Buffers, Case, Measurement, command, plot
-from syncline.collectives.bench.measure import LEAST_ROUNDS, MOST_ROUNDS, refusal_of_all, repeats_of, rounds_of
-from syncline.collectives.bench.results import in_json, in_text
-from syncline.collectives.bench.sizes import in_words, ladder, parse_size
+from syncline.collectives.commands.bench import KINDS, Buffers, Case, Measurement, command, plot
+from syncline.collectives.commands.bench.measure import LEAST_ROUNDS, MOST_ROUNDS, refusal_of_all, repeats_of, rounds_of
+from syncline.collectives.commands.bench.results import in_json, in_text
+from syncline.collectives.commands.bench.sizes import in_words, ladder, parse_size
 from syncline.collectives.contract.reduce_op import BOOL, DTYPES_OF
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from syncline.collectives.backends.mpi.node.memory_limit import HEADROOM_BYTES, Limit
-from syncline.collectives.doctor import Finding, MPIFacts, Observation, Status, diagnose
-from syncline.collectives.doctor import diagnosis as d
-from syncline.collectives.doctor import memory as m
-from syncline.collectives.doctor.finding import exit_status, in_text, ok, summary
-from syncline.collectives.doctor.observation import _abi, nccl_version_in_words
-from syncline.collectives.doctor.survival import survival
+from syncline.collectives.commands.doctor import Finding, MPIFacts, Observation, Status, diagnose
+from syncline.collectives.commands.doctor import diagnosis as d
+from syncline.collectives.commands.doctor import memory as m
+from syncline.collectives.commands.doctor.finding import exit_status, in_text, ok, summary
+from syncline.collectives.commands.doctor.observation import _abi, nccl_version_in_words
+from syncline.collectives.commands.doctor.survival import survival
+from syncline.collectives.host.shared_memory.memory_limit import HEADROOM_BYTES, Limit
 from syncline.collectives.startup.backend_choice import BackendChoice
 from syncline.collectives.startup.nodes import HostIdentity
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from syncline.collectives.doctor import torch_versions
+from syncline.collectives.commands.doctor import torch_versions
 
 
 @pytest.mark.parametrize(

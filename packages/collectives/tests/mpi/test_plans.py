@@ -21,13 +21,13 @@ from syncline.collectives.backends.mpi.node.algorithm import Operation, size_of
 from syncline.collectives.backends.mpi.node.copy_in_copy_out import CopyInCopyOut, StagingArea
 from syncline.collectives.backends.mpi.node.eager_exchange import EagerExchange
 from syncline.collectives.backends.mpi.node.plan import NodePlan, PlanRequest
-from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded
 from syncline.collectives.backends.mpi.node.shm_barrier import ShmBarrier, barrier_bytes, has_total_store_order
 from syncline.collectives.backends.mpi.node.window_collective import WindowCollective, tensor_from_address
 from syncline.collectives.backends.mpi.node.windows import Windows
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.reduce_op import DTYPES_OF, Reduction
 from syncline.collectives.host.reduction import reduce_in_rank_order
+from syncline.collectives.host.shared_memory.segment import Segment, create_file, padded
 from syncline.collectives.host.transport import CallKind
 from syncline.collectives.testing import run_ranks
 

@@ -15,9 +15,9 @@ import torch
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
 from syncline.collectives.backends.mpi.call_verifier import NO_KEY
-from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded
 from syncline.collectives.backends.mpi.node.shm_barrier import GaveUpError, ShmBarrier, barrier_bytes, has_total_store_order
 from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.host.shared_memory.segment import Segment, create_file, padded
 from syncline.collectives.testing import run_ranks
 
 pytestmark = [

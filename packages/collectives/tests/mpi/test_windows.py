@@ -17,8 +17,8 @@ import torch
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
-from syncline.collectives.backends.mpi.node.segment import Segment, create_file, padded, reserve
 from syncline.collectives.backends.mpi.node.windows import Windows
+from syncline.collectives.host.shared_memory.segment import Segment, create_file, padded, reserve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's")
 

@@ -20,8 +20,8 @@ from ...startup.algorithm_thresholds import AlgorithmThresholds
 from ...startup.backend import Backend, ConnectRequest
 from ...startup.launch import detect_launch
 from ...startup.srun import srun_hint
+from ...startup.srun_check import srun_problem
 from ...survivors.shrinkable_group import ShrinkableGroup
-from .srun_check import srun_problem
 
 if TYPE_CHECKING:
     from mpi4py import MPI

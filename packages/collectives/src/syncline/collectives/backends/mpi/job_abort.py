@@ -30,11 +30,11 @@ from types import TracebackType
 from mpi4py import MPI
 
 from ...errors import RankLostError
+from ...failures.exit_status import exit_status, watch_exit_status
 from ...failures.liveness import Liveness
 from ...failures.process_identity import own_identity
 from ...host.departures import Departure, Departures
 from ...host.progress import all_idle
-from .exit_status import exit_status, watch_exit_status
 from .fault_tolerance import failed_ranks, is_fault_tolerant
 from .library import Tag
 

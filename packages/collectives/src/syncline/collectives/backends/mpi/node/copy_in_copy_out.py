@@ -13,10 +13,10 @@ from ....contract.deadline import Deadline
 from ....contract.layout import flat, mark_written
 from ....contract.running_call import RunningCall
 from ....host.reduction import reduce_into
+from ....host.shared_memory.segment import Segment
 from .algorithm import Algorithm, Operation, chunks, slice_of
 from .group_sync import GroupSync
 from .plan import NodePlan, PlanRequest
-from .segment import Segment
 from .windows import NodeMemory
 
 # Each chunk costs a barrier, which is little where every rank has a core, and much where it has not. But what was copied in

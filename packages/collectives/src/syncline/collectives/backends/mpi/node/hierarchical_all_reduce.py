@@ -12,13 +12,13 @@ from ....contract.layout import flat, mark_written
 from ....contract.reduce_op import ReduceOp, Reduction, divide
 from ....contract.running_call import RunningCall
 from ....host.reduction import combine, core_op
+from ....host.shared_memory.segment import Segment
 from ....host.transport import CallKind
 from ..transport import MPITransport
 from .algorithm import Algorithm, chunks, slice_of
 from .group_sync import GroupSync
 from .hierarchy import Hierarchy
 from .plan import NodePlan, PlanRequest
-from .segment import Segment
 from .window_collective import WindowCollective
 from .windows import NodeMemory, Place
 

@@ -11,12 +11,12 @@ from typing import TypeVar
 import torch
 from mpi4py import MPI
 
+from ....host.shared_memory.fd_passing import FdServer, open_peer_fd, receive_fd, request_fd
+from ....host.shared_memory.memory_limit import Limit, Room, memory_limits, room_for_each
+from ....host.shared_memory.segment import Segment, create_file, padded, reserve
 from ..call_verifier import Run, all_gather_objects
 from ..library import mpi_errors
-from .fd_passing import FdServer, open_peer_fd, receive_fd, request_fd
 from .hierarchy import Hierarchy
-from .memory_limit import Limit, Room, memory_limits, room_for_each
-from .segment import Segment, create_file, padded, reserve
 
 _T = TypeVar("_T")
 

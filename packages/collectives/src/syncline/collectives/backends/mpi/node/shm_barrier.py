@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from ....contract.deadline import Deadline
+from ....host.shared_memory.segment import Segment
 from .. import library
 from ..call_verifier import NO_KEY
-from .segment import Segment
 
 _GAVE_UP = -1  # as an arrival
 

@@ -12,10 +12,10 @@ import torch
 from mpi4py import MPI
 
 from ....contract.running_call import RunningCall
+from ....host.shared_memory.segment import Segment
 from ..call_verifier import CallVerifier
 from ..library import mpi_errors
 from .hierarchy import Hierarchy
-from .segment import Segment
 from .shared_allocation import SharedMemoryError, allocate_shared
 
 logger = logging.getLogger("syncline.collectives")

@@ -20,10 +20,10 @@ from typing import TypeVar, cast
 
 import torch
 
-from ..contract.object_exchange import exchange_objects
-from ..contract.process_group import ProcessGroup
-from ..contract.reduce_op import ReduceOp
-from ..errors import MisuseError, TransportError
+from ...contract.object_exchange import exchange_objects
+from ...contract.process_group import ProcessGroup
+from ...contract.reduce_op import ReduceOp
+from ...errors import MisuseError, TransportError
 from .kinds import CPU, KINDS, Buffers
 from .results import Measurement
 from .subjects import Call, Subject

@@ -7,7 +7,7 @@ import html
 from pathlib import Path
 from typing import Protocol, cast
 
-from ..plugins import load_plugin, plugin_names
+from ...plugins import load_plugin, plugin_names
 
 ENTRY_POINT_GROUP = "syncline.report_readers"
 

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import torch
 
-from ..contract.process_group import ProcessGroup
-from ..contract.reduce_op import BOOL, DTYPES_OF, ReduceOp
-from ..default_group.default_device import default_device
-from ..default_group.default_group import destroy_process_group, init_process_group
-from ..default_group.placement import placement_of
-from ..errors import InvalidArgumentError
+from ...contract.process_group import ProcessGroup
+from ...contract.reduce_op import BOOL, DTYPES_OF, ReduceOp
+from ...default_group.default_device import default_device
+from ...default_group.default_group import destroy_process_group, init_process_group
+from ...default_group.placement import placement_of
+from ...errors import InvalidArgumentError
 from .kinds import CPU, KINDS
 from .measure import Case, measure
 from .plot import require_matplotlib, save_plot

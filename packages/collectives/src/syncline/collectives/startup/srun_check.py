@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from ...startup.srun import interface_of_srun, pmi2_conflict, srun_conflict
+from .srun import interface_of_srun, pmi2_conflict, srun_conflict
 
 # In a process of its own: here, loading the library would start it, as users of mpi4py expect.
 _TELL = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ..startup.backend_choice import BackendChoice
-from ..startup.nodes import place
+from ...startup.backend_choice import BackendChoice
+from ...startup.nodes import place
 from . import torch_versions
 from .finding import Finding, Status, ok, worst
 from .memory import memory

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..contract.process_group import ProcessGroup
-from ..errors import InvalidArgumentError
-from ..startup.backend import ConnectRequest
-from ..startup.launch import detect_launch
-from ..startup.registry import backend_names, load_backend
+from ...contract.process_group import ProcessGroup
+from ...errors import InvalidArgumentError
+from ...startup.backend import ConnectRequest
+from ...startup.launch import detect_launch
+from ...startup.registry import backend_names, load_backend
 from .kinds import ROOT, Allocate, Buffers
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class RawMPI(Subject):
         """The blocking call, its arguments made beforehand."""
         from mpi4py import MPI
 
-        from ..backends.mpi.datatypes import REDUCIBLE, memory
+        from ...backends.mpi.datatypes import REDUCIBLE, memory
 
         if buffers.block.device.type != "cpu":
             raise NotImplementedError(f"mpi4py is measured on the host's memory, not on {buffers.block.device}")
@@ -272,7 +272,7 @@ def _mpi_world(control: ProcessGroup) -> MPI.Intracomm:
 
 
 def _torch_gloo(control: ProcessGroup) -> Any:
-    from ..startup.rendezvous import tcp_store_of_rank_0
+    from ...startup.rendezvous import tcp_store_of_rank_0
 
     store = tcp_store_of_rank_0(control, control.timeout_s)
     prefixed = dist.PrefixStore("syncline/bench/torch-gloo", store)

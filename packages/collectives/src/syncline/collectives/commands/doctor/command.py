@@ -8,15 +8,15 @@ import re
 
 import torch
 
-from ..contract.object_exchange import exchange_objects
-from ..contract.process_group import ProcessGroup
-from ..default_group.default_group import destroy_process_group, init_process_group
-from ..devices.cuda_awareness import try_cuda_awareness
-from ..errors import SynclineError
-from ..startup.backend_choice import BackendChoice, choose_backend
-from ..startup.launch import detect_launch
-from ..startup.registry import what_is_missing
-from ..startup.settings import load_settings
+from ...contract.object_exchange import exchange_objects
+from ...contract.process_group import ProcessGroup
+from ...default_group.default_group import destroy_process_group, init_process_group
+from ...devices.cuda_awareness import try_cuda_awareness
+from ...errors import SynclineError
+from ...startup.backend_choice import BackendChoice, choose_backend
+from ...startup.launch import detect_launch
+from ...startup.registry import what_is_missing
+from ...startup.settings import load_settings
 from .diagnosis import diagnose
 from .finding import exit_status, in_text
 from .observation import Observation, observe
@@ -70,7 +70,7 @@ def _gather(group: ProcessGroup, aware: str | None) -> tuple[list[Observation], 
 def _sharing(group: ProcessGroup) -> str | None:
     if "mpi" not in re.split("[:,]", group.backend_name):
         return None
-    from ..backends.mpi.node.shared_allocation import probe_shared_memory
+    from ...backends.mpi.node.shared_allocation import probe_shared_memory
 
     return probe_shared_memory()
 

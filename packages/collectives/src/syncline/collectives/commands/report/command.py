@@ -7,7 +7,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import InvalidArgumentError
+from ...errors import InvalidArgumentError
 from .reader import ReportReader, html_of, load_readers
 
 HELP = "show what the ranks of a job have left in a folder: traces of its steps, records of a failure"

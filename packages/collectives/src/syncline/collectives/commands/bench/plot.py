@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
-from ..errors import MisuseError
+from ...errors import MisuseError
 from .results import Measurement
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from ..backends.mpi.node.memory_limit import Limit, memory_limits
-from ..errors import LaunchError
-from ..startup.launch import Launch, detect_launch, tolerates_faults
-from ..startup.nodes import HostIdentity, host_identity
+from ...errors import LaunchError
+from ...host.shared_memory.memory_limit import Limit, memory_limits
+from ...startup.launch import Launch, detect_launch, tolerates_faults
+from ...startup.nodes import HostIdentity, host_identity
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -148,7 +148,7 @@ def _mpi() -> MPIFacts | None:
         return None
     from mpi4py import MPI
 
-    from ..backends.mpi.library import library_name
+    from ...backends.mpi.library import library_name
 
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..backends.mpi.node.memory_limit import room_for_each
-from ..startup.nodes import place
+from ...host.shared_memory.memory_limit import room_for_each
+from ...startup.nodes import place
 from .finding import Finding, Status, ok, worst
 from .observation import Observation
 

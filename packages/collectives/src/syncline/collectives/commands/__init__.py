@@ -1,0 +1,1 @@
+"""The commands of this package: `syncline bench`, `syncline doctor`, `syncline report`."""
