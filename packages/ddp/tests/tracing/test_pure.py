@@ -245,7 +245,8 @@ def test_an_arrow_goes_from_each_rank_to_the_one_that_came_last() -> None:
     ends = [event for event in events if event["ph"] == "f"]
     assert [(event["pid"], event["ts"]) for event in starts] == [(0, 21_000.0), (0, 31_000.0), (0, 121_000.0), (0, 131_000.0)]
     assert [(event["pid"], event["ts"]) for event in ends] == [(1, 25_000.0), (1, 35_000.0), (1, 125_000.0), (1, 135_000.0)]
-    assert [event["id"] for event in starts] == [event["id"] for event in ends]
+    # Numbers, or Perfetto would not draw them.
+    assert [event["id"] for event in starts] == [event["id"] for event in ends] == [0, 1, 2, 3]
     slices = [event for event in events if event["ph"] == "X"]
     for arrow in (*starts, *ends):  # each end lies on a slice, or Perfetto would not draw it
         assert any(
@@ -276,14 +277,14 @@ def test_a_profile_is_moved_to_the_same_clock() -> None:
         "traceEvents": [
             {"ph": "X", "name": "aten::mm", "pid": 77, "tid": 77, "ts": 5_000_100.0, "dur": 3.0},
             {"ph": "M", "name": "process_name", "pid": 77, "args": {"name": "python"}},
-            {"ph": "s", "id": 3, "name": "fwdbwd", "pid": 77, "tid": 77, "ts": 5_000_100.0},
+            *({"ph": "s", "id": id, "name": "fwdbwd", "pid": 77, "tid": 77, "ts": 5_000_100.0} for id in (3, "0x4", 3)),
         ],
     }
     add_profiler_trace(trace, timeline, 1, profile, Path("profile.json"))
-    operator, name, flow = trace["traceEvents"][-3:]
+    operator, name, *flows = trace["traceEvents"][-5:]
     assert operator["ts"] == pytest.approx(100.0, abs=0.01)
     assert name["args"]["name"] == "profile of rank 1: python"
-    assert flow["id"] == "profile of rank 1: 3"
+    assert [flow["id"] for flow in flows] == [2_000_000, 2_000_001, 2_000_000]
     assert operator["pid"] not in (0, 1)
 
 

@@ -8,6 +8,7 @@ on each rank to its start on the rank that came last.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import count
 from typing import Any, TypeAlias
 
 from .events import BucketEvent, BucketLayout, CallEvent, StepEvent
@@ -103,19 +104,21 @@ def _call_event(pid: int, tid: int, call: CallEvent, origin: float) -> Event:
 
 def _arrows(starts: _Starts, steps: Collection[int], origin: float) -> Iterator[Event]:
     """From each bucket's start on a rank to its start on the rank that came last."""
-    for (step, bucket), ranks in starts.items():
+    numbers = count()
+    for (step, _), ranks in starts.items():
         if step in steps:
             last, last_pid, last_tid = max(ranks)
             for started, pid, tid in ranks:
                 if pid != last_pid:
-                    name = f"{step}.{bucket}.{pid}"
-                    yield _flow("s", name, pid, tid, started, origin)
-                    yield {**_flow("f", name, last_pid, last_tid, last, origin), "bp": "e"}
+                    number = next(numbers)
+                    yield _flow("s", number, pid, tid, started, origin)
+                    yield {**_flow("f", number, last_pid, last_tid, last, origin), "bp": "e"}
 
 
-def _flow(phase: str, name: str, pid: int, tid: int, time: float, origin: float) -> Event:
+def _flow(phase: str, number: int, pid: int, tid: int, time: float, origin: float) -> Event:
+    """One end of an arrow. Its number is an integer, for Perfetto leaves out arrows with other names."""
     ts = _us(time, origin)
-    return {"ph": phase, "cat": "bucket", "name": "waits for the last rank", "id": name, "pid": pid, "tid": tid, "ts": ts}
+    return {"ph": phase, "cat": "bucket", "name": "waits for the last rank", "id": number, "pid": pid, "tid": tid, "ts": ts}
 
 
 class _Lanes:

@@ -12,7 +12,7 @@ from .chrome_trace import origin_of
 from .timeline import Timeline
 
 _BEHIND = 1_000_000
-"""Ids of the profiler's processes are put behind all ranks."""
+"""The profiler's processes and arrows get numbers behind those of all ranks; Perfetto leaves out arrows without a number."""
 
 
 def add_profiler_trace(trace: dict[str, Any], timeline: Timeline, rank: int, profile: Any, path: Path) -> None:
@@ -42,13 +42,15 @@ def add_profiler_trace(trace: dict[str, Any], timeline: Timeline, rank: int, pro
 
 def _moved(events: list[dict[str, Any]], rank: int, shift_us: float) -> Iterator[dict[str, Any]]:
     pids: dict[Any, int] = {}
+    ids: dict[Any, int] = {}
+    first = _BEHIND * (rank + 1)
     for event in events:
-        pid = pids.setdefault(event.get("pid"), _BEHIND * (rank + 1) + len(pids))
+        pid = pids.setdefault(event.get("pid"), first + len(pids))
         moved = {**event, "pid": pid}
         if "ts" in event and event.get("ph") != "M":
             moved["ts"] = round(float(event["ts"]) + shift_us, 3)
         if "id" in event:
-            moved["id"] = f"profile of rank {rank}: {event['id']}"
+            moved["id"] = ids.setdefault(event["id"], first + len(ids))
         if event.get("name") == "process_name" and event.get("ph") == "M":
             moved["args"] = {"name": f"profile of rank {rank}: {event.get('args', {}).get('name', '')}"}
         yield moved
