@@ -43,8 +43,8 @@ MOMENTS = (
     "before the collective",
     "in the collective",
     "before the agreement",
-    "before the barrier",
-    "after the barrier",
+    "before the sum",
+    "after the sum",
     "after the step",
 )
 DURING_SHRINK = ("shrink, before connecting", "shrink, after connecting", "before the model is updated")
@@ -87,7 +87,8 @@ class Run:
     @property
     def kills(self) -> list[Kill]:
         """Who is lost, and when."""
-        drawn = draw_kills(random.Random(self.seed), RANKS, STEPS)
+        steps = STEPS - 1 if self.joins else STEPS  # where newcomers come, the last step shall have all who finish
+        drawn = draw_kills(random.Random(self.seed), RANKS, steps)
         return drawn[:1] if self.stops else drawn
 
     def plan(self) -> dict[str, object]:
@@ -134,10 +135,10 @@ class _Job(NamedTuple):
 def draw_kills(chosen: random.Random, ranks: int, steps: int) -> list[Kill]:
     """Two ranks and when they die: the second in the shrink after the first, or at any later moment."""
     first, second = chosen.sample(range(ranks), 2)
-    step = chosen.randrange(steps - 1)
+    step = chosen.randrange(steps)
     if chosen.random() < 0.4:
         return [(first, step, chosen.choice(MOMENTS)), (second, step, chosen.choice(DURING_SHRINK))]
-    return [(first, step, chosen.choice(MOMENTS)), (second, chosen.randrange(step, steps - 1), chosen.choice(MOMENTS))]
+    return [(first, step, chosen.choice(MOMENTS)), (second, chosen.randrange(step, steps), chosen.choice(MOMENTS))]
 
 
 def members_at_each_step(deaths: Sequence[Kill], sizes: Iterable[int], ranks: int) -> list[list[int]]:

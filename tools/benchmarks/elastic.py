@@ -2,8 +2,10 @@
 
     python3 tools/dev.py bench elastic [--rounds 40] [--json PATH]
 
-Starts two processes itself. Both contenders are the same model in the same processes, and take turns, a few steps at a time. A
-ratio is that of neighbouring turns; shown are its median and quartiles.
+Starts two processes itself. The contenders are the same model in the same processes, and take turns, a few steps at a time. A
+ratio is that of neighbouring turns; shown are its median, how far that may be off, and its quartiles. A second contender
+without `Elastic` ("of the same") shows what a ratio is worth: it should be 1. Beside that, what each part costs alone: wall
+time and processor time, in microseconds.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from syncline.collectives.commands.bench.results import aligned
 from syncline.collectives.testing.processes import run_processes
@@ -36,16 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         (folder / "options.json").write_text(json.dumps({"rounds": options.rounds, "quick": options.quick}))
         run_processes(Path(__file__).with_name("elastic_job.py"), _RANKS, folder, timeout_s=_TIMEOUT_S)
-        found: dict[str, dict[str, list[float]]] = json.loads((folder / "steps.json").read_text())
+        found: dict[str, Any] = json.loads((folder / "steps.json").read_text())
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
-    rows = [("model", "without, ms", "with Elastic, ms", "ratio")]
-    for case, steps_s in found.items():
-        plain, elastic = Summary.of(steps_s["plain"]), Summary.of(steps_s["elastic"])
-        ratio = Summary.of([one / other for one, other in zip(steps_s["elastic"], steps_s["plain"], strict=True)])
-        rows.append((case, plain.in_ms(), elastic.in_ms(), f"{ratio.median_s:.3f} [{ratio.p25_s:.3f} {ratio.p75_s:.3f}]"))
+    rows = [("model", "without, ms", "with Elastic, ms", "ratio", "of the same", "processor time", "of the same")]
+    parts = [("model", "agreement, us", "processor", "snapshot, us", "processor")]
+    for case, of in found.items():
+        ratios = [_ratio(of[name][kind], of["plain"][kind]) for kind in ("wall_s", "cpu_s") for name in ("elastic", "again")]
+        rows.append((case, *(Summary.of(of[name]["wall_s"]).in_ms() for name in ("plain", "elastic")), *ratios))
+        parts.append((case, *(f"{1e6 * part_s:.0f}" for name in ("agreement", "snapshot") for part_s in of["parts"][name])))
     print(aligned(rows))
+    print(aligned(parts))
     return 0
+
+
+def _ratio(times_s: Sequence[float], others_s: Sequence[float]) -> str:
+    return Summary.of([one / other for one, other in zip(times_s, others_s, strict=True)]).as_ratio()
 
 
 if __name__ == "__main__":

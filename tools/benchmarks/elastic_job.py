@@ -8,14 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.cases import FULL, QUICK, Case, many_tiny, mlp, transformer
 from syncline.collectives import ProcessGroup, destroy_process_group, get_default_group, init_process_group
 from syncline.ddp import DistributedDataParallel, Elastic, ElasticSampler
+from syncline.ddp.step_snapshot import StepSnapshot, holders_of_buffers
 
 _STEPS = 5  # in one turn
+_CALLS = 200  # of a part alone
 _ENOUGH = 2**40  # samples: no epoch ends
 
 
@@ -26,24 +29,39 @@ def main(rank: int, size: int, folder: Path) -> None:
     init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=size)
     scale = QUICK if options["quick"] else FULL
     cases = (mlp(64, scale), transformer(8, scale), many_tiny(scale))
-    found = {case.name: _steps_s(case, get_default_group(), options["rounds"]) for case in cases}
+    found = {case.name: _measured(case, get_default_group(), options["rounds"]) for case in cases}
     if rank == 0:
         (folder / "steps.json").write_text(json.dumps(found))
     destroy_process_group()
 
 
-def _steps_s(case: Case, group: ProcessGroup, rounds: int) -> dict[str, list[float]]:
-    """For each contender the seconds of a step, once for each turn; the first turn of each is not counted."""
-    turns = {"plain": _plain(case), "elastic": _elastic(case, group)}
-    found: dict[str, list[float]] = {name: [] for name in turns}
+def _measured(case: Case, group: ProcessGroup, rounds: int) -> dict[str, Any]:
+    """For each contender the seconds of a step and those of processor time, once for each turn; and each part of the cost.
+
+    The first turn of each is not counted. "again" is the same as "plain": what its ratio differs from 1 is noise.
+    """
+    model, elastic, turn = _elastic(case, group)
+    turns = {"plain": _plain(case), "again": _plain(case), "elastic": turn}
+    found: dict[str, Any] = {name: {"wall_s": [], "cpu_s": []} for name in turns}
     for number in range(rounds + 1):
-        for name in sorted(turns, reverse=number % 2 == 0):
+        names = sorted(turns, key=lambda name: (list(turns).index(name) + number) % len(turns))
+        for name in names if number % 2 == 0 else reversed(names):
             group.barrier()
-            began_s = time.perf_counter()
-            turns[name]()
+            wall_s, cpu_s = _timed(turns[name], _STEPS)
             if number > 0:
-                found[name].append((time.perf_counter() - began_s) / _STEPS)
+                found[name]["wall_s"].append(wall_s)
+                found[name]["cpu_s"].append(cpu_s)
+    holders = holders_of_buffers(model.module)
+    parts = {"agreement": lambda: elastic._sum_over_ranks(0), "snapshot": lambda: StepSnapshot(model.module, holders)}
+    found["parts"] = {name: _timed(lambda part=part: [part() for _ in range(_CALLS)], _CALLS) for name, part in parts.items()}  # type: ignore[misc]
     return found
+
+
+def _timed(body: Callable[[], object], count: int) -> tuple[float, float]:
+    """The seconds that each of so many things took which it does, and of the processor, of all threads."""
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    body()
+    return (time.perf_counter() - began_s) / count, (time.process_time() - began_cpu_s) / count
 
 
 def _plain(case: Case) -> Callable[[], None]:
@@ -56,7 +74,7 @@ def _plain(case: Case) -> Callable[[], None]:
     return turn
 
 
-def _elastic(case: Case, group: ProcessGroup) -> Callable[[], None]:
+def _elastic(case: Case, group: ProcessGroup) -> tuple[DistributedDataParallel, Elastic, Callable[[], None]]:
     model, optimizer, batch = _contender(case)
     elastic = Elastic(model, optimizer, ElasticSampler(_ENOUGH, group.size, shuffle=False))
     batches: Iterator[torch.Tensor] = elastic.batches(itertools.repeat(batch))
@@ -66,7 +84,7 @@ def _elastic(case: Case, group: ProcessGroup) -> Callable[[], None]:
             with elastic.step():
                 _train(case, model, optimizer, given)
 
-    return turn
+    return model, elastic, turn
 
 
 def _contender(case: Case) -> tuple[DistributedDataParallel, torch.optim.Optimizer, torch.Tensor]:

@@ -574,8 +574,11 @@ def test_what_elastic_costs_is_told_and_kept(tmp_path: Path, capsys: pytest.Capt
     found = json.loads(kept.read_text())
     told = capsys.readouterr().out
     assert len(found) == 3
-    for case, steps_s in found.items():
-        assert {name: len(taken) for name, taken in steps_s.items()} == {"plain": 2, "elastic": 2}
+    for case, taken in found.items():
+        parts = taken.pop("parts")
+        assert {name: len(seconds) for name, seconds in parts.items()} == {"agreement": 2, "snapshot": 2}
+        counts = {name: (len(those["wall_s"]), len(those["cpu_s"])) for name, those in taken.items()}
+        assert counts == {"plain": (2, 2), "again": (2, 2), "elastic": (2, 2)}
         assert case in told
 
 

@@ -37,9 +37,12 @@ def test_who_took_part_in_each_step() -> None:
     assert members_at_each_step(deaths, [4, 4, 3, 2], 4) == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3], [1, 2]]
 
 
-def test_two_ranks_die_before_the_last_step() -> None:
+def test_two_ranks_die_in_any_step() -> None:
+    steps_of_deaths = set()
     for seed in range(50):
         (first, step, moment), (second, later, _) = draw_kills(random.Random(seed), 4, 10)
         assert first != second
-        assert 0 <= step <= later < 9
+        assert 0 <= step <= later < 10
         assert moment in MOMENTS
+        steps_of_deaths.add(step)
+    assert steps_of_deaths == set(range(10))

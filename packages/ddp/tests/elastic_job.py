@@ -123,7 +123,7 @@ class _DiesInBackward(torch.autograd.Function):
         return gradient, None
 
 
-def instrument(model: DistributedDataParallel, kill: Killer) -> None:
+def instrument(model: DistributedDataParallel, elastic: Elastic, kill: Killer) -> None:
     """Put the moments of death where the script has no line of its own."""
     model.module[2].register_forward_hook(lambda *args: (kill("forward"), _DiesInBackward.apply(args[2], kill))[1])
 
@@ -140,12 +140,12 @@ def instrument(model: DistributedDataParallel, kill: Killer) -> None:
 
     def each_group(group: ProcessGroup) -> None:
         around(group, "all_reduce", "before the collective", "in the collective")
-        around(group, "barrier", "before the barrier", "after the barrier")
         reunion = group._reunion  # type: ignore[attr-defined]
         if not hasattr(reunion, "is_instrumented"):
             reunion.is_instrumented = True
             around(reunion, "_connect", "shrink, before connecting", "shrink, after connecting", at_any_step=True)
 
+    around(elastic, "_sum_over_ranks", "before the sum", "after the sum")
     each_group(model.join_process_group)
     update = model.update_process_group
 
@@ -165,7 +165,7 @@ def elastic_training(group: ProcessGroup, folder: Path, plan: Plan, name: str) -
     loader = DataLoader(train, batch_sampler=sampler, generator=torch.Generator())  # else it draws from that of dropout
     elastic = Elastic(model, optimizer, sampler, patience_s=plan.get("patience_s", 20), give_up_s=90, admit_every=1)
     kill = Killer(name, plan, folder)
-    instrument(model, kill)
+    instrument(model, elastic, kill)
     members: list[list[int]] = []
     newcomers_at = plan.get("newcomers_at", [])
     if not group.is_waiting:

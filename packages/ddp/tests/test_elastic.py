@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -192,27 +194,29 @@ def test_losses_one_after_the_other_down_to_a_single_rank() -> None:
 
 
 def test_a_step_that_one_rank_has_applied_is_applied_by_all_that_live() -> None:
-    """The barrier ends well on ranks 0 and 1 and fails on 2, because 0 dies when it has left it."""
+    """The agreement ends well on ranks 0 and 1 and fails on 2, because 0 dies when it has agreed."""
     groups = create_groups(3, timeout_s=60)
     passed = threading.Barrier(2)
+    failed: list[int] = []
 
     def rank_body(rank: int) -> object:
         training = Training(groups[rank])
-        barrier = groups[rank].barrier
+        agree = training.elastic._sum_over_ranks
 
-        def ends_badly() -> object:
-            barrier()
+        def ends_badly(number: int) -> int:
+            agreed = agree(number)
             if training.elastic.applied_steps == 2:
                 if rank == 2:
                     passed.wait(30)
-                    raise TransportError("a connection broke after the others had left the barrier")
+                    failed.append(rank)
+                    raise TransportError("a connection broke after the others had agreed")
                 if rank == 0:
                     passed.wait(30)
                     groups[0].lose()
                     raise Lost
-            return None
+            return agreed
 
-        groups[rank].barrier = ends_badly  # type: ignore[method-assign,assignment]
+        training.elastic._sum_over_ranks = ends_badly  # type: ignore[method-assign]
         try:
             return training.run()
         except Lost as lost:
@@ -221,6 +225,86 @@ def test_a_step_that_one_rank_has_applied_is_applied_by_all_that_live() -> None:
     with ThreadPoolExecutor(3) as threads:
         ends = list(threads.map(rank_body, range(3)))
     assert ends[1:] == [pytest.approx(FINAL_WEIGHT)] * 2
+    assert failed == [2]
+
+
+@pytest.mark.parametrize("died_at", [STEPS, STEPS + 1], ids=["in the last step", "at the end of the epoch"])
+def test_nobody_ends_an_epoch_whose_last_step_others_would_do_again(died_at: int) -> None:
+    """The last agreement, or the one on the end, ends well on rank 0 and fails on 2, because 1 dies when it has agreed."""
+    groups = create_groups(3, timeout_s=60)
+    passed = threading.Barrier(2)
+    failed: list[int] = []
+
+    def rank_body(rank: int) -> object:
+        training = Training(groups[rank])
+        agree = training.elastic._sum_over_ranks
+        agreements = itertools.count(1)
+
+        def ends_badly(number: int) -> int:
+            agreed = agree(number)
+            if next(agreements) == died_at:
+                if rank == 2:
+                    passed.wait(30)
+                    failed.append(rank)
+                    raise TransportError("a connection broke after the others had agreed")
+                if rank == 1:
+                    passed.wait(30)
+                    groups[1].lose()
+                    raise Lost
+            return agreed
+
+        training.elastic._sum_over_ranks = ends_badly  # type: ignore[method-assign]
+        try:
+            weight = training.run()
+        except Lost as lost:
+            return lost
+        training.sampler.set_epoch(1)
+        training.run()  # those that are left go on together
+        return weight, training.elastic.applied_steps, training.model.join_process_group.size
+
+    with ThreadPoolExecutor(3) as threads:
+        ends = list(threads.map(rank_body, range(3)))
+    assert ends[0] == ends[2] == (pytest.approx(FINAL_WEIGHT), 2 * STEPS, 2)
+    assert failed == [2]
+
+
+def test_the_end_of_an_epoch_puts_nothing_back() -> None:
+    """A loss that is noticed there leaves what the last step has changed."""
+    groups = create_groups(2, timeout_s=60)
+
+    def rank_body(rank: int) -> object:
+        model = DistributedDataParallel(torch.nn.BatchNorm1d(1), process_group=groups[rank])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        elastic = Elastic(model, optimizer, ElasticSampler(8, 8), patience_s=20)
+        for _ in elastic.batches([0]):
+            with elastic.step():
+                model(torch.arange(4.0).view(-1, 1)).square().sum().backward()
+                optimizer.step()
+            if rank == 1:
+                groups[1].lose()
+                return None
+        return float(model.module.num_batches_tracked), len(elastic.recovery_s), model.module.weight.grad is None
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(rank_body, range(2))) == [(1.0, 1, False), None]
+
+
+def test_a_step_costs_one_small_collective_more() -> None:
+    def body(group: ProcessGroup) -> None:
+        assert isinstance(group, InProcessGroup)
+        training = Training(group)
+        batch, called = torch.ones(6, 1), []
+        for is_elastic in (False, False, False, True):  # at first buckets are built anew
+            before = len(group.recorder.records())
+            with training.elastic.step() if is_elastic else nullcontext():
+                training.model(batch).mean().backward()
+                if is_elastic:
+                    training.optimizer.step()
+            called.append([record.name for record in group.recorder.records()[before:]])
+        assert called[2] == ["all_reduce"]
+        assert called[3] == ["all_reduce", "all_reduce"]
+
+    run_ranks(2, body)
 
 
 def test_what_a_step_changed_is_put_back_before_it_is_done_again() -> None:

@@ -33,7 +33,7 @@ def run(folder: Path, plan: dict[str, object], killed: Sequence[int] = ()) -> di
 
 
 def test_killed_between_agreement_and_step_and_another_during_the_shrink(tmp_path: Path) -> None:
-    kills: list[Kill] = [(0, 3, "after the barrier"), (2, 3, "shrink, before connecting")]
+    kills: list[Kill] = [(0, 3, "after the sum"), (2, 3, "shrink, before connecting")]
     plan: dict[str, object] = {"epochs": EPOCHS, "views": False, "kills": kills}
     survived = run(tmp_path / "elastic", plan, [rank for rank, _, _ in kills])
     assert len({result["digest"] for result in survived.values()}) == 1

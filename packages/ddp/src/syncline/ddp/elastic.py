@@ -26,7 +26,7 @@ from syncline.collectives.internal import DEFAULT_PATIENCE_S, broadcast_object, 
 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
-from .step_snapshot import StepSnapshot
+from .step_snapshot import StepSnapshot, holders_of_buffers
 from .training_state import TrainingState
 
 logger = logging.getLogger("syncline.ddp")
@@ -35,13 +35,14 @@ Batch = TypeVar("Batch")
 
 
 class _Phase(Enum):
-    """Where a rank is in a step; a newcomer without a state is joining."""
+    """Where a rank is in an epoch; a newcomer without a state is joining."""
 
     JOINING = auto()
     BETWEEN_STEPS = auto()
     COMPUTING = auto()
     AGREEING = auto()
     APPLYING = auto()
+    ENDING_EPOCH = auto()
 
 
 class _NotAppliedError(Exception):
@@ -66,14 +67,20 @@ class Elastic:
 
     Note [Applied on all or on none]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Before the first `optimizer.step()` of a step the ranks meet in a barrier: they *agree*. It needs no change of the loop,
+    Before the first `optimizer.step()` of a step the ranks *agree*, by one small `all_reduce`. It needs no change of the loop,
     since optimizers can be hooked.
 
-    1. Who enters the barrier has the averaged gradients of the step, which are the same on all ranks.
-    2. If a rank leaves the barrier without an error, all had entered it, so all that live can apply the step.
-    3. If a rank dies, the barrier may end well on some ranks and fail on others. So after `shrink` the survivors tell each
-       other how many steps they have agreed on. Who is one behind the others was in that barrier, has the gradients, and
-       applies the step. If nobody is ahead, nobody has applied it, and all do it again.
+    1. Who begins that `all_reduce` has the averaged gradients of the step, which are the same on all ranks.
+    2. Its sum needs every rank. So if a rank has it, all had begun, and all that live can apply the step.
+    3. If a rank dies, it may end well on some ranks and fail on others. So after `shrink` the survivors tell each other how
+       often they have agreed. Who is one behind the others was in that `all_reduce`, has the gradients, and applies the step.
+       If nobody is ahead, nobody has applied it, and all do it again.
+
+    The ranks agree once more at the end of an epoch. Else a rank whose last agreement has failed would find that the others
+    have gone to an evaluation, or have ended, and would do the last step again without them.
+
+    What is summed is how many newcomers rank 0 knows of, so that letting them in needs no collective of its own. (A barrier
+    would cost more: it compares the calls of all ranks, as the end of the backward has just done.)
 
     What a step changes before it is applied, buffers and random state, is put back before it is done again (`StepSnapshot`).
     All backwards of a step come before its first `optimizer.step()`; there may be several, and several optimizers.
@@ -85,7 +92,7 @@ class Elastic:
 
     **Newcomers.** The same script, started with SYNCLINE_JOIN=1, joins the training: the constructor waits until the others let
     it in. They look for newcomers after every `admit_every` applied steps. A newcomer gets the state of the first of those with
-    the most applied steps: parameters, buffers, optimizers, sampler, random state of the CPU, and the state of a communication
+    the most agreements: parameters, buffers, optimizers, sampler, random state of the CPU, and the state of a communication
     hook, if that has `state_dict` and `load_state_dict` (what error feedback has kept begins at zero). It goes on where the
     others are, so it must not skip collectives before that place, nor call some of its own: loop over `epochs`.
 
@@ -104,8 +111,9 @@ class Elastic:
         lost_ranks: those that were lost, by the number that they keep (`ProcessGroup.members`): the rank in the first group.
         recovery_s: for each recovery the seconds from the error to the end of the recovery.
 
-    Cost: for each step one barrier, a copy of the model's buffers, and one of the random state (5 KB); every `admit_every`
-    steps a broadcast of 8 bytes. When newcomers are let in, all ranks hold what they get a second time for a moment.
+    Cost: for each step one `all_reduce` of 8 bytes, a copy of the model's buffers, and one of the random state (5 KB); every
+    `admit_every` steps rank 0 reads the store. When newcomers are let in, all ranks hold what they get a second time for a
+    moment.
 
     Raises:
         BackendUnavailableError: the model's group cannot shrink; the message says why.
@@ -140,7 +148,10 @@ class Elastic:
         self._patience_s = patience_s
         self._give_up_s = give_up_s
         self._phase = _Phase.BETWEEN_STEPS
+        self._holders = holders_of_buffers(model.module)
         self._snapshot: StepSnapshot | None = None
+        self._newcomers = 0  # that wait, as the ranks agreed in this step
+        self._agreements = 0
         self.applied_steps = 0
         self.lost_ranks: list[int] = []
         self.recovery_s: list[float] = []
@@ -177,6 +188,7 @@ class Elastic:
                     break
                 if self._sampler.applied == applied:
                     raise MisuseError("a batch was taken, and no step: put what is done with it into `with elastic.step():`")
+        self._end_epoch()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -189,14 +201,14 @@ class Elastic:
         """
         if self._phase is not _Phase.BETWEEN_STEPS:
             raise MisuseError("a step was begun within a step")
-        self._snapshot = StepSnapshot(self._model.module)
+        self._snapshot = StepSnapshot(self._model.module, self._holders)
+        self._newcomers = 0
         self._phase = _Phase.COMPUTING
         expect_losses(self._group, True)
-        recoveries = len(self.recovery_s)
         try:
             yield
             self._agree()  # a loop may decide not to step the optimizer
-            if len(self.recovery_s) == recoveries:  # after a recovery the ranks meet again at the next step
+            if self._newcomers:
                 self._admit_newcomers()
         except _NotAppliedError:
             pass
@@ -224,7 +236,7 @@ class Elastic:
             return
         self._phase = _Phase.AGREEING
         try:
-            self._group.barrier()
+            self._newcomers = self._sum_over_ranks(self._newcomers_here())
         except TransportError as error:
             if not self._recover(error):
                 raise _NotAppliedError from None
@@ -232,7 +244,32 @@ class Elastic:
             self._count_step()
         self._phase = _Phase.APPLYING
 
+    def _end_epoch(self) -> None:
+        """Agree that it has ended, as in Note [Applied on all or on none]."""
+        self._phase = _Phase.ENDING_EPOCH
+        expect_losses(self._group, True)
+        try:
+            self._sum_over_ranks(0)
+            self._agreements += 1
+        except TransportError as error:
+            if not self._recover(error):
+                self._end_epoch()
+        finally:
+            self._phase = _Phase.BETWEEN_STEPS
+            expect_losses(self._group, False)
+
+    def _sum_over_ranks(self, number: int) -> int:
+        mine = torch.tensor([number])
+        self._group.all_reduce(mine)
+        return int(mine)
+
+    def _newcomers_here(self) -> int:
+        """How many wait, on the one rank that looks, if this step is one after which they are let in."""
+        is_time = self._admit_every is not None and (self.applied_steps + 1) % self._admit_every == 0
+        return self._group.newcomers() if is_time and self._group.rank == 0 else 0
+
     def _count_step(self) -> None:
+        self._agreements += 1
         self.applied_steps += 1
         self._sampler.advance()
         logger.debug("applied step %d", self.applied_steps)
@@ -240,7 +277,7 @@ class Elastic:
     # ---- the recovery ----
 
     def _recover(self, error: TransportError) -> bool:
-        """Go on with the ranks that are left; whether this rank shall apply the step that it was about to agree on."""
+        """Go on with the ranks that are left; whether what this rank was about to agree on holds."""
         began_s = time.perf_counter()
         logger.info("rank lost or out of reach: %s", error)
         present: dict[int, int] = {}
@@ -251,44 +288,52 @@ class Elastic:
             except TransportError as again:
                 error = again
         self._check_limits()
-        applies = self._settle_step(max(present.values()))
+        holds = self._settle(max(present.values()))
         self.recovery_s.append(time.perf_counter() - began_s)
         logger.info("went on with %d rank(s) at step %d", len(present), self.applied_steps)
-        return applies
+        return holds
 
     def _meet(self, meet: Callable[[], ProcessGroup]) -> dict[int, int]:
         """Make the new group, give newcomers the state, and let the model use the group. May be repeated.
 
         Returns:
-            For each member that had a state how many steps it has applied.
+            For each member that had a state how often it has agreed.
         """
         old, self._group = self._group, meet()
         is_default = replace_default_group(old, self._group)
-        mine = None if self._is_new else self.applied_steps
+        mine = None if self._is_new else self._agreements
         told = exchange_objects((mine, sorted(self._members)), group=self._group)
         self._members.update(self._group.members, *(members for _, members in told))
-        applied = [steps for steps, _ in told]
-        present = {member: steps for member, steps in zip(self._group.members, applied, strict=True) if steps is not None}
+        agreements = [number for number, _ in told]
+        present = {member: number for member, number in zip(self._group.members, agreements, strict=True) if number is not None}
         if not present:
             raise RankLostError("all ranks that had the state of the training are lost; start it again from a checkpoint", ())
-        if None in applied:
-            self._share_state(applied.index(max(present.values())))
+        if None in agreements:
+            self._share_state(agreements.index(max(present.values())))
         self._model.update_process_group(None if is_default else self._group)
         return present
 
-    def _settle_step(self, most_applied: int) -> bool:
-        """See Note [Applied on all or on none]; whether this rank shall apply the present step."""
-        if most_applied > self.applied_steps:
-            if self._phase is not _Phase.AGREEING:
-                raise MisuseError(
-                    f"{self._group.place()} has applied {self.applied_steps} steps, and another rank "
-                    f"{most_applied}: all ranks must take the same steps"
-                )
+    def _settle(self, most_agreements: int) -> bool:
+        """See Note [Applied on all or on none]; whether what this rank was about to agree on holds."""
+        if most_agreements == self._agreements:
+            self._undo_step()
+            return False
+        if self._phase is _Phase.AGREEING:
             self._count_step()
-            return True
-        if self._phase is not _Phase.APPLYING and self._snapshot is not None:
+        elif self._phase is _Phase.ENDING_EPOCH:
+            self._agreements += 1
+        if most_agreements != self._agreements:
+            raise MisuseError(
+                f"{self._group.place()} has applied {self.applied_steps} steps, and another rank more: all ranks must take the "
+                "same steps, and end epochs together"
+            )
+        return True
+
+    def _undo_step(self) -> None:
+        """Put back what the present step has changed, if one was begun and not applied."""
+        if self._phase in (_Phase.COMPUTING, _Phase.AGREEING):
+            assert self._snapshot is not None
             self._snapshot.restore()
-        return False
 
     def _check_limits(self) -> None:
         """The same verdict on all ranks that are left."""
@@ -329,28 +374,22 @@ class Elastic:
         self._phase = _Phase.BETWEEN_STEPS
 
     def _admit_newcomers(self) -> None:
-        """Let those in who wait, if it is time to look."""
-        if self._admit_every is None or self.applied_steps % self._admit_every != 0:
-            return
-        waiting = torch.tensor([self._group.newcomers() if self._group.rank == 0 else 0])
-        self._group.broadcast(waiting, 0)
-        if not waiting.item():
-            return
+        """Let those in who wait. On ranks where the agreement failed, `shrink` takes the place of `admit`."""
         present = self._meet(lambda: self._group.admit(patience_s=self._patience_s))
         self._check_limits()
-        self._settle_step(max(present.values()))
+        self._settle(max(present.values()))
         logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)
 
     def _share_state(self, root: int) -> None:
         """Give newcomers the state of a rank; a collective. The others keep theirs: one may have to apply its step yet."""
-        if self._group.rank == root and self._phase in (_Phase.COMPUTING, _Phase.AGREEING) and self._snapshot is not None:
-            self._snapshot.restore()
+        if self._group.rank == root:
+            self._undo_step()
         models = TrainingState(self._model, self._optimizers, self._sampler)
-        mine = (models.collect(), self.applied_steps) if self._group.rank == root else None
-        state, applied = broadcast_object(mine, root, group=self._group)
+        mine = (models.collect(), self._agreements, self.applied_steps) if self._group.rank == root else None
+        state, agreements, applied = broadcast_object(mine, root, group=self._group)
         if self._is_new:
             models.load(state)
-            self.applied_steps = applied
+            self._agreements, self.applied_steps = agreements, applied
             self._phase = _Phase.BETWEEN_STEPS  # from now on a rank like the others
 
     def _check_hope(self, began_s: float, error: TransportError) -> None:
