@@ -34,6 +34,17 @@ def test_groups_of_the_same_name_are_told_apart() -> None:
     assert sorted(departures.own().values()) == [1, 2, 3]
 
 
+def test_a_group_has_one_key_on_all_ranks_whatever_its_parts() -> None:
+    """Two of four ranks make a sub-group; then all make a second default group."""
+    member, other = Departures(list), Departures(list)
+    for departures in (member, other):
+        first = departures.group("default", range(4))
+        if departures is member:
+            first.part("default/0.0", [0, 1])
+        departures.group("default", range(4))
+    assert set(other.own()) <= set(member.own())
+
+
 def test_a_closed_group_is_not_open() -> None:
     departures = Departures(list)
     calls = departures.group("default", range(2))

@@ -15,6 +15,7 @@ ranks assume that everything which it sent has arrived.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -55,13 +56,18 @@ class Departures:
         self._lock = threading.Lock()
         self._left: dict[int, tuple[Departure, float]] = {}
         self._groups: dict[str, GroupCalls] = {}
+        self._made: Counter[str] = Counter()
 
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupCalls:
-        """Count the calls of a new group. All members make their groups of one name in the same order."""
-        members = crc32(repr(list(ranks)).encode())
+        """Count the calls of a new group. All members make their groups of one name in the same order.
+
+        A group's key is the same on all its members, whatever other groups each of them has made. It is kept when the group is
+        closed: another member may still be in the last collective, and the notice must say that this rank has started it.
+        """
+        same = f"{name}/{crc32(repr(list(ranks)).encode()):08x}"
         with self._lock:
-            again = sum(key.startswith(f"{name}/{members:08x}/") for key in self._groups)
-            key = f"{name}/{members:08x}/{again}"
+            key = f"{same}/{self._made[same]}"
+            self._made[same] += 1
             calls = self._groups[key] = GroupCalls(self, key, ranks, is_part=is_part)
         return calls
 
