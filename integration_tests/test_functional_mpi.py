@@ -171,6 +171,17 @@ def test_monitored_barrier_names_the_missing(world: ProcessGroup) -> None:
     world.barrier()
 
 
+def test_monitored_barrier_after_a_time_out(world: ProcessGroup) -> None:
+    """A receive that rank 0 has given up takes the next message, over MPI."""
+    others = ", ".join(str(rank) for rank in range(1, world.size))
+    for _ in range(3):
+        if world.rank == 0 and world.size > 1:
+            with pytest.raises(sc.CollectiveTimeout, match=f"Ranks? {others} failed to pass"):
+                sc.monitored_barrier(timeout=0.3, wait_all_ranks=True)
+        world.barrier()
+        sc.monitored_barrier(timeout=20)
+
+
 def test_round_robin_overlaps_groups(world: ProcessGroup) -> None:
     parts = [part for part in (world.split(0), world.split(0), world.split(0)) if part is not None]
     group = sc.RoundRobinGroup(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from mpi4py import MPI
 
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
 from syncline.collectives.backends.mpi.transport import PRESYNC_MIN_BYTES, MPITransport
+from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.host.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS
@@ -64,3 +66,24 @@ def test_reproducible_reductions_are_in_rank_order() -> None:
         group.all_reduce(tensor)
         assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms))
     group.close()
+
+
+def test_a_receive_that_was_dropped_keeps_its_memory_until_the_message_has_come() -> None:
+    """MPI writes to it however late that is."""
+    transport = MPITransport(MPI.COMM_SELF.Dup())
+    tensor = torch.zeros(100)
+    request = transport.start_recv(tensor, 0, 7)
+    with pytest.raises(TimeoutError):
+        request.wait(Deadline(0.05))
+    memory = weakref.ref(tensor)
+    del request, tensor
+    assert memory() is not None
+    transport.start_send(torch.ones(100), 0, 7).wait(Deadline(30))
+    kept = memory()
+    assert kept is not None
+    assert kept.unique().tolist() == [1.0]
+    del kept
+    transport.start_send(torch.ones(1), 0, 8)  # whoever starts a transfer looks at what was dropped
+    assert memory() is None
+    transport.start_recv(torch.ones(1), 0, 8).wait(Deadline(30))
+    transport.close()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from mpi4py import MPI
@@ -249,12 +250,14 @@ class MPITransport(Transport):
 
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
         """MPI's Isend."""
+        MPIRequest.free_abandoned()
         with mpi_errors():
             wire = wire_tag(tag, tensor.dtype, self._largest_tag)
             return MPIRequest(self._communicator.Isend((memory(tensor), MPI.BYTE), dst, wire), tensor)
 
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
         """MPI's Irecv."""
+        MPIRequest.free_abandoned()
         with mpi_errors():
             source = MPI.ANY_SOURCE if src is None else src
             wire = wire_tag(tag, tensor.dtype, self._largest_tag)
@@ -395,7 +398,13 @@ class MPITransport(Transport):
 
 
 class MPIRequest(Request):
-    """A non-blocking MPI send or receive; keeps its tensor alive."""
+    """A non-blocking MPI send or receive; keeps its tensor alive until it is over, also when the request is dropped before.
+
+    MPI reads or writes the tensor whenever the other rank comes. A receive that was given up is not cancelled: its message may
+    be on its way, and would be taken by the next receive.
+    """
+
+    _abandoned: ClassVar[deque[tuple[MPI.Request, torch.Tensor]]] = deque()
 
     def __init__(self, request: MPI.Request, tensor: torch.Tensor, *, receives: bool = False) -> None:
         self._request = request
@@ -419,6 +428,25 @@ class MPIRequest(Request):
             if is_over:
                 self._end()
         return self._over
+
+    def __del__(self) -> None:
+        if not self._over:
+            self._abandoned.append((self._request, self._tensor))  # no call of MPI: it may be any thread, at any time
+
+    @classmethod
+    def free_abandoned(cls) -> None:
+        """Let go of the tensors of requests that were dropped and are over by now."""
+        for _ in range(len(cls._abandoned)):
+            try:
+                entry = cls._abandoned.popleft()
+            except IndexError:  # another thread does the same
+                return
+            try:
+                is_over = entry[0].Test()
+            except MPI.Exception:
+                is_over = False  # nobody knows
+            if not is_over:
+                cls._abandoned.append(entry)
 
     def _end(self) -> None:
         self._over = True
