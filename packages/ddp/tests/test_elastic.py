@@ -389,3 +389,14 @@ def test_a_group_that_cannot_shrink_is_refused_at_once() -> None:
             Training(half)
 
     run_ranks(2, body)
+
+
+def test_a_model_that_is_not_on_the_cpu_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: ProcessGroup) -> None:
+        monkeypatch.setattr(DistributedDataParallel, "parameters", lambda _: iter([torch.empty(1, device="meta")]))
+        model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
+        optimizer = torch.optim.SGD(model.module.parameters(), lr=1.0)
+        with pytest.raises(BackendUnavailableError, match="does not wait for what meta still reduces"):
+            Elastic(model, optimizer, ElasticSampler(8, 8))
+
+    run_ranks(1, body)

@@ -5,43 +5,21 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import pytest
 import torch
 
 from syncline.collectives.backends.in_process import create_groups
 from syncline.ddp import DistributedDataParallel, ElasticSampler
-from syncline.ddp.training_state import TrainingState
-
-
-class HookState:
-    """Remembers as PowerSGD's does, and averages."""
-
-    def __init__(self) -> None:
-        self.saved: dict[str, Any] = {"iter": 0, "rank": 1, "world_size": 2, "errors": {"weight": torch.zeros(2)}}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.saved
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.saved = state
-
-
-def average(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+from syncline.ddp.training_state import HookState, TrainingState
 
 
 class Rank:
     """A model with all that a training has, and the steps that it has taken."""
 
-    def __init__(self, seed: int, hook: HookState | None) -> None:
+    def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
         module.register_buffer("scale", torch.rand(4), persistent=False)
         self.model = DistributedDataParallel(module, process_group=create_groups(1)[0])
-        if hook is not None:
-            self.model.register_comm_hook(hook, average)
         self.optimizer = torch.optim.Adam(module.parameters())
         self.sampler = ElasticSampler(20, 5)
 
@@ -55,10 +33,8 @@ class Rank:
         return TrainingState(self.model, [self.optimizer], self.sampler)
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_both_go_on_with_the_same_bits(hooked: bool) -> None:
-    hook, its = (HookState(), HookState()) if hooked else (None, None)
-    old, new = Rank(1, hook), Rank(2, its)
+def test_both_go_on_with_the_same_bits() -> None:
+    old, new = Rank(1), Rank(2)
     for _ in range(3):
         old.step()
     new.state().load(pickle.loads(pickle.dumps(old.state().collect())))
@@ -73,7 +49,7 @@ def test_both_go_on_with_the_same_bits(hooked: bool) -> None:
 
 
 def test_the_random_state_is_that_of_the_other() -> None:
-    old, new = Rank(1, None), Rank(2, None)
+    old, new = Rank(1), Rank(2)
     torch.manual_seed(7)
     state = old.state().collect()
     expected = torch.rand(3)
@@ -81,14 +57,45 @@ def test_the_random_state_is_that_of_the_other() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_what_error_feedback_has_kept_begins_at_zero(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="syncline.ddp")
-    hook, its = HookState(), HookState()
-    hook.saved = {"iter": 5, "rank": 0, "world_size": 2, "errors": {"weight": torch.ones(2)}}
-    old, new = Rank(1, hook), Rank(2, its)
-    new.state().load(pickle.loads(pickle.dumps(old.state().collect())))
-    assert its.saved["iter"] == 5
-    assert its.saved["rank"] is its.saved["world_size"] is None
-    assert torch.equal(its.saved["errors"]["weight"], torch.zeros(2))
-    assert torch.equal(hook.saved["errors"]["weight"], torch.ones(2))  # the other keeps its own
-    assert "begins at zero" in caplog.text
+class Remembering:
+    """A hook's state; `saved` is all of it."""
+
+    def __init__(self, saved: dict[str, Any]) -> None:
+        self.saved = saved
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.saved
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.saved = state
+
+
+def compressing(steps: int, rank: int, *errors: float) -> dict[str, Any]:
+    kept = {"weight": torch.tensor(errors)} if errors else {}
+    return {"kind": "x", "iter": steps, "rank": rank, "world_size": 2, "errors": kept}
+
+
+def test_what_a_hook_remembers_is_that_of_the_other_and_errors_stay() -> None:
+    old, new = Remembering(compressing(5, 0, 1.0, 2.0)), Remembering(compressing(4, 1, 3.0, 4.0))
+    HookState(new).load(pickle.loads(pickle.dumps(HookState(old).collect())))
+    assert new.saved["iter"] == 5
+    assert new.saved["rank"] is new.saved["world_size"] is None
+    assert new.saved["errors"]["weight"].tolist() == [3.0, 4.0]
+    assert old.saved["errors"]["weight"].tolist() == [1.0, 2.0]
+
+
+def test_errors_of_the_hooks_of_a_schedule_stay_and_begin_at_zero_where_there_are_none() -> None:
+    old = Remembering({"kind": "schedule", "iter": 7, "states": {"1": compressing(5, 0, 1.0)}})
+    new = Remembering({"kind": "schedule", "iter": 6, "states": {"1": compressing(4, 1, 3.0)}})
+    newcomer = Remembering({"kind": "schedule", "iter": 0, "states": {"1": compressing(0, 0)}})
+    for state, errors in ((new, {"weight": torch.tensor([3.0])}), (newcomer, {})):
+        HookState(state).load(HookState(old).collect())
+        assert state.saved["iter"] == 7
+        its = state.saved["states"]["1"]
+        assert (its["iter"], its["rank"], its["world_size"], its["errors"]) == (5, None, None, errors)
+
+
+def test_a_state_that_cannot_be_saved_is_left_alone() -> None:
+    assert not HookState(None).can_be_saved
+    assert not HookState([1]).can_be_saved
+    assert HookState(Remembering({})).can_be_saved

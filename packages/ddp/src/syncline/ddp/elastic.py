@@ -27,7 +27,7 @@ from syncline.collectives.internal import DEFAULT_PATIENCE_S, broadcast_object, 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
 from .step_snapshot import StepSnapshot, holders_of_buffers
-from .training_state import TrainingState
+from .training_state import HookState, TrainingState
 
 logger = logging.getLogger("syncline.ddp")
 
@@ -90,11 +90,16 @@ class Elastic:
     as ever, and writes a report; a loss that the training goes on from writes none. The model's group is another object after
     a loss: ask `model.join_process_group`. If the group was the default group, the new one takes its place.
 
+    **Communication hooks.** What a hook remembers is the same on all ranks after a recovery, if its state has `state_dict` and
+    `load_state_dict`, as those of `syncline.hooks`: that of one rank, to which a step that is done again counts twice. What
+    error feedback has kept stays each rank's own; that of a newcomer begins at zero. A state that holds a group must be
+    registered anew.
+
     **Newcomers.** The same script, started with SYNCLINE_JOIN=1, joins the training: the constructor waits until the others let
     it in. They look for newcomers after every `admit_every` applied steps. A newcomer gets the state of the first of those with
-    the most agreements: parameters, buffers, optimizers, sampler, random state of the CPU, and the state of a communication
-    hook, if that has `state_dict` and `load_state_dict` (what error feedback has kept begins at zero). It goes on where the
-    others are, so it must not skip collectives before that place, nor call some of its own: loop over `epochs`.
+    the most agreements: parameters, buffers, optimizers, sampler, random state of the CPU, and what a communication hook
+    remembers. It goes on where the others are, so it must not skip collectives before that place, nor call some of its own:
+    loop over `epochs`.
 
     Args:
         model: on a group that can shrink.
@@ -116,7 +121,7 @@ class Elastic:
     moment.
 
     Raises:
-        BackendUnavailableError: the model's group cannot shrink; the message says why.
+        BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU; the message says why.
         InvalidArgumentError: a limit makes no sense, or batches are too small for the ranks.
     """
 
@@ -136,6 +141,12 @@ class Elastic:
         lack = group.missing_for_shrink()
         if lack is not None:
             raise BackendUnavailableError(f"elastic training on {group.place()}: {lack}")
+        devices = {parameter.device.type for parameter in model.parameters()} - {"cpu"}
+        if devices:
+            raise BackendUnavailableError(
+                f"elastic training on {group.place()}: the ranks agree on the host, which does not wait for what "
+                f"{', '.join(sorted(devices))} still reduces; the model must be on the CPU"
+            )
         if admit_every < 1:
             raise InvalidArgumentError(f"expected admit_every of at least 1, found {admit_every}")
         if not group.is_waiting and not 1 <= min_ranks <= group.size:
@@ -308,8 +319,10 @@ class Elastic:
         present = {member: number for member, number in zip(self._group.members, agreements, strict=True) if number is not None}
         if not present:
             raise RankLostError("all ranks that had the state of the training are lost; start it again from a checkpoint", ())
+        root = agreements.index(max(present.values()))
+        self._share_hook_state(root)
         if None in agreements:
-            self._share_state(agreements.index(max(present.values())))
+            self._share_state(root)
         self._model.update_process_group(None if is_default else self._group)
         return present
 
@@ -391,6 +404,14 @@ class Elastic:
             models.load(state)
             self._agreements, self.applied_steps = agreements, applied
             self._phase = _Phase.BETWEEN_STEPS  # from now on a rank like the others
+
+    def _share_hook_state(self, root: int) -> None:
+        """Let all have what the hook of one rank remembers; a collective, if the hook remembers anything."""
+        state = HookState(self._model.communication_hook[1])
+        if state.can_be_saved:
+            state.load(broadcast_object(state.collect() if self._group.rank == root else None, root, group=self._group))
+            if self._is_new:
+                logger.info("the hook's state is that of the others; what its error feedback keeps begins at zero")
 
     def _check_hope(self, began_s: float, error: TransportError) -> None:
         if isinstance(error, (RankGivenUpError, StoreError)):

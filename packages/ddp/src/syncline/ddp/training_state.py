@@ -1,9 +1,9 @@
-"""TrainingState: what a rank needs to go on with a training that others have begun."""
+"""What ranks give one another when a group becomes another one: the state of the training, and that of a communication hook."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ logger = logging.getLogger("syncline.ddp")
 
 
 class TrainingState:
-    """Model, optimizers, sampler, random state of the CPU and state of the communication hook, as one object to send.
+    """Model, optimizers, sampler and random state of the CPU, as one object to send to a newcomer.
 
     Args:
-        model: its parameters and buffers, and its hook.
+        model: its parameters and buffers.
         optimizers: in the same order on all ranks.
         sampler: where the epoch is.
     """
@@ -32,14 +32,12 @@ class TrainingState:
 
     def collect(self) -> dict[str, Any]:
         """That of this rank; its tensors are those in use."""
-        hook = self._hook_state()
         return {
             "model": self._model.module.state_dict(),
             "buffers": dict(self._model.module.named_buffers()),  # the state_dict has only those that are persistent
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "sampler": self._sampler.state_dict(),
             "random": torch.get_rng_state(),
-            "hook": None if hook is None else _without_errors(hook.state_dict()),
         }
 
     @torch.no_grad()
@@ -52,19 +50,43 @@ class TrainingState:
             optimizer.load_state_dict(its)
         self._sampler.load_state_dict(state["sampler"])
         torch.set_rng_state(state["random"])
-        hook = self._hook_state()
-        if hook is not None and state["hook"] is not None:
-            hook.load_state_dict(state["hook"])
-            logger.info("the hook's state is that of the others; what its error feedback has kept begins at zero")
-
-    def _hook_state(self) -> Any:
-        _, state = self._model.communication_hook
-        return state if hasattr(state, "state_dict") and hasattr(state, "load_state_dict") else None
 
 
-def _without_errors(state: dict[str, Any]) -> dict[str, Any]:
-    """A saved state of `syncline.hooks`, good for any rank of any number of ranks: errors are each rank's own."""
-    if "errors" not in state:
-        return state
-    zeros = {name: torch.zeros_like(error) for name, error in state["errors"].items()}
-    return {**state, "errors": zeros, "rank": None, "world_size": None}
+class HookState:
+    """What a communication hook remembers, if it can be saved: if it has `state_dict` and `load_state_dict`.
+
+    Of a state of `syncline.hooks` all is the same on all ranks, but for the errors of error feedback. A step that failed may
+    have changed it on some ranks and not on others, so all take that of one rank when they meet again. (To put it back instead
+    would cost each step a copy as large as the gradients.)
+
+    Args:
+        state: the hook's first argument.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether there is anything to give."""
+        return hasattr(self._state, "state_dict") and hasattr(self._state, "load_state_dict")
+
+    def collect(self) -> dict[str, Any]:
+        """That of this rank, without errors."""
+        return _with_errors_of({}, self._state.state_dict())
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take that of another rank, and keep the errors of this one."""
+        self._state.load_state_dict(_with_errors_of(self._state.state_dict(), state))
+
+
+def _with_errors_of(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved state of `syncline.hooks` with the errors of `own`, good for any rank of any number of ranks."""
+    mixed = dict(other)
+    if "errors" in other:
+        mixed.update(errors=own.get("errors", {}), rank=None, world_size=None)
+    if "states" in other:  # a schedule's
+        mixed["states"] = {
+            name: _with_errors_of(own.get("states", {}).get(name, {}), its) for name, its in other["states"].items()
+        }
+    return mixed

@@ -93,22 +93,29 @@ def check_parameters(saved: Mapping[str, torch.Tensor], shapes: Mapping[str, tor
 
 
 class Origin:
-    """Which rank of how many a state belongs to."""
+    """Which rank of how many a state belongs to.
+
+    Args:
+        rank: the one that a loaded state comes from.
+        world_size: of how many.
+    """
 
     def __init__(self, rank: int | None = None, world_size: int | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._is_settled = False
 
     def settle(self, rank: int, world_size: int, errors: ErrorFeedback) -> None:
-        """Called with the group as soon as there is one.
+        """Called with the group whenever the state is used.
 
-        Errors that belong to another rank of as many are dropped with a warning: where all ranks load what rank 0 saved, as
-        torch's documentation shows, rank 0 goes on and the others begin their error feedback at zero.
+        A state that is in use stays this process's own, also in another group: after a rank was lost, or has come. The first
+        time, errors that belong to another rank of as many are dropped with a warning: where all ranks load what rank 0 saved,
+        as torch's documentation shows, rank 0 goes on and the others begin their error feedback at zero.
 
         Raises:
             MisuseError: errors were loaded that belong to another number of ranks.
         """
-        if len(errors) > 0 and self.world_size is not None:
+        if len(errors) > 0 and self.world_size is not None and not self._is_settled:
             if self.world_size != world_size:
                 raise MisuseError(
                     f"the hook's state was loaded on rank {rank} of {world_size}, and holds the error feedback of rank "
@@ -122,4 +129,4 @@ class Origin:
                     "feedback at zero; to go on exactly, save the state on every rank and load each rank's own",
                     stacklevel=2,
                 )
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self._is_settled = rank, world_size, True

@@ -64,6 +64,36 @@ class PerDeviceGroup(DelegatingGroup):
         works = [work for group in self.groups.values() if (work := group.verify_calls(async_op=async_op)) is not None]
         return works[0] if works else None  # only groups of the host compare later, and there is one
 
+    # ---- after a loss: the group of the host finds out who is left, and the others meet in it ----
+
+    @override
+    def missing_for_shrink(self) -> str | None:
+        strangers = [group for group in self._others() if not group.meets_in(self._host)]
+        if strangers:
+            return f"the ranks of backend '{strangers[0].backend_name}' do not meet in the group of '{self._host.backend_name}'"
+        return self._host.missing_for_shrink()
+
+    @property
+    @override
+    def members(self) -> tuple[int, ...]:
+        return self._host.members
+
+    @override
+    def _shrink(self, patience_s: float) -> ProcessGroup:
+        for group in self._others():
+            group.abort()
+        host = self._host.shrink(patience_s=patience_s)
+        return PerDeviceGroup(
+            {device: host if group is self._host else group.beside(host) for device, group in self.groups.items()}
+        )
+
+    @property
+    def _host(self) -> ProcessGroup:
+        return self.groups["cpu"] if "cpu" in self.groups else next(iter(self.groups.values()))
+
+    def _others(self) -> list[ProcessGroup]:
+        return [group for group in self.groups.values() if group is not self._host]
+
     @override
     def close(self) -> None:
         close_all(self.groups.values())

@@ -157,6 +157,14 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
             raise BackendUnavailableError(f"shrink on {self.place()}: {lack}")
         return self._shrink(patience_s)
 
+    def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for those who do
+        """Whether the ranks of this group meet in that group of the host, so that `beside` can connect them again."""
+        return False
+
+    def beside(self, host: ProcessGroup) -> ProcessGroup:
+        """A new group like this one, whose ranks are those of `host`, and meet there; see `meets_in`. Abort this one before."""
+        raise NotImplementedError  # of a group that meets in none
+
     # ---- with newcomers ----
 
     def missing_for_admit(self) -> str | None:

@@ -29,7 +29,7 @@ from .connector import Connector, StreamCommunicator
 from .datatypes import NativeReduction, native_reduction
 from .engine import Engine
 from .library import version_in_words
-from .rendezvous import Payload
+from .rendezvous import GroupRendezvous, Payload
 
 
 class NcclGroup(ProcessGroup):
@@ -122,6 +122,50 @@ class NcclGroup(ProcessGroup):
             return None
         self._engine.compare_calls()
         return FinishedWork([])
+
+    # ---- after a loss ----
+
+    @override
+    def missing_for_shrink(self) -> str | None:
+        rendezvous = self._connector.rendezvous
+        if not self._owns_rendezvous:
+            return "this group over NCCL is a part of another one; shrink that one, and make the part again"
+        if rendezvous.group is None:
+            return (
+                "the ranks of this group over NCCL met in a store, where nobody finds out who is left; use a group of the host "
+                "beside it, such as backend 'cpu:gloo,cuda:nccl' with init_method='file:///shared/folder'"
+            )
+        if not rendezvous.owns_group:
+            return "this group over NCCL is one of several, for a device each; shrink the group of all devices"
+        return rendezvous.group.missing_for_shrink()
+
+    @property
+    @override
+    def members(self) -> tuple[int, ...]:
+        host = self._connector.rendezvous.group if self._owns_rendezvous else None
+        return super().members if host is None else host.members
+
+    @override
+    def meets_in(self, host: ProcessGroup) -> bool:
+        return self._owns_rendezvous and self._connector.rendezvous.group is host
+
+    @override
+    def beside(self, host: ProcessGroup) -> NcclGroup:
+        """Connected as at first: by NCCL when it is used. Nothing of the aborted communicators is used again."""
+        before = self._connector
+        rendezvous = GroupRendezvous(host, owned=before.rendezvous.owns_group)
+        connector = Connector(before.nccl, before.accelerator, rendezvous, range(host.size), host.rank, self.name)
+        made = NcclGroup(connector, timeout_s=self.timeout_s, reproducible=self._reproducible)
+        made.report_to(self._reporter)
+        return made
+
+    @override
+    def _shrink(self, patience_s: float) -> ProcessGroup:
+        """The host group finds out who is left: NCCL only tells that something failed."""
+        host = self._connector.rendezvous.group
+        assert host is not None
+        self._engine.abort()
+        return self.beside(host.shrink(patience_s=patience_s))
 
     # ---- the end ----
 

@@ -14,6 +14,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from ...contract.deadline import Deadline
 from ...contract.process_group import ProcessGroup
@@ -88,6 +89,16 @@ class Rendezvous(ABC):
     def recv(self, topic: str, to: int, sender: int, deadline: Deadline) -> Payload:
         """Wait for a rank's payload."""
 
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group in which they meet; None if it is none."""
+        return None
+
+    @property
+    def owns_group(self) -> bool:
+        """Whether nobody else uses that group."""
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Give up what it holds."""
@@ -147,6 +158,16 @@ class GroupRendezvous(Rendezvous):
         self._lock = threading.Lock()
         self._inboxes: dict[tuple[int, int], _Inbox] = {}
         self._sending: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.Lock)
+
+    @property
+    @override
+    def group(self) -> ProcessGroup:
+        return self._group
+
+    @property
+    @override
+    def owns_group(self) -> bool:
+        return self._owned
 
     @property
     def reporter(self) -> Reporter | None:
