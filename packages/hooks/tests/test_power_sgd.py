@@ -280,6 +280,28 @@ def test_a_state_of_rank_0_that_all_ranks_load_starts_the_error_feedback_of_the_
     assert sorted(str(entry.message).split(" loaded")[0] for entry in caught) == ["rank 1 of 3", "rank 2 of 3"]
 
 
+def test_a_state_in_use_goes_on_in_a_group_of_another_size_and_a_loaded_one_does_not() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = Model(group.rank)
+        state = state_for(model)
+        steps(group, powerSGD_hook, model, state, range(3))
+        kept = state.state_dict()["errors"]
+        left = group.split(None if group.rank == 1 else 0)
+        if left is None:
+            return
+        assert kept
+        loaded, origin = state_for(model), pickle.loads(pickle.dumps(state.origin))
+        loaded.load_state_dict(state.state_dict())
+        state.enter(left)
+        assert all(torch.equal(error, kept[name]) for name, error in state.state_dict()["errors"].items())
+        with pytest.raises(MisuseError, match=f"holds the error feedback of rank {group.rank} of 3"):
+            loaded.enter(left)
+        with pytest.raises(MisuseError, match=f"holds the error feedback of rank {group.rank} of 3"):
+            origin.settle(left.rank, left.size, state.error_feedback)
+
+    run_ranks(3, body)
+
+
 def test_states_of_different_steps_cannot_be_merged() -> None:
     one, other = state_for().state_dict(), {**state_for().state_dict(), "iter": 7}
     with pytest.raises(InvalidArgumentError, match=r"of step 2 with 0 errors and .* of step 7"):

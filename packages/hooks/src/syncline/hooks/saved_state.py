@@ -105,6 +105,10 @@ class Origin:
         self.world_size = world_size
         self._is_settled = False
 
+    def __reduce__(self) -> tuple[type[Origin], tuple[int | None, int | None]]:
+        """Who loads a pickled one may be another rank."""
+        return Origin, (self.rank, self.world_size)
+
     def settle(self, rank: int, world_size: int, errors: ErrorFeedback) -> None:
         """Called with the group whenever the state is used.
 
