@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -80,6 +81,8 @@ def test_a_browser_draws_the_page(folder: Path) -> None:
     }
     for name, plot in plots.items():
         assert 'class="main-svg"' in plot, name
-    assert "rank 1, buckets" in plots["timeline"]
+    rows = re.findall(r'class="ytick".*?<text[^>]*translate\(0,([\d.]+)\)[^>]*>([^<]*)<', plots["timeline"])
+    from_above = [name for _, name in sorted((float(y), name) for y, name in rows)]
+    assert from_above == ["rank 0", "rank 0, buckets", "rank 1", "rank 1, buckets"]
     assert "rank 1" in plots["waiting"]
     assert "a&lt;b&gt;" in drawn

@@ -32,13 +32,26 @@ def fragment(timeline: Timeline) -> str:
             _bars(timeline, slowest.number),
             f"Step {slowest.number}, the slowest",
             {"title": "ms"},
-            {"autorange": "reversed"},
+            {"autorange": "reversed", "categoryorder": "array", "categoryarray": _rows(timeline)},
             barmode="overlay",
         ),
         figure("trace-waiting", _waiting(timeline, steps), "Waiting for communication", {"title": "step"}, {"title": "ms"}),
         figure("trace-exposed", _exposed(steps), "Exposed communication", {"title": "step"}, {"title": "% of the step"}),
     ]
     return "\n".join([words, script(), *figures, _bucket_table(timeline, slowest.number)])
+
+
+def _rows(timeline: Timeline) -> list[str]:
+    """From above: each rank, and its buckets below it."""
+    return [row for rank in timeline.ranks for row in (_row(rank), _bucket_row(rank))]
+
+
+def _row(rank: RankTimeline) -> str:
+    return f"rank {rank.header.rank}"
+
+
+def _bucket_row(rank: RankTimeline) -> str:
+    return f"{_row(rank)}, buckets"
 
 
 def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
@@ -53,7 +66,7 @@ def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
                 "type": "bar",
                 "orientation": "h",
                 "name": phase,
-                "marker": {"color": color},
+                "marker": {"color": color, "line": {"color": "white", "width": 1}},  # so that neighbours are told apart
                 "y": [row for _, row, _, _, _ in own],
                 "base": [1e3 * (start - origin) for _, _, start, _, _ in own],
                 "x": [1e3 * (end - start) for _, _, start, end, _ in own],
@@ -66,7 +79,7 @@ def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
 
 def _slices(rank: RankTimeline, number: int) -> list[tuple[str, str, float, float, str]]:
     """The phase, row, start, end and words of each slice of a rank."""
-    step, row = rank.steps[number], f"rank {rank.header.rank}"
+    step, row = rank.steps[number], _row(rank)
     spans = [
         ("backward", step.backward_started, step.finalize_started, "backward"),
         ("waiting", step.finalize_started, step.finished, "waiting"),
@@ -77,7 +90,7 @@ def _slices(rank: RankTimeline, number: int) -> list[tuple[str, str, float, floa
     found = [(phase, row, start, end, f"{row}: {said}") for phase, start, end, said in spans]
     for one in step.buckets:
         said = f"{row}: bucket {one.number}, {one.nbytes} bytes"
-        found.append(("bucket", f"{row}, buckets", one.started, one.finished, said))
+        found.append(("bucket", _bucket_row(rank), one.started, one.finished, said))
     return [(phase, row, start, end, f"{said}, {1e3 * (end - start):.2f} ms") for phase, row, start, end, said in found]
 
 
@@ -112,4 +125,5 @@ def _bucket_table(timeline: Timeline, number: int) -> str:
         cells = (str(one.number), str(one.nbytes), f"{ready:.2f}", f"{took:.2f}", html.escape(shown))
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     title = f"<h3>Buckets of step {number} on rank {rank.header.rank}</h3>"
-    return f'{title}\n<table id="trace-buckets">\n' + "\n".join(rows) + "\n</table>"
+    style = "<style>#trace-buckets :is(td, th):last-child { text-align: left; }</style>"
+    return f'{title}\n{style}\n<table id="trace-buckets">\n' + "\n".join(rows) + "\n</table>"
