@@ -29,7 +29,7 @@ from .contenders import NATIVE, OURS, VIEWS, Wrap, native, ours, trainers, with_
 from .exposure import Compared
 from .report import Report
 from .summary import GeometricMean, Summary, as_times
-from .targets import EXPOSED, MEMORY, RECORDING, STEP, STEP_MEAN
+from .targets import EXPOSED, MEMORY, RECORDING, RECORDING_BUSY, STEP, STEP_MEAN
 from .timing import interleaved
 
 
@@ -117,9 +117,23 @@ def _record(options: argparse.Namespace, group: ProcessGroup, report: Report) ->
     ]
     head = ["model", "step", "ms", "over not recorded"]
     report.table("record", "median [quartiles]; ratios of the same round, +- how far the median may be off", head, rows)
-    worst = [(one.over_plain(recording.RECORDED).median_s, case) for case, one in found.items()]
-    report.judge_worst(RECORDING, worst)
-    report.keep("record", {case: one.steps_s for case, one in found.items()})
+    rows = [
+        [
+            case,
+            str(one.buckets),
+            str(one.added.calls),
+            f"{one.added.busy_s.in_us()} +- {1e6 * one.added.busy_s.margin_s:.1f}",
+            f"{1e6 * one.added.write_s:.1f}",
+            f"{100 * one.share:.2f}",
+        ]
+        for case, one in found.items()
+    ]
+    head = ["model", "buckets", "calls", "while it runs, us", "to write it, us", "% of the step"]
+    report.table("record", "processor's time that recording adds to a step of so many buckets, alone on one rank", head, rows)
+    report.judge_worst(RECORDING, [(one.over_plain(recording.RECORDED).median_s, case) for case, one in found.items()])
+    report.judge_worst(RECORDING_BUSY, [(100 * one.share, case) for case, one in found.items()])
+    kept = {case: {"steps": one.steps_s, "buckets": one.buckets, "added": asdict(one.added)} for case, one in found.items()}
+    report.keep("record", kept)
 
 
 PARTS: dict[str, session.Part] = {

@@ -68,3 +68,4 @@ BUCKETED = _least("step with buckets: faster than with one reduction per paramet
 TUNED_OVER_BEST = Target('step with bucket_cap_mb="auto": over the best fixed size', 1.05)
 TUNED_OVER_DEFAULT = Target('step with bucket_cap_mb="auto": over the default', 1.02)
 RECORDING = Target("step that is recorded, worst case: over one that is not", 1.01)
+RECORDING_BUSY = Target("processor's time that recording adds, worst case: of a step", 1, "%")

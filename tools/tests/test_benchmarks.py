@@ -25,6 +25,7 @@ from benchmarks import (
     nccl,
     overhead,
     paper,
+    recording,
     scaling,
     step,
     torch_backend,
@@ -444,11 +445,18 @@ def test_steps_are_told_kept_and_drawn(played: Path) -> None:
         assert all(case["steps"].keys() == contenders for case in kept[part]["cases"].values())
         assert kept[part]["exposed_ratio"]["ours"]["cases"] == 8
     assert kept["buckets"]["steps"]["ours"].keys() >= {"one each", "25", "all in one"}
-    assert all(steps.keys() == {"not recorded", "not recorded, again", "recorded"} for steps in kept["record"].values())
+    for found in kept["record"].values():
+        assert found["steps"].keys() == {"not recorded", "not recorded, again", "recorded"}
+        assert found["buckets"] >= 1
     judged = [sum(target.what in line for line in kept["verdicts"]) for target in (STEP, EXPOSED, MEMORY)]
     assert judged == [4, 4, 2 if can_be_measured() else 0]
     assert all(line in (played / "told").read_text() for line in kept["verdicts"])
     assert drawn_by("step", played) == {"cases", "unused", "buckets"}
+
+
+def test_recording_adds_few_calls_to_a_step_whatever_its_length() -> None:
+    added = {buckets: recording.measure_added(buckets, blocks=2).calls for buckets in (1, 3)}
+    assert 0 < added[1] < added[3] < 100
 
 
 @in_full
