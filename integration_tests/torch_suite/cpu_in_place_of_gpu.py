@@ -4,6 +4,7 @@ What is replaced, and nothing else:
 
 * the guards that skip a test where there are fewer GPUs than ranks, or by the name of the backend;
 * `Tensor.cuda`, `Tensor.to`, `Module.cuda`, `Module.to` and `device=` of everything that makes tensors: a GPU means the CPU;
+* `torch.device(RANK)` in the module of tests: the CPU;
 * of `torch.cuda` what chooses a device, waits for it, or seeds it: it does nothing;
 * `device_ids` and `output_device` of DistributedDataParallel: None.
 
@@ -14,6 +15,7 @@ we count.
 from __future__ import annotations
 
 import functools
+import types
 import unittest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,6 +66,18 @@ def cpu_in_place_of_gpu() -> Iterator[None]:
         torch.nn.Module.to = module_to  # type: ignore[method-assign]
         for name, function in calls.items():
             setattr(torch.cuda, name, function)
+
+
+class TorchOnCpu(types.ModuleType):
+    """The name `torch` in the module of tests, where `torch.device(RANK)` is the CPU; no mode sees that call."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(*words: Any, **kwargs: Any) -> torch.device:
+        """The device, or the CPU for the number of a GPU."""
+        return _CPU if isinstance(words[0], int) else torch.device(*words, **kwargs)
 
 
 def without_device_ids(wrapper: type[torch.nn.Module]) -> type[torch.nn.Module]:

@@ -12,11 +12,13 @@ class Variant:
     Attributes:
         backend: the backend of torch.distributed that they run on.
         has_our_ddp: whether `syncline.ddp.DistributedDataParallel` stands in place of torch's.
+        has_our_hooks: whether `syncline.ddp.SyncBatchNorm` and what `syncline.hooks` has stand in place of torch's.
         plays_gpus: whether tests that want a GPU for each rank run on CPUs; see `cpu_in_place_of_gpu`.
     """
 
     backend: str
     has_our_ddp: bool
+    has_our_hooks: bool = False
     plays_gpus: bool = False
 
     @property
@@ -28,6 +30,7 @@ class Variant:
 VARIANTS = {
     "gloo, torch's DDP": Variant("gloo", has_our_ddp=False),
     "syncline-mpi, our DDP": Variant("syncline-mpi", has_our_ddp=True),
+    "syncline-mpi, our DDP, SyncBatchNorm and hooks": Variant("syncline-mpi", has_our_ddp=True, has_our_hooks=True),
     "gloo, our DDP": Variant("gloo", has_our_ddp=True),
     "syncline-mpi, torch's DDP": Variant("syncline-mpi", has_our_ddp=False),
 }

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from cpu_in_place_of_gpu import cpu_in_place_of_gpu, neutralise_guards, without_device_ids
+from cpu_in_place_of_gpu import TorchOnCpu, cpu_in_place_of_gpu, neutralise_guards, without_device_ids
 from variants import VARIANTS, Variant
 
 LIMIT_S = 60.0  # for one test; the slowest takes 10 s on a machine that does nothing else
@@ -82,7 +82,10 @@ def _suite(variant: Variant) -> Any:
         from syncline.ddp import DistributedDataParallel
 
         _replace_ddp(DistributedDataParallel)
+    if variant.has_our_hooks:
+        _replace_hooks()
     if variant.plays_gpus:
+        distributed_test.torch = TorchOnCpu("torch")  # type: ignore[assignment]
         _replace_ddp(without_device_ids(torch.nn.parallel.DistributedDataParallel))
 
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
@@ -98,6 +101,27 @@ def _replace_ddp(wrapper: Any) -> None:
 
     torch.nn.parallel.DistributedDataParallel = wrapper  # type: ignore[misc]
     distributed_test.DistributedDataParallel = wrapper
+
+
+def _replace_hooks() -> None:
+    """Ours where torch's have the same name."""
+    import torch
+    from torch.testing._internal.distributed import distributed_test as tests
+
+    from syncline import hooks
+    from syncline.ddp import SyncBatchNorm
+
+    torch.nn.SyncBatchNorm = SyncBatchNorm  # type: ignore[misc, assignment]
+    for module in (
+        tests.default,
+        tests.powerSGD,
+        tests.post_localSGD,
+        tests.averagers,
+        tests.hierarchicalSGD,
+        tests.post_localSGD_optimizer,
+    ):
+        for name in set(hooks.__all__) & set(vars(module)):
+            setattr(module, name, getattr(hooks, name))
 
 
 def _clear(folder: Path, rank: int, suite: Any) -> None:

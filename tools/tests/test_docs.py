@@ -9,6 +9,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import syncline.collectives
 import syncline.ddp
@@ -17,6 +19,7 @@ import syncline.reducer
 from syncline.collectives.commands.doctor import torch_versions
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.startup.settings import Settings
+from syncline.collectives.torch_backend.registration import OLDEST_TORCH
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -56,6 +59,29 @@ def test_every_command_and_each_of_its_options_is_documented() -> None:
 def test_the_table_of_versions_is_what_the_doctor_knows() -> None:
     rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \|", (REFERENCE / "versions.md").read_text(), re.MULTILINE)
     assert sorted(set(rows)) == sorted(torch_versions.RUN_WITH)
+
+
+def test_the_wheels_claim_no_torch_older_than_was_run() -> None:
+    oldest = min(torch_versions.RUN_WITH, key=lambda version: [int(number) for number in version.split(".")])
+    for project in sorted((ROOT / "packages").glob("*/pyproject.toml")):
+        assert f'"torch>={oldest},<3"' in project.read_text()
+    assert oldest == ".".join(map(str, OLDEST_TORCH))
+    assert f"The wheels accept torch {oldest} and later" in (REFERENCE / "versions.md").read_text()
+
+
+def test_what_torchs_ddp_has_and_ours_lacks_is_a_documented_difference() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        theirs, ours = (
+            set(dir(kind(torch.nn.Linear(2, 1))))
+            for kind in (torch.nn.parallel.DistributedDataParallel, syncline.ddp.DistributedDataParallel)
+        )
+    finally:
+        dist.destroy_process_group()
+    lacking = {name for name in theirs - ours if not name.startswith("_")}
+    text = (REFERENCE / "differences.md").read_text()
+    assert sorted(name for name in lacking if f"`{name}`" not in text) == []
+    assert "gather" in lacking, "or nothing was compared"
 
 
 def test_every_error_is_documented() -> None:

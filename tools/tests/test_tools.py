@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import gpu
 import rank_log
 import wheels
 from commands import Outcome, follow
-from environment import ROOT, InstallSet, half_installed
+from environment import PINNED_TORCH, ROOT, InstallSet, half_installed
 from mpi_runtimes import Family, MpiRuntime
 
 
@@ -113,6 +114,40 @@ def test_a_torch_that_is_no_version_is_refused(version: str, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         dev.main(["test", "--torch", version])
     assert "expected a version such as 2.15.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("newest", "statuses", "steps", "status", "said"),
+    [
+        (None, [], [], 0, "skipped, pip finds no torch"),
+        (PINNED_TORCH, [], [], 0, f"skipped, all tests run with torch {PINNED_TORCH}"),
+        ("9.1.0", [1], ["install"], 0, "skipped, torch 9.1.0 could not be installed"),
+        ("9.1.0", [0, 0], ["install", "inner"], 0, ""),
+        ("9.1.0", [0, 2], ["install", "inner"], 2, ""),
+    ],
+)
+def test_the_newest_torch_is_tried_where_it_can_be_had(
+    newest: str | None,
+    statuses: list[int],
+    steps: list[str],
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ran = []
+
+    def followed(command: Sequence[str | Path], *, timeout_s: float, **_: object) -> Outcome:
+        assert list(command[-2:]) == ["--torch", newest]
+        assert timeout_s == dev.NEWEST_LIMITS_S[len(ran)]
+        ran.append(command[2])
+        return Outcome(statuses[len(ran) - 1], "")
+
+    monkeypatch.setattr(dev, "newest_torch", lambda: newest)
+    monkeypatch.setattr(dev, "follow", followed)
+    assert dev.main(["newest-torch", "--skip-install"]) == status
+    assert ran == steps
+    assert said in capsys.readouterr().out
 
 
 def test_only_the_demo_passes_arguments_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,7 +215,7 @@ def test_without_init_sync_modules_are_not_compared() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "sizes_mb"),
-    [({}, [1, 2]), ({"bucket_cap_mb": 25}, [3]), ({"bucket_cap_mb": 2}, [2, 1]), ({"bucket_cap_mb": 1}, [1, 1, 1])],
+    [({}, [1, 2]), ({"bucket_cap_mb": 25}, [3]), ({"bucket_cap_mb": 2}, [1, 2]), ({"bucket_cap_mb": 1}, [1, 1, 1])],
 )
 def test_only_by_default_the_first_bucket_is_small(arguments: dict[str, Any], sizes_mb: list[int]) -> None:
     def body(group: ProcessGroup) -> None:

@@ -83,7 +83,27 @@ def test_early_termination_names_the_ranks_on_every_rank() -> None:
         return str(caught.value)
 
     for rank, text in enumerate(run_ranks(3, body)):
-        assert text.startswith(f"rank 0, 2 ran out of inputs before the others (rank {rank} of 3")
+        torchs = "Detected at least one rank that exhausted inputs" if rank == 1 else f"Rank {rank} exhausted all inputs"
+        assert text.startswith(f"{torchs}. Out of inputs is rank 0, 2 (rank {rank} of 3")
+
+
+def test_where_nobody_goes_on_without_inputs_the_layers_may_communicate() -> None:
+    def body(group: ProcessGroup) -> int:
+        model = DistributedDataParallel(convert_sync_batchnorm(torch.nn.BatchNorm1d(2), group), process_group=group)
+        with pytest.raises(MisuseError, match=r"SyncBatchNorm.*or pass throw_on_early_termination=True"):
+            model.join().__enter__()
+        taken = []
+
+        def train() -> None:
+            for number in range(2 + group.rank):
+                model(torch.arange(4.0).view(2, 2) + group.rank).sum().backward()
+                taken.append(number)
+
+        with pytest.raises(DisagreementError, match="exhausted"), model.join(throw_on_early_termination=True):
+            train()
+        return len(taken)
+
+    assert run_ranks(2, body) == [2, 2]
 
 
 def test_even_inputs_terminate_nobody() -> None:

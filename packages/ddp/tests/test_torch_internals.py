@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from syncline.collectives import MisuseError
-from syncline.ddp import SyncBatchNorm, torch_internals
+from syncline.ddp import DistributedDataParallel, SyncBatchNorm, torch_internals
 from syncline.ddp.low_precision import LowPrecision
 from syncline.ddp.torch_internals import IN_BACKWARD_OPTIMIZERS, check_low_precision, own_modules
 
@@ -28,6 +29,16 @@ def test_torch_marks_parameters_with_that_name() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
     assert hasattr(parameter, IN_BACKWARD_OPTIMIZERS)
+
+
+def test_torch_tells_the_threads_of_its_gloo_and_of_no_other_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
+        assert ddp.logging_data()["gloo_num_threads"] == torch_internals.gloo_threads(dist.group.WORLD) == 2
+    finally:
+        dist.destroy_process_group()
+    assert torch_internals.gloo_threads(object()) is None
 
 
 @pytest.mark.parametrize(

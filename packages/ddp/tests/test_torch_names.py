@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import ProcessGroup, destroy_process_group, init_process_group
+from syncline.collectives import MisuseError, ProcessGroup, destroy_process_group, init_process_group
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel, Join
 
@@ -49,6 +49,19 @@ def test_what_libraries_read() -> None:
         assert without.will_sync_module_buffers() is False
 
     run_ranks(2, body)
+
+
+def test_backwards_that_the_script_would_end_are_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+        ddp.require_manual_backward_finalization = False
+        with pytest.raises(MisuseError, match="every backward waits"):
+            ddp.require_manual_backward_finalization = True
+        assert (ddp.require_manual_backward_finalization, ddp.should_finalize_after_backward) == (False, False)
+        with pytest.raises(MisuseError, match="leave out finalize_backward"):
+            ddp.finalize_backward()
+
+    run_ranks(1, body)
 
 
 def test_buckets_are_rebuilt_when_asked() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from syncline.collectives import InvalidArgumentError, ProcessGroup, broadcast_coalesced
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, broadcast_coalesced
 from syncline.collectives.internal import DEFAULT_BUFFER_BYTES
 
 from .buffers import BufferHook, Buffers
@@ -236,6 +236,32 @@ class TorchNames:
 
     def _check_reducer_finalized(self) -> None:
         self._reducer.check_finalized()
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether the script ends backwards itself (torch 2.15), which only torch's reducer can: no."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            raise MisuseError(
+                "every backward waits for its gradients at its end: leave out require_manual_backward_finalization and "
+                "finalize_backward(), or use torch's DistributedDataParallel"
+            )
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward()` must wait until backward has returned: there is nothing to finalize."""
+        return False
+
+    def finalize_backward(self) -> None:
+        """End a backward that the script must end: there is none.
+
+        Raises:
+            MisuseError: always.
+        """
+        raise MisuseError("backward has waited for its gradients already: leave out finalize_backward()")
 
     def _remove_autograd_hooks(self) -> None:
         self._reducer.close()

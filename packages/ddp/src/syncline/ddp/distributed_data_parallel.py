@@ -285,7 +285,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """What a rank without inputs does in place of this module; takes `divide_by_initial_world_size`."""
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         replica = Replica(self.module, self._state, self._buffer_sync, self._reducer, self._group, self.device)
-        self._uneven_inputs = UnevenInputs(replica, divide_by_initial_world_size=divide_by_initial_world_size)
+        throws = self._join is not None and self._join.throws
+        self._uneven_inputs = UnevenInputs(replica, divide_by_initial_world_size=divide_by_initial_world_size, throws=throws)
         self._stop_counting_steps_together()
         return self._uneven_inputs
 

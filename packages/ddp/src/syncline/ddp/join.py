@@ -55,7 +55,7 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """A new hook, for one context.
+        """A new hook, for one context, which is being entered (`self._join`).
 
         Args:
             kwargs: those that the context was given; all joinables get the same, and take what is theirs.
@@ -138,9 +138,14 @@ class Join:
             for joinable in self._joinables:
                 if joinable._join is not None:
                     raise MisuseError(f"this {type(joinable).__name__} is within a join context already: leave that one first")
-            self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
             for joinable in self._joinables:
                 joinable._join = self
+            try:
+                self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+            except BaseException:
+                for joinable in self._joinables:
+                    joinable._join = None
+                raise
         return self
 
     def __exit__(
@@ -176,8 +181,14 @@ class Join:
         self._present = tuple(rank for rank, is_present in enumerate(roll.tolist()) if is_present)
         absent = [str(rank) for rank in range(self._group.size) if rank not in self._present]
         if self._throws and self._present and absent:
+            # Scripts that were written for torch look for what stands before the first dot.
+            what = (
+                "Detected at least one rank that exhausted inputs"
+                if present
+                else f"Rank {self._group.rank} exhausted all inputs"
+            )
             raise DisagreementError(
-                f"rank {', '.join(absent)} ran out of inputs before the others ({self._group.place()}), and "
+                f"{what}. Out of inputs is rank {', '.join(absent)} ({self._group.place()}), and "
                 "throw_on_early_termination=True. Give every rank equally many inputs, or leave that argument out"
             )
         return self._present

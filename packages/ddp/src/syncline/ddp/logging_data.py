@@ -14,6 +14,7 @@ from syncline.reducer import IterationStatistics, Reducer
 
 from .process_groups import AnyGroup
 from .sync_batch_norm import SyncBatchNorm
+from .torch_internals import gloo_threads
 
 LoggingData = dict[str, int | str]
 
@@ -101,7 +102,9 @@ def describe_module(
         group: the ranks.
         given: the same group, as the script knows it.
     """
+    threads = gloo_threads(given)
     return {
+        **({} if threads is None else {"gloo_num_threads": threads}),
         "module_name": type(module).__name__,
         "rank": group.rank,
         "world_size": group.size,

@@ -8,6 +8,7 @@ private to torch                        without it
 ``Module._parameters``                  ``mixed_precision`` is an error
 ``RNNBase._flat_weights``               ``mixed_precision`` of a module with a recurrent layer is an error
 ``Module._modules``                     ``SyncBatchNorm.convert_sync_batchnorm`` is an error
+``ProcessGroupGloo.options._threads``   logging data do not tell "gloo_num_threads"
 ``_in_backward_optimizers``             optimizers of ``_apply_optimizer_in_backward`` are not found: torch has none then
 ======================================  ==============================================================================
 """
@@ -59,6 +60,15 @@ def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
         raise MisuseError(
             f"mixed_precision does not work with torch {torch.__version__}, which lacks {', '.join(lacks)}; use torch.autocast"
         )
+
+
+def gloo_threads(group: object) -> int | None:
+    """How many threads a group of torch's has for Gloo; None for another group, and where torch does not tell."""
+    try:
+        threads: int = group._get_backend(torch.device("cpu")).options._threads  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return None
+    return threads
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -50,13 +50,14 @@ class UnevenInputs(JoinHook):
     Args:
         replica: what communicates.
         divide_by_initial_world_size: divide gradients by the number of all ranks, or of those that have inputs.
+        throws: the context ends in an error on all ranks as soon as one has no inputs, so that none goes on without.
 
     Raises:
         MisuseError: the module communicates in ways that a rank without inputs cannot take part in.
     """
 
-    def __init__(self, replica: Replica, *, divide_by_initial_world_size: bool) -> None:
-        if replica.buffers.hook is not None:
+    def __init__(self, replica: Replica, *, divide_by_initial_world_size: bool, throws: bool) -> None:
+        if replica.buffers.hook is not None and not throws:
             raise MisuseError(
                 "join() cannot say what a buffer hook shall do on a rank that has no inputs: do without the hook, or "
                 "synchronise buffers in the loop"
@@ -66,10 +67,11 @@ class UnevenInputs(JoinHook):
                 "divide_by_initial_world_size=False means nothing to a communication hook, which divides as it likes: leave "
                 "it out, or do without the hook"
             )
-        if any(isinstance(part, (SyncBatchNorm, torch.nn.SyncBatchNorm)) for part in replica.module.modules()):
+        layers = (SyncBatchNorm, torch.nn.SyncBatchNorm)
+        if any(isinstance(part, layers) for part in replica.module.modules()) and not throws:
             raise MisuseError(
                 "join() cannot run the forward of SyncBatchNorm on a rank that has no inputs: use the module without "
-                "converting it, or give that rank empty batches instead of join()"
+                "converting it, give that rank empty batches instead of join(), or pass throw_on_early_termination=True"
             )
         self._replica = replica
         self._divides_by_all = divide_by_initial_world_size

@@ -37,6 +37,15 @@ class BucketBuilder:
     delayed: Collection[int]
     as_view: bool
 
+    def build_first(self) -> list[AnyBucket]:
+        """Buckets in reverse order of definition, for the order of gradients is not known yet. A collective, as `build` is.
+
+        With one limit for all, they are filled from the front of the model, as torch does: what no rank uses is then apart
+        where it is apart in torch. With several limits they are filled from its end: the first limit is the first bucket's.
+        """
+        backwards = range(len(self.parameters) - 1, -1, -1)
+        return self._build(backwards, from_front=len(self.caps_bytes) == 1)
+
     def build(self, order: Sequence[int], kept_views: Collection[int] = ()) -> list[AnyBucket]:
         """Buckets filled in this order of parameters (by index). A collective, because it allocates.
 
@@ -44,9 +53,13 @@ class BucketBuilder:
             order: the parameters.
             kept_views: those of them whose gradients become views of the buckets now, with their values.
         """
+        return self._build(order, kept_views)
+
+    def _build(self, order: Sequence[int], kept_views: Collection[int] = (), *, from_front: bool = False) -> list[AnyBucket]:
         punctual = [index for index in order if index not in self.delayed]
         delayed = [index for index in order if index in self.delayed]
-        assigned = [*self._assign(punctual, self.caps_bytes), *self._assign(delayed, [sys.maxsize])]
+        assign = self._assign_from_front if from_front else self._assign
+        assigned = [*assign(punctual, self.caps_bytes), *self._assign(delayed, [sys.maxsize])]
         buckets: list[AnyBucket] = []
         for indices in assigned:
             buckets.append(self._bucket(indices))
@@ -61,6 +74,11 @@ class BucketBuilder:
         specs = [self._spec(index) for index in order]
         assigned = assign_buckets(specs, caps_bytes, range(len(order)))
         return [[order[position] for position in bucket.indices] for bucket in assigned]
+
+    def _assign_from_front(self, backwards: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:
+        """Filled from the other end; the buckets, and what is in each, in the order given all the same."""
+        forwards = self._assign(backwards[::-1], caps_bytes)
+        return [bucket[::-1] for bucket in sorted(forwards, key=min, reverse=True)]
 
     def _spec(self, index: int) -> GradientSpec:
         parameter = self.parameters[index]

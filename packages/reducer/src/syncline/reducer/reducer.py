@@ -177,7 +177,7 @@ class Reducer:
             wake=self._on_wake,
             node_done=self._on_node_done,
         )
-        self._use(self._builder.build(range(len(self._parameters) - 1, -1, -1)))
+        self._use(self._builder.build_first())
         self.first_bucket_sizes = [bucket.nbytes for bucket in self._buckets]
         weakref.finalize(self, self._hooks.close)
 

@@ -16,7 +16,7 @@ from ..errors import BackendUnavailableError, MisuseError
 from .group_factory import create
 from .rendezvous import rendezvous
 
-OLDEST_TORCH = (2, 6)
+OLDEST_TORCH = (2, 13)
 
 #: For each name that torch.distributed learns: our backend (None: one for each device) and the devices it may serve.
 BACKENDS: dict[str, tuple[str | None, list[str]]] = {
