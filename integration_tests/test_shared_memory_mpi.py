@@ -398,7 +398,8 @@ def test_nodes_of_one_rank_reduce_in_a_ring(
     """Parts of one piece, of several, and of more than can land at once; in turn, so that a rank may be a call ahead."""
     from syncline.collectives.backends.mpi import ring_all_reduce
 
-    monkeypatch.setattr(ring_all_reduce, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(ring_all_reduce, "LEAST_PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(ring_all_reduce, "LANDING_BYTES", 150_000)
     made = Group(thresholds=replace(BY_MPI, ring_bytes=1), split=alone)
     group = made.group
     for number in range(3):

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ _NAME = re.compile(rf"syncline-(\d+)-([{_LETTERS}]|{_SWITCH})")
 # What an idle wire takes at once: little, but a segment of 64 KiB with the headers of its packets, which the processor would
 # else have to cut up. 480 kB so take 3.5 ms, of 3.8 that they should.
 _BURST, _LATENCY = "80kb", "100ms"
+_WIRE_S = 10.0
 _PRIVATE = ("unshare", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 Handlers: TypeAlias = dict[signal.Signals, Any]
@@ -129,6 +131,8 @@ class EmulatedHosts:
             _call("ip", "-n", name, "address", "add", f"{_address(number)}/24", "dev", DEVICE)
             _call("ip", "-n", name, "link", "set", "lo", "up")
             self._start_wire(name, DEVICE)
+        for name in self.names:
+            _await_wire(name)
 
     def _make_switch(self) -> None:
         switch, bridge = self._switch, "bridge0"
@@ -228,6 +232,15 @@ def agent_script(hosts_file: Path) -> str:
 
 def _address(number: int) -> str:
     return f"10.213.0.{number + 1}"
+
+
+def _await_wire(namespace: str) -> None:
+    """Until the kernel calls the wire up, some time after both its ends are: UCX does not use a device before."""
+    end = time.monotonic() + _WIRE_S
+    while " state UP " not in _output("ip", "-n", namespace, "link", "show", DEVICE):
+        if time.monotonic() > end:
+            raise ToolError(f"the emulated wire of {namespace} was not up after {_WIRE_S:g} s; run it again")
+        time.sleep(0.05)
 
 
 def _call(*words: str) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from itertools import islice
-
 import torch
 from mpi4py import MPI
 
@@ -16,25 +12,29 @@ from .call_verifier import CallVerifier
 from .datatypes import memory
 from .library import Tag, mpi_errors
 
-# A piece is reduced while the next ones are on the wire: large against a network's latency, small against a part.
-PIECE_BYTES = 1 << 20
-# Receives that are posted ahead. With fewer the wire waits for the reduction.
-DEPTH = 4
+# A piece is reduced and passed on while the next ones are on the wire. A part has this many, but none is small against a
+# network's latency, or too large for the caches of a processor.
+PIECES = 8
+LEAST_PIECE_BYTES = 60 << 10
+# Open MPI sends up to 64 KiB, with a header, at once, and what is larger only when the receiver has asked for it. Over TCP the
+# request waits in line behind all that its sender has sent: wire and ranks then move data in one direction at a time.
+MOST_PIECE_BYTES = 60 << 10 if MPI.get_vendor()[0] == "Open MPI" else 512 << 10
+# For pieces that come in before they are reduced. With less the wire waits for the reduction.
+LANDING_BYTES = 2 << 20
 DTYPES = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-
-_Part = list[torch.Tensor]
 
 
 class RingAllReduce:
-    """Reduces in two rounds of a ring, as Patarasu and Yuan, "Bandwidth Optimal All-reduce Algorithms", 2009, describe.
+    """Reduces in a ring, as Patarasu and Yuan, "Bandwidth Optimal All-reduce Algorithms", 2009, describe, piece by piece.
 
-    The tensor is divided into as many parts as there are ranks. In the first round each rank passes a part on p - 1 times,
-    adding its own terms, until every rank has one part of the result; in the second round the results go around.
+    The tensor is divided into as many parts as there are ranks, and each part into pieces. In the first p - 1 steps each rank
+    passes a part on, adding its own terms, until every rank has one part of the result; in p - 1 more the results go around. A
+    piece goes on as soon as it is there: the steps overlap, and only the first piece of each waits for the network's latency.
 
     Every wait is for a single message and has the deadline, also with MPI libraries whose collectives must block to be fast.
     The same inputs give the same bits in every run, and on every rank: each part is reduced by one chain of ranks.
 
-    Cost, for n bytes and p ranks: each sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: `DEPTH` pieces.
+    Cost, for n bytes and p ranks: each sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: `LANDING_BYTES`.
 
     Why not MPI's own: MPICH's over TCP sends a part as a whole, then reduces it as a whole, so that wire and processor wait for
     each other: 25 MiB between two hosts of 1 Gbit/s took it 1.5 to 1.8 times as long (see docs/figures.md, "Between hosts").
@@ -49,7 +49,7 @@ class RingAllReduce:
         self._verifier = verifier
         self._rank = communicator.Get_rank()
         self._size = communicator.Get_size()
-        self._landing: torch.Tensor | None = None
+        self._landing = torch.empty(LANDING_BYTES, dtype=torch.uint8)
 
     def run(self, tensor: torch.Tensor, op: ReduceOp, call: RunningCall) -> None:
         """Reduce in place, after all ranks have come for the same call.
@@ -59,51 +59,58 @@ class RingAllReduce:
             op: one of those between ranks (see `core_op`).
             call: of which this is a part.
         """
-        step = PIECE_BYTES // tensor.element_size()
-        parts = [list(torch.split(part, step)) for part in tensor.tensor_split(self._size)]
-        landing = self._pieces_to_land(tensor.dtype, step)
-        rank, size = self._rank, self._size
-        for turn in range(size - 1):
-            arriving = parts[(rank - turn - 1) % size]
-            room = [landing[number % DEPTH][: piece.numel()] for number, piece in enumerate(arriving)]
-            self._pass_on(parts[(rank - turn) % size], room, _adding(arriving, op), call)
-        for turn in range(size - 1):
-            self._pass_on(parts[(rank - turn + 1) % size], parts[(rank - turn) % size], None, call)
+        count = pieces_of_part(tensor.nbytes // self._size)
+        parts = [part.tensor_split(count) for part in tensor.tensor_split(self._size)]
+        # Message n to the next rank has piece n of the route. Message n from the previous rank has piece n + count: its terms,
+        # or in the second half of the steps the result.
+        route = [piece for step in range(2 * self._size - 1) for piece in parts[(self._rank - step) % self._size]]
+        messages, sums = len(route) - count, (self._size - 1) * count
+        largest = parts[0][0]
+        depth = min(LANDING_BYTES // largest.nbytes, self._size * count)
+        landing = torch.split(self._landing.view(tensor.dtype), largest.numel())
+        sent: list[MPI.Request] = []
+        received: list[MPI.Request] = []
 
-    def _pieces_to_land(self, dtype: torch.dtype, step: int) -> list[torch.Tensor]:
-        if self._landing is None:
-            self._landing = torch.empty(DEPTH * PIECE_BYTES, dtype=torch.uint8)
-        return list(torch.split(self._landing.view(dtype), step))
+        def post(number: int) -> None:
+            place = route[number + count]
+            if number < sums:
+                place = landing[number % depth][: place.numel()]
+            else:  # where a piece lies that has gone, at the latest when the next rank has it
+                self._wait(sent[number - sums], call)
+            received.append(self._receive(place))
 
-    def _pass_on(
-        self,
-        departing: _Part,
-        room: _Part,
-        arrived: Callable[[torch.Tensor, int], None] | None,
-        call: RunningCall,
-    ) -> None:
-        """Send a part to the next rank while one of the previous rank's comes in; `arrived` is told of each piece, in order."""
-        following, previous = (self._rank + 1) % self._size, (self._rank - 1) % self._size
-        with mpi_errors():
-            receives = (self._communicator.Irecv((memory(piece), MPI.BYTE), previous, Tag.RING) for piece in room)
-            posted = list(islice(receives, DEPTH))
-            sent = [self._communicator.Isend((memory(piece), MPI.BYTE), following, Tag.RING) for piece in departing]
         try:
-            for number, piece in enumerate(room):
-                self._verifier.run(call, partial(posted.__getitem__, number))
-                if arrived is not None:
-                    arrived(piece, number)
-                with mpi_errors():
-                    posted += islice(receives, 1)
+            sent += [self._send(piece) for piece in route[:count]]
+            for number in range(depth):
+                post(number)
+            for number in range(messages):
+                self._wait(received[number], call)
+                piece = route[number + count]
+                if number < sums:
+                    reduce_into(piece, op, (piece, landing[number % depth][: piece.numel()]))
+                if number + count < messages:
+                    sent.append(self._send(piece))
+                if number + depth < messages:
+                    post(number + depth)
             for request in sent:
-                self._verifier.run(call, lambda request=request: request)  # type: ignore[misc]
+                self._wait(request, call)
         except BaseException:
-            self._verifier.abandon(posted, sent, departing, room)
+            self._verifier.abandon(sent, received, route, landing)
             raise
 
+    def _send(self, piece: torch.Tensor) -> MPI.Request:
+        with mpi_errors():
+            return self._communicator.Isend((memory(piece), MPI.BYTE), (self._rank + 1) % self._size, Tag.RING)
 
-def _adding(terms: _Part, op: ReduceOp) -> Callable[[torch.Tensor, int], None]:
-    def add(piece: torch.Tensor, number: int) -> None:
-        reduce_into(terms[number], op, (terms[number], piece))
+    def _receive(self, place: torch.Tensor) -> MPI.Request:
+        with mpi_errors():
+            return self._communicator.Irecv((memory(place), MPI.BYTE), (self._rank - 1) % self._size, Tag.RING)
 
-    return add
+    def _wait(self, request: MPI.Request, call: RunningCall) -> None:
+        self._verifier.run(call, lambda: request)
+
+
+def pieces_of_part(nbytes: int) -> int:
+    """Into how many pieces a part of so many bytes is divided, on all ranks alike. A pure function."""
+    size = min(max(nbytes // PIECES, LEAST_PIECE_BYTES), MOST_PIECE_BYTES)
+    return max(1, -(-nbytes // size))
