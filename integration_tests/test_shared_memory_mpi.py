@@ -398,8 +398,8 @@ def test_nodes_of_one_rank_reduce_in_a_ring(
     """Parts of one piece, of several, and of more than can land at once; in turn, so that a rank may be a call ahead."""
     from syncline.collectives.backends.mpi import ring_all_reduce
 
-    monkeypatch.setattr(ring_all_reduce, "LEAST_PIECE_BYTES", 1 << 14)
-    monkeypatch.setattr(ring_all_reduce, "LANDING_BYTES", 150_000)
+    for name, nbytes in (("LEAST_PIECE_BYTES", 1 << 14), ("MOST_PIECE_BYTES", 1 << 16), ("LANDING_BYTES", 150_000)):
+        monkeypatch.setattr(ring_all_reduce, name, nbytes)
     made = Group(thresholds=replace(BY_MPI, ring_bytes=1), split=alone)
     group = made.group
     for number in range(3):
@@ -777,9 +777,9 @@ def _delay_synchronisation(monkeypatch: pytest.MonkeyPatch, chance: random.Rando
     for room, name in ((GroupSync, "verify"), (GroupSync, "wait"), (CallVerifier, "run")):
         plain = getattr(room, name)
 
-        def delayed(*arguments: Any, plain: Any = plain) -> Any:
+        def delayed(*arguments: Any, plain: Any = plain, **options: Any) -> Any:
             _delay(chance)
-            result = plain(*arguments)
+            result = plain(*arguments, **options)
             _delay(chance)
             return result
 

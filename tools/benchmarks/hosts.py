@@ -11,6 +11,8 @@ sizes       all-reduces of 1, 4, 25 and 64 MiB of plain memory: ours, MPI's own,
 hooks       steps of an MLP: MPI's own all-reduce, ours, each hook of ours, torch's DDP; and their bytes on the wire
 buckets     steps by bucket size, from one reduction a parameter to one in all
 overlap     steps with buckets reduced during backward, after it, and not at all
+sleeping    steps of layers that sleep instead of computing, ours and torch's DDP: how much communication shows, and how much of
+            it the network's bandwidth forces; for 2 to 8 hosts with a rank each
 tune        steps with the buckets that bucket_cap_mb="auto" has chosen, beside fixed sizes
 """
 
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = session.parser(__doc__, list(hosts_job.PARTS))
     parser.add_argument("--per-host", nargs="+", type=session.at_least_one, default=[1, 2], metavar="N", help="default: 1 2")
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="2 to 8 (default: 2)")
-    parser.add_argument("--rate", default="1gbit", help="of the wire, as tc has it (default: 1gbit)")
+    hosts_job.add_rate(parser)
     parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich", help="default: mpich")
     add_cases(parser)
     options = session.parse(parser, arguments)
@@ -68,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _passed_on(options: argparse.Namespace, kept: Path, per_host: int) -> list[str]:
     words = ["--parts", *options.parts, "--steps", str(options.steps), "--json", str(kept)]
-    words += ["--cases", *options.cases]
+    words += ["--cases", *options.cases, "--rate", options.rate]
     words += ["--quick"] if options.quick else []
     return words if options.plot is None else [*words, "--plot", str(options.plot.resolve() / f"{per_host}-per-host")]
 

@@ -43,6 +43,7 @@ from .deferral import without_overlap
 from .emulated_hosts import DEVICE
 from .flat_mpi import over_flat_mpi
 from .report import Report
+from .sleeping_steps import sleeping
 from .summary import Summary
 from .targets import BUCKETED, HOSTS_OVER_RAW, POWER_SGD_FASTER, WIRE
 from .timing import interleaved
@@ -81,7 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Every rank of the job calls it."""
     parser = session.parser(__doc__, list(PARTS))
     add_cases(parser)
+    add_rate(parser)
     return session.play_parsed("hosts", PARTS, session.parse(parser, arguments))
+
+
+def add_rate(parser: argparse.ArgumentParser) -> None:
+    """The option that says how fast the wires are."""
+    parser.add_argument("--rate", default="1gbit", help="of the wires, as tc has it (default: 1gbit)")
 
 
 def _collective(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
@@ -213,6 +220,7 @@ PARTS: dict[str, session.Part] = {
     "hooks": _hooks,
     "buckets": _buckets,
     "overlap": _overlap,
+    "sleeping": sleeping,
     "tune": tune,
 }
 

@@ -9,7 +9,7 @@ import torch
 
 from .cases import Case
 
-_LAYERS, _LAYER_BYTES = 16, 1 << 20
+LAYERS, LAYER_BYTES = 16, 1 << 20
 
 
 class SleepingModel(torch.nn.Module):
@@ -52,8 +52,8 @@ class _Sleep(torch.autograd.Function):
 def sleeping_layers(backward_s: float) -> Case:
     """16 of them with gradients of 1 MiB each; forward takes a third as long as backward."""
     return Case(
-        f"{_LAYERS} layers that sleep",
-        lambda: SleepingModel(_LAYERS, _LAYER_BYTES, backward_s / 3, backward_s),
+        f"{LAYERS} layers that sleep",
+        lambda: SleepingModel(LAYERS, LAYER_BYTES, backward_s / 3, backward_s),
         lambda: torch.zeros((), requires_grad=True),
         lambda output, _: output,
     )

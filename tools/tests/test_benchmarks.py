@@ -27,6 +27,7 @@ from benchmarks import (
     paper,
     recording,
     scaling,
+    sleeping_steps,
     step,
     torch_backend,
     tuned_buckets,
@@ -38,6 +39,7 @@ from benchmarks.latency_breakdown import Breakdown
 from benchmarks.memory import can_be_measured, kib_in, peak_bytes
 from benchmarks.report import Report
 from benchmarks.skipped_sync import smoothed, synchronizes
+from benchmarks.sleeping_steps import bits_per_s, forced_exposure_s
 from benchmarks.summary import GeometricMean, Summary, ratio_of_costs
 from benchmarks.targets import (
     BUCKETED,
@@ -212,6 +214,17 @@ def test_verdicts_are_told_and_kept_with_what_they_lack(
 @pytest.mark.parametrize(("hosts", "share"), [(1, 0.0), (2, 1.0), (3, 4 / 3), (4, 1.5)])
 def test_the_least_that_a_host_sends(hosts: int, share: float) -> None:
     assert minimum_bytes(300, hosts) == pytest.approx(300 * share)
+
+
+def test_what_the_bandwidth_forces_to_show() -> None:
+    """16 layers of 3 s on the wire: all but 15 of backward's 1 s; or the last one."""
+    assert forced_exposure_s(16, 1.0, 3.0) == 48.0 - 15.0
+    assert forced_exposure_s(16, 5.0, 3.0) == 3.0
+
+
+@pytest.mark.parametrize(("rate", "expected"), [("1gbit", 1e9), ("200mbit", 2e8), ("1.5kbit", 1500.0)])
+def test_rates_as_tc_has_them(rate: str, expected: float) -> None:
+    assert bits_per_s(rate) == expected
 
 
 COUNTERS = """Inter-|   Receive                                                |  Transmit
@@ -399,7 +412,7 @@ for name, main, words in (
     ("paper", paper.main, []),
     ("hooks", hooks.main, ["--parts", "mlp"]),
     ("waiting", waiting.main, []),
-    ("hosts", hosts_job.main, ["--parts", "hooks", "buckets", "overlap"]),
+    ("hosts", hosts_job.main, ["--parts", "hooks", "buckets", "overlap", "sleeping"]),
 ):
     outputs = ["--json", str(folder / f"{name}.json"), "--plot", str(folder)]
     assert name not in chosen or main(["--quick", "--steps", "1", *outputs, *words]) == 0
@@ -544,6 +557,7 @@ def test_hooks_are_told_kept_and_drawn(played: Path) -> None:
 def test_what_the_hosts_run_is_told_kept_and_drawn(played: Path) -> None:
     kept = kept_by("hosts", played)
     assert [found.keys() for found in kept["buckets"].values()] == [{"ours", "torch", "none"}] * 3
+    assert kept["sleeping"].keys() == set(sleeping_steps.PACES)
     assert kept["hooks"]["steps"].keys() == {"ours", "flat MPI", *hosts_job.HOOKS, "torch", "none"}
     judged = [sum(target.what in line for line in kept["verdicts"]) for target in (POWER_SGD_FASTER, BUCKETED)]
     assert judged == [1, 1]

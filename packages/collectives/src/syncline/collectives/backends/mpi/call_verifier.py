@@ -49,7 +49,7 @@ class CallVerifier:
         numbers = self._numbers
         numbers[0], numbers[1], numbers[2], numbers[3] = digest, -digest, key, -key
         spec = (numbers, MPI.INT64_T)
-        self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX))
+        self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX), nap=True)
         if numbers[0] != -numbers[1]:
             raise self.different_calls(call)
         return numbers[2] == -numbers[3] != NO_KEY
@@ -63,8 +63,8 @@ class CallVerifier:
         run = lambda start: self.run(call, start)  # noqa: E731
         return different_calls(all_gather_objects(self._communicator, call.collective.signature(), run))
 
-    def run(self, call: RunningCall, start: Callable[[], MPI.Request]) -> None:
-        """Start an operation and wait for it.
+    def run(self, call: RunningCall, start: Callable[[], MPI.Request], *, nap: bool = False) -> None:
+        """Start an operation and wait for it, as `wait` does.
 
         Raises:
             TimeoutError: the deadline passed; it says where the other ranks stand.
@@ -73,7 +73,7 @@ class CallVerifier:
         request = None
         try:
             request = start()
-            wait(request, call.deadline)
+            wait(request, call.deadline, nap=nap)
         except MPI.Exception as error:
             raise mapped(error) from error
         except BaseException as error:

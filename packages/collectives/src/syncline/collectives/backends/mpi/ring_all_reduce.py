@@ -12,9 +12,9 @@ from .call_verifier import CallVerifier
 from .datatypes import memory
 from .library import Tag, mpi_errors
 
-# A piece is reduced and passed on while the next ones are on the wire. A part has this many, but none is small against a
-# network's latency, or too large for the caches of a processor.
-PIECES = 8
+# A piece is reduced and passed on while the others of its part are on the wire. A part has this many, but none is small against
+# what a message costs, or too large for the caches of a processor.
+PIECES = 4
 LEAST_PIECE_BYTES = 60 << 10
 # Open MPI sends up to 64 KiB, with a header, at once, and what is larger only when the receiver has asked for it. Over TCP the
 # request waits in line behind all that its sender has sent: wire and ranks then move data in one direction at a time.
@@ -80,34 +80,33 @@ class RingAllReduce:
             received.append(self._receive(place))
 
         try:
-            sent += [self._send(piece) for piece in route[:count]]
-            for number in range(depth):
-                post(number)
-            for number in range(messages):
-                self._wait(received[number], call)
-                piece = route[number + count]
-                if number < sums:
-                    reduce_into(piece, op, (piece, landing[number % depth][: piece.numel()]))
-                if number + count < messages:
-                    sent.append(self._send(piece))
-                if number + depth < messages:
-                    post(number + depth)
-            for request in sent:
-                self._wait(request, call)
+            with mpi_errors():
+                sent += [self._send(piece) for piece in route[:count]]
+                for number in range(depth):
+                    post(number)
+                for number in range(messages):
+                    self._wait(received[number], call)
+                    piece = route[number + count]
+                    if number < sums:
+                        reduce_into(piece, op, (piece, landing[number % depth][: piece.numel()]))
+                    if number + count < messages:
+                        sent.append(self._send(piece))
+                    if number + depth < messages:
+                        post(number + depth)
+                for request in sent:
+                    self._wait(request, call)
         except BaseException:
             self._verifier.abandon(sent, received, route, landing)
             raise
 
     def _send(self, piece: torch.Tensor) -> MPI.Request:
-        with mpi_errors():
-            return self._communicator.Isend((memory(piece), MPI.BYTE), (self._rank + 1) % self._size, Tag.RING)
+        return self._communicator.Isend((memory(piece), MPI.BYTE), (self._rank + 1) % self._size, Tag.RING)
 
     def _receive(self, place: torch.Tensor) -> MPI.Request:
-        with mpi_errors():
-            return self._communicator.Irecv((memory(place), MPI.BYTE), (self._rank - 1) % self._size, Tag.RING)
+        return self._communicator.Irecv((memory(place), MPI.BYTE), (self._rank - 1) % self._size, Tag.RING)
 
     def _wait(self, request: MPI.Request, call: RunningCall) -> None:
-        self._verifier.run(call, lambda: request)
+        self._verifier.run(call, lambda: request, nap=True)
 
 
 def pieces_of_part(nbytes: int) -> int:

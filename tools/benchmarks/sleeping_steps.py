@@ -1,0 +1,70 @@
+"""How much of the communication of sleeping layers shows in a step, and how much the network forces to show."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from syncline.collectives import ProcessGroup
+
+from . import session
+from .cases import FULL
+from .contenders import ALONE, NATIVE, OURS, alone, native, ours, trainers
+from .report import Report
+from .sleeping import LAYER_BYTES, LAYERS, sleeping_layers
+from .summary import Summary
+from .targets import EXPOSED_OVER_FORCED, SLEEPING_STEP
+from .timing import interleaved
+from .wire import minimum_bytes
+
+# Backward over the time on the wire: the network is the bottleneck, or can be hidden but for the last layer.
+PACES = {"half as long as the wire": 0.5, "1.5 times as long as the wire": 1.5}
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def sleeping(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    """Steps of our DDP and torch's with a bucket for each layer, and of none, with one rank on each host. A collective."""
+    wire_s = 8 * minimum_bytes(LAYER_BYTES, group.size) / bits_per_s(options.rate)
+    buckets = {"gradient_as_bucket_view": True, "bucket_cap_mb": LAYER_BYTES / 2**20}
+    wraps = {OURS: ours(group, **buckets), NATIVE: native(**buckets), ALONE: alone}
+    rows, kept = [], {}
+    for pace, factor in PACES.items():
+        backward_s = factor * wire_s * session.scale(options).layers / FULL.layers
+        forced_s = forced_exposure_s(LAYERS, backward_s, wire_s)
+        taken = interleaved(trainers(sleeping_layers(backward_s), wraps), group, options.steps)
+        times = {name: [step.total_s for step in steps] for name, steps in taken.items()}
+        found = {name: Summary.of(seconds) for name, seconds in times.items()}
+        shown = {name: Summary.of_difference(times[name], times[ALONE]) for name in (OURS, NATIVE)}
+        for name, summary in found.items():
+            over = [shown[name].in_ms(), f"{shown[name].median_s / forced_s:.2f}"] if name in shown else ["-", "-"]
+            rows.append([pace, name, summary.in_ms(), *over])
+        report.judge(SLEEPING_STEP, found[OURS].median_s / found[NATIVE].median_s, f"backward {pace}")
+        report.judge(EXPOSED_OVER_FORCED, shown[OURS].median_s / forced_s, f"backward {pace}")
+        kept[pace] = {
+            "forced_s": forced_s,
+            "steps": {name: asdict(summary) for name, summary in found.items()},
+            "exposed": {name: asdict(summary) for name, summary in shown.items()},
+        }
+    title = f"{LAYERS} layers of {LAYER_BYTES >> 20} MiB that sleep, {group.size} ranks, ms: median [quartiles]"
+    report.table("sleeping", title, ["backward", "contender", "step", "exposed", "times what bandwidth forces"], rows)
+    report.keep("sleeping", kept)
+
+
+def forced_exposure_s(layers: int, backward_s: float, wire_s: float) -> float:
+    """What a step takes at least beyond its computation. A pure function.
+
+    The gradients of the first layers that backward comes to are ready first; the wire is busy from then on, or waits for the
+    last.
+
+    Args:
+        layers: how many, each reduced by itself.
+        backward_s: of each.
+        wire_s: that the gradients of each are on the wire.
+    """
+    return max(wire_s, layers * wire_s - (layers - 1) * backward_s)
+
+
+def bits_per_s(rate: str) -> float:
+    """A rate as tc has it, such as "200mbit". A pure function."""
+    unit = rate.lstrip("0123456789.")
+    return float(rate.removesuffix(unit)) * _BITS[unit]
