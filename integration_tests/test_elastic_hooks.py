@@ -1,9 +1,10 @@
-"""Elastic training with a communication hook that remembers: PowerSGD after some plain steps. Ranks are threads."""
+"""Elastic training with communication hooks that remember. Ranks are threads."""
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,9 +12,20 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from syncline.collectives import TransportError
 from syncline.collectives.backends.in_process import InProcessGroup, create_groups
 from syncline.ddp import DistributedDataParallel, Elastic, ElasticSampler
-from syncline.hooks import Phase, PowerSGDState, ScheduleState, allreduce_hook, powerSGD_hook, schedule_hook
+from syncline.hooks import (
+    CompressionState,
+    Phase,
+    PowerSGDState,
+    RandomK,
+    ScheduleState,
+    allreduce_hook,
+    compression_hook,
+    powerSGD_hook,
+    schedule_hook,
+)
 
 pytestmark = pytest.mark.launch
 
@@ -66,3 +78,75 @@ def test_a_hook_that_remembers_goes_on_in_the_groups_that_follow() -> None:
         assert errors
         assert all(error > 0 for error in errors)
     assert ends[NEWCOMER][2] == ADMIT_AT + 1
+
+
+# ---- the same bits, whatever the hook remembers ----
+
+FEW_SAMPLES, BATCH_SIZE = 72, 12
+
+
+class LostError(BaseException):
+    """A thread that plays a rank that is killed ends."""
+
+
+def random_places(model: DistributedDataParallel) -> None:
+    model.register_comm_hook(CompressionState(RandomK(0.3)), compression_hook)
+
+
+def power_sgd(model: DistributedDataParallel) -> None:
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
+    model.register_comm_hook(state, powerSGD_hook)
+
+
+def plain_then_random_places(model: DistributedDataParallel) -> None:
+    phases = [Phase(0, allreduce_hook), Phase(2, compression_hook, CompressionState(RandomK(0.3)))]
+    model.register_comm_hook(ScheduleState(phases), schedule_hook)
+
+
+@pytest.mark.parametrize("register", [random_places, power_sgd, plain_then_random_places])
+@pytest.mark.parametrize("loses", [True, False], ids=["a rank dies", "a connection breaks"])
+def test_survivors_have_the_same_bits(register: Callable[[DistributedDataParallel], None], loses: bool) -> None:
+    groups = create_groups(3, timeout_s=60)
+
+    def rank_body(rank: int) -> list[torch.Tensor] | None:
+        try:
+            return train_rank(rank)
+        except LostError:
+            return None
+
+    def train_rank(rank: int) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        model = DistributedDataParallel(module, process_group=groups[rank], bucket_cap_mb=0.0001)  # several buckets
+        register(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sampler = ElasticSampler(FEW_SAMPLES, BATCH_SIZE)
+        elastic = Elastic(model, optimizer, sampler, patience_s=30)
+        broken: list[int] = []
+        for epoch in elastic.epochs(2):
+            for (inputs,) in elastic.batches(DataLoader([(sample,) for sample in few_samples()], batch_sampler=sampler)):
+                with elastic.step():
+                    optimizer.zero_grad()
+                    if rank == 1 and elastic.applied_steps == 3 and not broken:
+                        broken.append(epoch)
+                        if loses:
+                            groups[1].lose()
+                            raise LostError
+                        raise TransportError("a connection of this rank broke")  # the others are in their hooks
+                    (model(inputs).square().mean() * sampler.weight).backward()
+                    optimizer.step()
+        assert elastic.applied_steps == 2 * FEW_SAMPLES // BATCH_SIZE
+        assert len(elastic.recovery_s) == 1
+        return [parameter.detach() for parameter in module.parameters()]
+
+    with ThreadPoolExecutor(3) as threads:
+        ends = list(threads.map(rank_body, range(3)))
+    assert [end is None for end in ends] == [False, loses, False]
+    for end in ends[1:]:
+        for mine, others in zip(ends[0] or (), end or ends[0] or (), strict=True):
+            assert torch.equal(mine, others)
+            assert mine.isfinite().all()
+
+
+def few_samples() -> torch.Tensor:
+    return torch.randn(FEW_SAMPLES, 6, generator=torch.Generator().manual_seed(1))

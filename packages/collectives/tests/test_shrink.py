@@ -88,6 +88,28 @@ def test_the_first_decision_holds_for_those_who_come_later() -> None:
         RollCall(store, (0, 1, 2), 1, lambda _: True).agree(30)
 
 
+@pytest.mark.parametrize(
+    ("present", "running", "gives_up"),
+    [
+        ({0}, {1, 2}, True),  # its own connections may be all that broke
+        ({0}, {1}, False),  # half are enough
+        ({0, 1}, {2, 3}, False),
+        ({0}, set(), False),  # the others are stopped, or on other hosts: nobody knows
+    ],
+)
+def test_few_do_not_give_up_many_that_run(present: set[int], running: set[int], gives_up: bool) -> None:
+    store = InMemoryStore()
+    for member in present - {0}:
+        store.set(f"here/{member}", b"")
+    call = RollCall(store, (0, 1, 2, 3), 0, lambda _: False, lambda member: member in running)
+    if not gives_up:
+        assert call.agree(0.05) == tuple(sorted(present))
+        return
+    with pytest.raises(RankGivenUpError, match=r"\[1, 2\] run and said nothing"):
+        call.agree(0.05)
+    assert RollCall(store, (0, 1, 2, 3), 1, lambda member: member != 2).agree(0.05) == (1,)  # 0 is not waited for
+
+
 # ---- which stores outlive each rank ----
 
 
@@ -272,6 +294,25 @@ def test_newcomers_are_let_in_behind_the_members() -> None:
         return met_and_summed(newcomers[number - 2].admit())
 
     assert in_threads(4, play) == [((0, 1, 2, 3), rank, 6.0) for rank in range(4)]
+
+
+def test_no_more_newcomers_than_the_limit_are_let_in_and_the_others_wait_on() -> None:
+    groups = create_groups(1)
+    newcomers = [groups[0].newcomer(), groups[0].newcomer()]
+    first = min(newcomers, key=lambda newcomer: newcomer.members)
+
+    def play(number: int) -> object:
+        if number == 0:
+            until(lambda: groups[0].newcomers() == 2)
+            one_more = groups[0].admit(limit=1)
+            waiting = one_more.newcomers()
+            return one_more.members, waiting, one_more.admit().members
+        admitted = newcomers[number - 1].admit()
+        if newcomers[number - 1] is first:
+            admitted = admitted.admit()
+        return admitted.members
+
+    assert in_threads(3, play) == [((0, 1), 1, (0, 1, 2)), (0, 1, 2), (0, 1, 2)]
 
 
 def test_admit_without_newcomers_gives_the_same_members() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from syncline.collectives import (
     BackendUnavailableError,
+    CollectiveTimeout,
     InvalidArgumentError,
     MisuseError,
     ProcessGroup,
     RankLostError,
+    ReduceOp,
     TransportError,
 )
 from syncline.collectives.backends.in_process import InProcessGroup, create_groups
@@ -134,6 +138,13 @@ class Training:
 
 # The sum over the batches of their means, with a minus: each sample counts one twelfth, exactly once.
 FINAL_WEIGHT = -sum(range(12 * STEPS)) / 12
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
 
 
 class Lost(BaseException):
@@ -338,6 +349,100 @@ def test_what_a_step_changed_is_put_back_before_it_is_done_again() -> None:
     assert seen == [0, 0]
 
 
+# ---- what a hook and others remember ----
+
+
+class HookState:
+    """How many buckets a hook has seen, which must be the same on all ranks, and an error of each rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        self.seen = 0
+        self.errors = {"weight": torch.tensor([float(rank)])}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iter": self.seen, "rank": 0, "world_size": 3, "errors": self.errors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.errors = state["iter"], state["errors"]
+        assert state["rank"] is state["world_size"] is None
+
+
+def use_hook(model: DistributedDataParallel, rank: int) -> HookState:
+    def average(state: HookState, bucket: Any) -> Any:
+        state.seen += 1
+        buffer = bucket.buffer()
+        work = model.join_process_group.all_reduce(buffer, ReduceOp.AVG, async_op=True)
+        return work.get_future().then(lambda done: (done.value(), buffer)[1])
+
+    state = HookState(rank)
+    model.register_comm_hook(state, average)
+    return state
+
+
+def test_hooks_that_a_failed_step_reached_on_some_ranks_only_go_on_alike() -> None:
+    groups = create_groups(3, timeout_s=60)
+
+    def rank_body(rank: int) -> object:
+        training = Training(groups[rank])
+        hook = use_hook(training.model, rank)
+        breaks = [2]
+
+        def at(moment: str, step: int) -> None:
+            if rank == 2 and moment == "forward" and step in breaks:
+                breaks.clear()
+                raise TransportError("a connection of this rank broke")  # the others wait in the hook's all_reduce
+
+        return training.run(at), hook.seen, float(hook.errors["weight"]), len(training.elastic.recovery_s)
+
+    with ThreadPoolExecutor(3) as threads:
+        ends = list(threads.map(rank_body, range(3)))
+    assert [weight for weight, *_ in ends] == [pytest.approx(FINAL_WEIGHT)] * 3
+    assert len({seen for _, seen, *_ in ends}) == 1
+    assert [error for *_, error, _ in ends] == [0, 1, 2]
+    assert [recoveries for *_, recoveries in ends] == [1, 1, 1]
+
+
+def test_a_newcomer_gets_what_is_stateful_and_one_for_whom_there_is_no_sample_waits() -> None:
+    """A batch has three samples, so one of two newcomers is let in."""
+    groups = create_groups(2, timeout_s=60)
+    newcomers = [groups[0].newcomer(), groups[0].newcomer()]
+    over = threading.Event()
+
+    def rank_body(number: int) -> object:
+        group = groups[number] if number < 2 else newcomers[number - 2]
+        model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), process_group=group)
+        torch.nn.init.zeros_(model.module.weight)
+        hook = use_hook(model, number)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        sampler = ElasticSampler(24, 3, shuffle=False)
+        patience_s = 60.0 if number < 2 else 10.0
+        try:
+            elastic = Elastic(
+                model, optimizer, sampler, stateful=[scheduler], patience_s=60, give_up_s=patience_s, admit_every=1
+            )
+        except CollectiveTimeout:
+            assert over.wait(60)
+            return "waited"
+        for batch in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
+            if number == 0 and elastic.applied_steps == 0:
+                until(lambda: model.join_process_group.newcomers() == 2)
+            with elastic.step():
+                optimizer.zero_grad()
+                (model(batch).mean() * sampler.weight).backward()
+                optimizer.step()
+                scheduler.step()
+        over.set()
+        return float(model.module.weight.detach()), scheduler.last_epoch, hook.seen, elastic.applied_steps
+
+    with ThreadPoolExecutor(4) as threads:
+        ends = list(threads.map(rank_body, range(4)))
+    assert ends.count("waited") == 1
+    first, *others = [end for end in ends if end != "waited"]
+    assert others == [first, first]
+    assert first[1:] == (8, 8, 8)  # type: ignore[index]
+
+
 # ---- limits and misuse ----
 
 
@@ -355,7 +460,7 @@ def test_beyond_a_limit_all_end_with_the_same_error(limits: dict[str, int], prob
 
 
 def test_too_little_time_to_recover_is_an_error() -> None:
-    ends, _ = train_and_lose({1: ("backward", 2)}, give_up_s=-1.0)
+    ends, _ = train_and_lose({1: ("backward", 2)}, give_up_s=1e-9)
     assert "did not come together again within" in str(ends[0])
 
 
@@ -373,10 +478,48 @@ def test_misuse_is_named() -> None:
             training.elastic.step(),
         ):
             pass
-        with pytest.raises(InvalidArgumentError, match="min_ranks from 1 to the 1 ranks"):
-            Training(group, min_ranks=2)
+        for limits, problem in (
+            ({"min_ranks": 2}, "min_ranks from 1 to the 1 ranks"),
+            ({"max_failures": -1}, "max_failures of at least 0"),
+            ({"give_up_s": 0}, "give_up_s above 0 seconds"),
+            ({"admit_every": 0}, "admit_every of at least 1"),
+            ({"stateful": [training.loader]}, "state_dict and load_state_dict, found DataLoader"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=problem):
+                Training(group, **limits)
         training.elastic.close()
         training.optimizer.step()
+
+    run_ranks(1, body)
+
+
+def test_a_collective_that_fails_behind_the_agreement_is_an_error() -> None:
+    """What stands behind it would be done on some ranks only."""
+
+    def body(group: ProcessGroup) -> None:
+        training = Training(group)
+        with (  # noqa: PT012 - a step is several statements
+            pytest.raises(MisuseError, match="after the ranks had agreed") as caught,
+            training.elastic.step(),
+        ):
+            training.model(torch.ones(1, 1)).sum().backward()
+            training.optimizer.step()
+            raise TransportError("a connection broke")
+        assert isinstance(caught.value.__cause__, TransportError)
+        assert training.elastic.applied_steps == 1
+
+    run_ranks(1, body)
+
+
+def test_an_optimizer_that_steps_within_backward_is_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        training = Training(group)
+        training.model._register_fused_optim(torch.optim.SGD, lr=1.0)
+        with pytest.raises(MisuseError, match="steps within backward"), training.elastic.step():  # noqa: PT012 - as above
+            training.model(torch.ones(1, 1)).sum().backward()
+            training.optimizer.step()
+        with pytest.raises(MisuseError, match="steps within backward"):
+            Elastic(training.model, training.optimizer, training.sampler)
 
     run_ranks(1, body)
 

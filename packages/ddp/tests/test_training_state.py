@@ -21,16 +21,18 @@ class Rank:
         module.register_buffer("scale", torch.rand(4), persistent=False)
         self.model = DistributedDataParallel(module, process_group=create_groups(1)[0])
         self.optimizer = torch.optim.Adam(module.parameters())
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.5**step)
         self.sampler = ElasticSampler(20, 5)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         self.model(torch.randn(5, 3)).square().sum().backward()
         self.optimizer.step()
+        self.scheduler.step()
         self.sampler.advance()
 
     def state(self) -> TrainingState:
-        return TrainingState(self.model, [self.optimizer], self.sampler)
+        return TrainingState(self.model, [self.optimizer], self.sampler, [self.scheduler])
 
 
 def test_both_go_on_with_the_same_bits() -> None:
@@ -46,6 +48,7 @@ def test_both_go_on_with_the_same_bits() -> None:
         assert torch.equal(mine, others)
     assert torch.equal(old.model.module.scale, new.model.module.scale)  # type: ignore[arg-type]
     assert new.sampler.state_dict() == {"epoch": 0, "applied": 4}
+    assert old.scheduler.get_last_lr() == new.scheduler.get_last_lr() == [0.001 * 0.5**4]
 
 
 def test_the_random_state_is_that_of_the_other() -> None:

@@ -27,7 +27,7 @@ from syncline.collectives.internal import DEFAULT_PATIENCE_S, broadcast_object, 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
 from .step_snapshot import StepSnapshot, holders_of_buffers
-from .training_state import HookState, TrainingState
+from .training_state import HookState, Stateful, TrainingState, can_be_saved
 
 logger = logging.getLogger("syncline.ddp")
 
@@ -86,7 +86,8 @@ class Elastic:
     All backwards of a step come before its first `optimizer.step()`; there may be several, and several optimizers.
 
     A `TransportError` inside `with elastic.step():` ends the body there, and the loop goes on with what `batches` gives next:
-    the same batch, divided anew, if the step was not applied. Outside of it, in an evaluation for instance, a loss is an error
+    the same batch, divided anew. Once the ranks have agreed, the body must not communicate: what stands behind would be done on
+    some ranks only, so a loss there is an error on this rank. Outside of it, in an evaluation for instance, a loss is an error
     as ever, and writes a report; a loss that the training goes on from writes none. The model's group is another object after
     a loss: ask `model.join_process_group`. If the group was the default group, the new one takes its place.
 
@@ -97,14 +98,16 @@ class Elastic:
 
     **Newcomers.** The same script, started with SYNCLINE_JOIN=1, joins the training: the constructor waits until the others let
     it in. They look for newcomers after every `admit_every` applied steps. A newcomer gets the state of the first of those with
-    the most agreements: parameters, buffers, optimizers, sampler, random state of the CPU, and what a communication hook
-    remembers. It goes on where the others are, so it must not skip collectives before that place, nor call some of its own:
-    loop over `epochs`.
+    the most agreements: parameters, buffers, optimizers, sampler, random state of the CPU, what is `stateful`, and what a
+    communication hook remembers. It goes on where the others are, so it must not skip collectives before that place, nor call
+    some of its own: loop over `epochs`.
 
     Args:
         model: on a group that can shrink.
-        optimizer: steps the model's parameters; or several.
+        optimizer: steps the model's parameters; or several. Not one that steps within backward (`model.fused_optimizer`).
         sampler: divides the batches.
+        stateful: what else changes with the steps, such as schedulers of learning rates, or a GradScaler: newcomers get its
+            state. In the same order on all ranks.
         min_ranks: with fewer ranks the training ends.
         max_failures: so many ranks may be lost in all; None for any number.
         patience_s: see `ProcessGroup.shrink`.
@@ -122,7 +125,9 @@ class Elastic:
 
     Raises:
         BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU; the message says why.
-        InvalidArgumentError: a limit makes no sense, or batches are too small for the ranks.
+        InvalidArgumentError: a limit makes no sense, batches are too small for the ranks, or something stateful has no
+            `state_dict` and `load_state_dict`.
+        MisuseError: an optimizer steps within backward, before the ranks could agree.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class Elastic:
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         sampler: ElasticSampler,
         *,
+        stateful: Iterable[Stateful] = (),
         min_ranks: int = 1,
         max_failures: int | None = None,
         patience_s: float = DEFAULT_PATIENCE_S,
@@ -149,6 +155,11 @@ class Elastic:
             )
         if admit_every < 1:
             raise InvalidArgumentError(f"expected admit_every of at least 1, found {admit_every}")
+        if max_failures is not None and max_failures < 0:
+            raise InvalidArgumentError(f"expected max_failures of at least 0, or None for any number, found {max_failures}")
+        for name, seconds in (("patience_s", patience_s), ("give_up_s", give_up_s)):
+            if not seconds > 0:
+                raise InvalidArgumentError(f"expected {name} above 0 seconds, found {seconds}")
         if not group.is_waiting and not 1 <= min_ranks <= group.size:
             raise InvalidArgumentError(f"expected min_ranks from 1 to the {group.size} ranks of the group, found {min_ranks}")
         self._model = model
@@ -169,6 +180,8 @@ class Elastic:
         self._members = set(group.members)  # all there ever were, as far as this rank knows
         self._admit_every = admit_every if group.missing_for_admit() is None else None
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._stateful = _checked(stateful)
+        self._check_no_fused_optimizer()
         if group.is_waiting:
             self._join()
         else:
@@ -217,7 +230,8 @@ class Elastic:
         self._phase = _Phase.COMPUTING
         expect_losses(self._group, True)
         try:
-            yield
+            with self._refusing_late_losses():
+                yield
             self._agree()  # a loop may decide not to step the optimizer
             if self._newcomers:
                 self._admit_newcomers()
@@ -228,6 +242,21 @@ class Elastic:
         finally:
             self._phase = _Phase.BETWEEN_STEPS
             expect_losses(self._group, False)
+
+    @contextmanager
+    def _refusing_late_losses(self) -> Iterator[None]:
+        """Around the body of a step: once the ranks have agreed, what it still does must be done on all of them."""
+        try:
+            yield
+        except TransportError as error:
+            if self._phase is not _Phase.APPLYING:
+                raise
+            raise MisuseError(
+                f"a collective failed in step {self.applied_steps} on {self._group.place()} after the ranks had agreed to "
+                "apply it, so what stands behind it in `with elastic.step():` was not done on this rank, and perhaps on "
+                "others. This rank cannot go on. Call collectives before optimizer.step(), or outside of the step. The loss: "
+                f"{error}"
+            ) from error
 
     def close(self) -> None:
         """Let the optimizers step without agreement from now on."""
@@ -245,6 +274,7 @@ class Elastic:
         """See Note [Applied on all or on none]."""
         if self._phase is _Phase.APPLYING:
             return
+        self._check_no_fused_optimizer()  # a model may find them in its first forward
         self._phase = _Phase.AGREEING
         try:
             self._newcomers = self._sum_over_ranks(self._newcomers_here())
@@ -277,7 +307,18 @@ class Elastic:
     def _newcomers_here(self) -> int:
         """How many wait, on the one rank that looks, if this step is one after which they are let in."""
         is_time = self._admit_every is not None and (self.applied_steps + 1) % self._admit_every == 0
-        return self._group.newcomers() if is_time and self._group.rank == 0 else 0
+        if not is_time or self._group.rank != 0 or self._vacancies < 1:
+            return 0
+        try:
+            return self._group.newcomers()
+        except StoreError as error:  # who waits is let in another time
+            logger.warning("the store did not say whether somebody waits to be let in: %s", error)
+            return 0
+
+    @property
+    def _vacancies(self) -> int:
+        """How many newcomers can get a share of every batch."""
+        return self._sampler.most_ranks - self._group.size
 
     def _count_step(self) -> None:
         self._agreements += 1
@@ -388,7 +429,7 @@ class Elastic:
 
     def _admit_newcomers(self) -> None:
         """Let those in who wait. On ranks where the agreement failed, `shrink` takes the place of `admit`."""
-        present = self._meet(lambda: self._group.admit(patience_s=self._patience_s))
+        present = self._meet(lambda: self._group.admit(patience_s=self._patience_s, limit=self._vacancies))
         self._check_limits()
         self._settle(max(present.values()))
         logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)
@@ -397,7 +438,7 @@ class Elastic:
         """Give newcomers the state of a rank; a collective. The others keep theirs: one may have to apply its step yet."""
         if self._group.rank == root:
             self._undo_step()
-        models = TrainingState(self._model, self._optimizers, self._sampler)
+        models = TrainingState(self._model, self._optimizers, self._sampler, self._stateful)
         mine = (models.collect(), self._agreements, self.applied_steps) if self._group.rank == root else None
         state, agreements, applied = broadcast_object(mine, root, group=self._group)
         if self._is_new:
@@ -413,6 +454,15 @@ class Elastic:
             if self._is_new:
                 logger.info("the hook's state is that of the others; what its error feedback keeps begins at zero")
 
+    # ---- checks ----
+
+    def _check_no_fused_optimizer(self) -> None:
+        if self._model.fused_optimizer.optimizers:
+            raise MisuseError(
+                "elastic training with an optimizer that steps within backward: a step could be applied on some ranks only. "
+                "Call optimizer.step() after backward instead"
+            )
+
     def _check_hope(self, began_s: float, error: TransportError) -> None:
         if isinstance(error, (RankGivenUpError, StoreError)):
             raise error
@@ -421,3 +471,13 @@ class Elastic:
                 f"the training ends on {self._group.place()} after {self.applied_steps} applied steps: the ranks "
                 f"did not come together again within {self._give_up_s:g} s (give_up_s). The last problem: {error}"
             ) from error
+
+
+def _checked(stateful: Iterable[Stateful]) -> list[Stateful]:
+    found = list(stateful)
+    for each in found:
+        if not can_be_saved(each):
+            raise InvalidArgumentError(
+                f"expected stateful things with state_dict and load_state_dict, found {type(each).__name__}"
+            )
+    return found

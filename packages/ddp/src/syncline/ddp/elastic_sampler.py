@@ -72,6 +72,11 @@ class ElasticSampler(Sampler[list[int]]):
         return self.applied >= self._batches
 
     @property
+    def most_ranks(self) -> int:
+        """Of how many ranks each gets a sample of every batch: the size of the smallest batch."""
+        return self._samples // self._batches
+
+    @property
     def weight(self) -> float:
         """By what to multiply the mean loss of this rank's share of the present batch.
 
@@ -94,11 +99,10 @@ class ElasticSampler(Sampler[list[int]]):
         Raises:
             InvalidArgumentError: a batch has fewer samples than there are ranks.
         """
-        smallest = self._samples // self._batches
-        if smallest < ranks:
+        if ranks > self.most_ranks:
             raise InvalidArgumentError(
-                f"expected at least one sample for each of {ranks} ranks in every batch, found batches of {smallest}: pass a "
-                "larger batch_size"
+                f"expected at least one sample for each of {ranks} ranks in every batch, found batches of {self.most_ranks}: "
+                "pass a larger batch_size"
             )
         self._rank, self._ranks = rank, ranks
 

@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
 
-logger = logging.getLogger("syncline.ddp")
+
+class Stateful(Protocol):
+    """What can be saved and loaded, as a scheduler of learning rates, or a GradScaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that it remembers; can be pickled."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Go on where `state_dict` was taken."""
+
+
+def can_be_saved(thing: object) -> bool:
+    """Whether it has `state_dict` and `load_state_dict`."""
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
 class TrainingState:
-    """Model, optimizers, sampler and random state of the CPU, as one object to send to a newcomer.
+    """Model, optimizers, sampler, random state of the CPU and what else the training keeps, as one object for a newcomer.
 
     Args:
         model: its parameters and buffers.
         optimizers: in the same order on all ranks.
         sampler: where the epoch is.
+        stateful: what else there is, such as schedulers, in the same order on all ranks.
     """
 
     def __init__(
-        self, model: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer], sampler: ElasticSampler
+        self,
+        model: DistributedDataParallel,
+        optimizers: Sequence[torch.optim.Optimizer],
+        sampler: ElasticSampler,
+        stateful: Sequence[Stateful] = (),
     ) -> None:
         self._model = model
         self._optimizers = optimizers
         self._sampler = sampler
+        self._stateful = stateful
 
     def collect(self) -> dict[str, Any]:
         """That of this rank; its tensors are those in use."""
@@ -38,6 +56,7 @@ class TrainingState:
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "sampler": self._sampler.state_dict(),
             "random": torch.get_rng_state(),
+            "stateful": [each.state_dict() for each in self._stateful],
         }
 
     @torch.no_grad()
@@ -48,6 +67,8 @@ class TrainingState:
             buffer.copy_(state["buffers"][name])
         for optimizer, its in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(its)
+        for each, its in zip(self._stateful, state["stateful"], strict=True):
+            each.load_state_dict(its)
         self._sampler.load_state_dict(state["sampler"])
         torch.set_rng_state(state["random"])
 
@@ -69,7 +90,7 @@ class HookState:
     @property
     def can_be_saved(self) -> bool:
         """Whether there is anything to give."""
-        return hasattr(self._state, "state_dict") and hasattr(self._state, "load_state_dict")
+        return can_be_saved(self._state)
 
     def collect(self) -> dict[str, Any]:
         """That of this rank, without errors."""

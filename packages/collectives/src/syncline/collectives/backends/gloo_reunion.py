@@ -14,7 +14,7 @@ from typing_extensions import override
 from ..contract.deadline import Deadline
 from ..errors import DisagreementError, StoreError
 from ..failures.liveness import Liveness
-from ..failures.process_identity import ProcessIdentity, has_ended, own_identity
+from ..failures.process_identity import ProcessIdentity, ProcessState, has_ended, own_identity
 from ..host.transport import Transport
 from ..startup.backend import ConnectRequest
 from ..stores import AsTorchStore, FromTorchStore, PrefixStore, Store
@@ -129,6 +129,11 @@ class GlooReunion(StoreReunion):
     @override
     def has_ended(self, member: int) -> bool:
         return has_ended(self._process(member))
+
+    @override
+    def is_running(self, member: int) -> bool:
+        process = self._process(member)
+        return process is not None and process.state() is ProcessState.RUNNING
 
     def _process(self, member: int) -> ProcessIdentity | None:
         if member not in self._processes:

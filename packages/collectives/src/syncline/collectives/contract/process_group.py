@@ -188,7 +188,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         """How many processes wait to be let in. Each rank may find another number; cost: some reads of the store."""
         return 0
 
-    def admit(self, *, patience_s: float = DEFAULT_PATIENCE_S) -> ProcessGroup:
+    def admit(self, *, patience_s: float = DEFAULT_PATIENCE_S, limit: int | None = None) -> ProcessGroup:
         """Make a new group of the members of this one and of those who wait to be let in. A collective; aborts this group.
 
         A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`), on which it calls `admit`
@@ -198,6 +198,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
 
         Args:
             patience_s: for members as in `shrink`; for a newcomer how long it waits to be let in.
+            limit: let in at most so many, those first who came first; the others wait on. None lets all in.
 
         Returns:
             The new group, with the name and the time limit of this one.
@@ -212,7 +213,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         lack = self.missing_for_admit()
         if lack is not None:
             raise BackendUnavailableError(f"admit on {self.place()}: {lack}")
-        return self._admit(patience_s)
+        return self._admit(patience_s, limit)
 
     # ---- the end ----
 
@@ -235,7 +236,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
     def _shrink(self, patience_s: float) -> ProcessGroup:
         raise NotImplementedError  # of a group for whose shrinking nothing is missing
 
-    def _admit(self, patience_s: float) -> ProcessGroup:
+    def _admit(self, patience_s: float, limit: int | None) -> ProcessGroup:
         raise NotImplementedError  # of a group for whose newcomers nothing is missing
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:  # noqa: ARG002 - for those who can

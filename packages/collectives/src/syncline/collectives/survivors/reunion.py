@@ -72,8 +72,8 @@ class Reunion(ABC):
         """Those who wait to be let in."""
         return ()
 
-    def admit(self, patience_s: float) -> Transport:
-        """As `shrink`, with those who wait. A newcomer calls it to wait.
+    def admit(self, patience_s: float, limit: int | None = None) -> Transport:
+        """As `shrink`, with those who wait, or the first so many of them. A newcomer calls it to wait.
 
         Raises:
             CollectiveTimeout: nobody let this newcomer in.

@@ -14,6 +14,7 @@ DECISION = "members"
 """The key of what holds."""
 
 HasEnded = Callable[[int], bool]
+IsRunning = Callable[[int], bool]
 Newcomers = Callable[[], Sequence[int]]
 
 
@@ -31,7 +32,9 @@ class RollCall:
     store has keys of its own::
 
         1. each survivor sets here/<its number>
-        2. it waits until each member has set its key or has certainly ended, at most `patience_s`
+        2. it waits until each member has set its key or has certainly ended, at most `patience_s`; if more members run and
+           are silent then than have come, it is those that came who give up: perhaps only their connections broke, and the
+           others compute on
         3. it proposes those that have set their keys, by one compare_set of the key "members"; the first proposal holds
         4. it reads what holds. Who is not in it was given up, and ends itself
 
@@ -45,13 +48,22 @@ class RollCall:
         members: all members of the generation, in order.
         me: this process's number.
         has_ended: whether a member has certainly ended; false if nobody knows.
+        is_running: whether a member certainly runs, and is not stopped; false if nobody knows, as of members on other hosts.
     """
 
-    def __init__(self, store: Store, members: Sequence[int], me: int, has_ended: HasEnded) -> None:
+    def __init__(
+        self,
+        store: Store,
+        members: Sequence[int],
+        me: int,
+        has_ended: HasEnded,
+        is_running: IsRunning = lambda _: False,
+    ) -> None:
         self._store = store
         self._members = tuple(members)
         self._me = me
         self._has_ended = has_ended
+        self._is_running = is_running
 
     def agree(self, patience_s: float, newcomers: Newcomers = nobody) -> tuple[int, ...]:
         """Those on whom all survivors agree, in the order of the members, newcomers behind. Every survivor calls it.
@@ -61,12 +73,15 @@ class RollCall:
             newcomers: whom to propose beside the members; each survivor may say another thing, as one proposal holds.
 
         Raises:
-            RankGivenUpError: the others have gone on without this member.
+            RankGivenUpError: the others have gone on without this member, or more of them run and are silent than have come.
             StoreError: the store itself is lost.
         """
         self._store.set(f"here/{self._me}", b"")
         poll(self._is_settled, Deadline(patience_s))
-        proposed = json.dumps([*self._present(), *newcomers()])
+        present = self._present()
+        if not self._store.check([DECISION]):
+            self._check_outnumbered(present, patience_s)
+        proposed = json.dumps([*present, *newcomers()])
         agreed = tuple(json.loads(self._store.compare_set(DECISION, "", proposed)))
         if self._me not in agreed:
             raise RankGivenUpError(
@@ -74,6 +89,17 @@ class RollCall:
                 "process can do nothing more for the job: let it end"
             )
         return agreed
+
+    def _check_outnumbered(self, present: Sequence[int], patience_s: float) -> None:
+        """Half are enough: the store has one decision, so two halves cannot both go on."""
+        silent = [member for member in self._members if member not in present and self._is_running(member)]
+        if len(present) < len(silent):
+            self._store.delete_key(f"here/{self._me}")
+            raise RankGivenUpError(
+                f"only the members {list(present)} came within {patience_s:g} s, while {silent} run and said nothing: so few "
+                f"do not go on without so many. Let member {self._me} end; the others go on when they notice. If they may "
+                "compute for longer than that, pass a larger patience_s"
+            )
 
     def _is_settled(self) -> bool:
         if self._store.check([DECISION]):

@@ -74,9 +74,11 @@ class ShrinkableGroup(HostGroup):
         return self._replaced(self._reunion.shrink(patience_s))
 
     @override
-    def _admit(self, patience_s: float) -> ProcessGroup:
+    def _admit(self, patience_s: float, limit: int | None) -> ProcessGroup:
         self._check_is_latest("admit")
-        transport = self._reunion.admit(patience_s)  # all members have come to it: only now nobody needs this group any more
+        transport = self._reunion.admit(
+            patience_s, limit
+        )  # all members have come to it: only now nobody needs this group any more
         self.abort()
         return self._replaced(transport)
 

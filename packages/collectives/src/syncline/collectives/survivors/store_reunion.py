@@ -44,6 +44,10 @@ class StoreReunion(Reunion):
     def has_ended(self, member: int) -> bool:
         """Whether that member has certainly ended; false if nobody knows."""
 
+    def is_running(self, member: int) -> bool:  # noqa: ARG002 - who can tell overrides it
+        """Whether that member certainly runs, and is not stopped; false if nobody knows."""
+        return False
+
     @abstractmethod
     def connect(self, generation: Generation, timeout_s: float) -> Transport:
         """Connect the members of a generation. All of them call it.
@@ -79,8 +83,8 @@ class StoreReunion(Reunion):
         return self._meet_again(patience_s, nobody)
 
     @override
-    def admit(self, patience_s: float) -> Transport:
-        return self._meet_again(patience_s, self.newcomers)
+    def admit(self, patience_s: float, limit: int | None = None) -> Transport:
+        return self._meet_again(patience_s, lambda: self.newcomers()[:limit])
 
     def _meet_again(self, patience_s: float, newcomers: Newcomers) -> Transport:
         """Who dies meanwhile is left out of the next generation. Each round takes `patience_s + CONNECT_S` at most."""
@@ -101,7 +105,7 @@ class StoreReunion(Reunion):
     def _after(self, now: Generation, patience_s: float, newcomers: Newcomers) -> Generation:
         if now.is_waiting:
             return self._waiting_room.wait(now.me, patience_s, self.has_ended)
-        members = RollCall(self._keys(now), now.members, now.me, self.has_ended).agree(patience_s, newcomers)
+        members = RollCall(self._keys(now), now.members, now.me, self.has_ended, self.is_running).agree(patience_s, newcomers)
         self._waiting_room.leave(set(members) - set(now.members))
         return now.next(members)
 

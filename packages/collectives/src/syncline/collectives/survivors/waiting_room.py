@@ -49,7 +49,7 @@ class WaitingRoom:
         """Those who wait, ascending; some may have ended."""
         if not self._store.check(["newcomers"]):
             return []
-        numbers = range(self._first_size, self._first_size + self._store.add("newcomers", 0))
+        numbers = range(self._first_size, self._first_size + int(self._store.get("newcomers")))
         return [number for number in numbers if self._store.check([_waiting(number)])]
 
     def leave(self, numbers: Iterable[int]) -> None:
