@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, RankLostError, TransportError, Work
-from syncline.collectives.contract.work import FinishedWork, PendingWork
+from syncline.collectives.contract.work import FinishedWork, PendingWork, join_futures
 
 
 def pending(*tensors: torch.Tensor) -> PendingWork:
@@ -155,3 +155,24 @@ def test_what_a_callback_returns_reaches_the_next() -> None:
     last = work.get_future().then(lambda done: done.value()[0] + 1).then(lambda done: done.value() * 2)
     work.succeed()
     assert last.wait().item() == 2 * (work.result()[0].item() + 1)
+
+
+def test_joined_futures_wait_for_all_and_keep_the_first_error_as_it_is() -> None:
+    works = [pending() for _ in range(3)]
+    tensors = [torch.ones(2)]
+    joined = join_futures([work.get_future() for work in works], tensors)
+    works[2].fail(TransportError("the cable is cut"))
+    works[0].succeed()
+    assert not joined.done()
+    works[1].fail(RankLostError("rank 1 is lost", [1]))
+    assert joined.done()
+    with pytest.raises(RankLostError, match="rank 1 is lost"):
+        joined.wait()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_joined_futures_hold_the_tensors(count: int) -> None:
+    tensors = [torch.ones(2)]
+    joined = join_futures([FinishedWork([]).get_future() for _ in range(count)], tensors)
+    assert joined.done()
+    assert joined.wait() is tensors

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
 import torch
 
-from syncline.collectives import MisuseError, ProcessGroup, Work
+from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup, Work, all_reduce_coalesced
 from syncline.collectives.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -130,5 +131,61 @@ def test_callbacks_of_what_a_callback_issued_are_not_late() -> None:
         for future in futures:
             future.wait()
         group.barrier()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    "issue_later",
+    [
+        lambda group: issue(group).get_future(),
+        lambda group: issue(group).get_future().then(lambda done: done.value()),
+        lambda group: group.all_reduce(torch.eye(2).to_sparse(), async_op=True),
+        lambda group: group.all_reduce(torch.eye(2).to_sparse(), async_op=True).get_future(),
+        lambda group: group.reduce_scatter(
+            torch.ones(1 + group.rank), [torch.ones(1 + r) for r in range(group.size)], async_op=True
+        ),
+        lambda group: all_reduce_coalesced([torch.ones(2), torch.ones(2, dtype=torch.int64)], group=group, async_op=True),
+    ],
+    ids=["future", "then", "sparse work", "sparse future", "uneven", "coalesced"],
+)
+def test_a_callback_may_wait_for_what_is_queued_behind_it(issue_later) -> None:
+    """Only the thread that it runs on can run that."""
+
+    def body(group: ProcessGroup) -> None:
+        is_issued, waited = threading.Event(), []
+
+        def callback(_: object) -> None:
+            is_issued.wait(30)
+            waited.append(later.wait())
+
+        first = issue(group)
+        first.get_future().add_done_callback(callback)
+        later = issue_later(group)
+        is_issued.set()
+        last = issue(group)
+        last.wait(30)
+        assert len(waited) == 1
+        group.barrier()
+
+    run_ranks(2, body)
+
+
+def test_a_work_with_a_limit_may_be_waited_for_in_a_callback() -> None:
+    def body(group: ProcessGroup) -> None:
+        is_issued, errors = threading.Event(), []
+
+        def callback(_: object) -> None:
+            is_issued.wait(30)
+            try:
+                later.wait(20)
+            except CollectiveTimeout as error:
+                errors.append(error)
+
+        issue(group).get_future().add_done_callback(callback)
+        later = group.all_reduce(torch.eye(2).to_sparse(), async_op=True)
+        is_issued.set()
+        issue(group).wait(60)
+        assert not errors
 
     run_ranks(2, body)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from .layout import untracked
 from .reduce_op import Reduction
-from .work import FinishedWork, FutureWork, TensorsFuture, Work
+from .work import FinishedWork, FutureWork, Work, join_futures
 
 
 class Reducing(Protocol):
@@ -52,10 +52,5 @@ def reduce_scatter(
     if not async_op:
         return FinishedWork([output])
 
-    def join(done: Any) -> list[torch.Tensor]:
-        for future in done.value():
-            future.value()
-        return [output]
-
-    future: TensorsFuture = torch.futures.collect_all([work.get_future() for work in works]).then(join)
+    future = join_futures([work.get_future() for work in works], [output])
     return FutureWork(future, [output], lambda: f"reduce_scatter of different sizes on {group.place()}")

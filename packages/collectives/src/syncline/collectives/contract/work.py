@@ -23,8 +23,19 @@ else:
 Devices: TypeAlias = list[int | str | torch.device] | None
 
 
+#: Called with a question, "is it done?", before a thread blocks: each does what this thread alone can do to bring that about.
+before_blocking: list[Callable[[Callable[[], bool]], object]] = []
+
+
+def _prepare_to_block(is_done: Callable[[], bool]) -> None:
+    for prepare in before_blocking:
+        prepare(is_done)
+
+
 class GroupFuture(AnyFuture):
-    """A future whose `then` keeps the errors of callbacks as they are: torch's makes a RuntimeError of their text.
+    """A future that may be waited for in a callback of the group that is to finish it.
+
+    Its `then` keeps the errors of callbacks as they are: torch's makes a RuntimeError of their text.
 
     Args:
         devices: the CUDA devices of what it will hold; see `devices_of`.
@@ -33,6 +44,12 @@ class GroupFuture(AnyFuture):
     def __init__(self, devices: Devices) -> None:
         super().__init__(devices=devices)
         self._devices = devices
+
+    @override
+    def wait(self) -> Any:
+        if not self.done():
+            _prepare_to_block(self.done)
+        return super().wait()
 
     @override
     def then(self, callback: Callable[[Any], Any]) -> Any:
@@ -55,6 +72,39 @@ class GroupFuture(AnyFuture):
 def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
     """A future for these tensors."""
     return GroupFuture(devices_of(tensors))
+
+
+def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) -> TensorsFuture:
+    """A future of `tensors`, there when all these are; it raises the error of the first of them that failed, as it is.
+
+    `torch.futures.collect_all(...).then(...)` would make a RuntimeError of that error's text.
+    """
+    joined = new_future(tensors)
+    lock = threading.Lock()
+    missing = len(futures)
+
+    def settle() -> None:
+        try:
+            for future in futures:
+                AnyFuture.wait(future)  # it is done; on CUDA, the current stream is ordered after it
+        except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+            joined.set_exception(error)  # type: ignore[arg-type]  # torch says "result: T"
+        else:
+            joined.set_result(tensors)
+
+    def note(_: TensorsFuture) -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            is_last = missing == 0
+        if is_last:
+            settle()
+
+    for future in futures:
+        future.add_done_callback(note)
+    if not futures:
+        settle()
+    return joined
 
 
 def devices_of(tensors: Sequence[torch.Tensor]) -> Devices:
@@ -242,6 +292,7 @@ class FutureWork(Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if timeout is not None:
             timeout_s = seconds(timeout)
+            _prepare_to_block(self._future.done)
             done = threading.Event()
             self._future.add_done_callback(lambda _: done.set())
             if not done.wait(timeout_s):

@@ -13,7 +13,7 @@ from ..contract import checks
 from ..contract.layout import untracked
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import ReduceOp, Reduction
-from ..contract.work import FutureWork, TensorsFuture, Work
+from ..contract.work import FutureWork, TensorsFuture, Work, join_futures
 from ..errors import InvalidArgumentError
 from ..torch_internals import copy_each
 from .default_group import resolve_group
@@ -208,13 +208,7 @@ def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _joined(
     futures: list[TensorsFuture], tensors: list[torch.Tensor], name: str, group: ProcessGroup, async_op: bool
 ) -> Work | None:
-    def join(done: Any) -> list[torch.Tensor]:
-        for future in done.value():
-            future.value()
-        return tensors
-
-    future: TensorsFuture = torch.futures.collect_all(futures).then(join)
-    work = FutureWork(future, tensors, lambda: f"{name} on {group.place()}")
+    work = FutureWork(join_futures(futures, tensors), tensors, lambda: f"{name} on {group.place()}")
     if async_op:
         return work
     work.wait()

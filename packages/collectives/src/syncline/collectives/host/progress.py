@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from threading import get_ident
 
+from ..contract.work import before_blocking
+
 Task = Callable[[], None]
 
 
@@ -23,7 +25,8 @@ class Progress:
     2. While a task runs (its future's callbacks included) no other task starts; `_running_on` names its thread.
     3. A task issued *from a callback of a running task* runs at once, on the same thread, inside that callback: before
        every task that waits in the queue, on every rank alike. The callback may therefore wait for it.
-    4. A callback that waits for a task still in the queue runs the queue up to that task (`run_until`).
+    4. A callback that waits for a task still in the queue, for its work or for a future that depends on it, runs the queue
+       up to that task (`run_until`). Not so for a future of torch's own, such as that of `torch.futures.collect_all`.
 
     So if every rank issues the same collectives from its main thread, and attaches to each the same callbacks before it
     issues the next, the order is the same on every rank, however the threads are scheduled: the children of a collective
@@ -147,10 +150,20 @@ class Progress:
                 self._release()
 
 
+def _run_queues_here(is_done: Callable[[], bool]) -> None:
+    """Point 4 of Note [One total order], for a future that does not know whose callback this thread is in."""
+    for progress in list(_started):
+        if progress.is_running_here():
+            progress.run_until(is_done)
+
+
 # A daemon thread that is inside torch when the interpreter is taken down crashes the process, so before that happens every
 # thread gets a little time to finish what is in flight.
 _EXIT_S = 5.0
 _started: weakref.WeakSet[Progress] = weakref.WeakSet()
+
+
+before_blocking.append(_run_queues_here)
 
 
 def all_idle() -> bool:

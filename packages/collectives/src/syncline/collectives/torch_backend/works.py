@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..contract.work import TensorsFuture, Work
+from ..contract.work import TensorsFuture, Work, join_futures
 from ..errors import InvalidArgumentError
 from ..torch_internals import disable_dynamo
 from .options import time_limit_s
@@ -104,8 +103,4 @@ class CoalescedWork(Work):
 
     def get_future(self) -> TensorsFuture:
         """Completes when all have finished."""
-
-        def outputs(done: Any) -> list[torch.Tensor]:
-            return [tensor for future in done.value() for tensor in future.value()]
-
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(outputs)
+        return join_futures([work.get_future() for work in self._works], self.result())
