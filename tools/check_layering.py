@@ -65,6 +65,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "trace_file",
         "extras",
         "rendering",
+        "floor",
         "table",
         "page",
         "report_reader",

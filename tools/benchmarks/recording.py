@@ -1,7 +1,7 @@
 """What recording a step costs: steps that are recorded beside steps that are not, and the processor time that it adds.
 
 What recording does depends on the number of buckets, not on how long a step takes. So its processor time is measured where it
-shows: on one rank, in steps of as many buckets with next to nothing in them, blocks of recorded steps and of others taking turns.
+shows: on one rank, in steps of as many buckets with next to nothing in them. Blocks of recorded steps and of others take turns.
 """
 
 from __future__ import annotations

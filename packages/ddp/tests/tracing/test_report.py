@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from syncline.collectives import MisuseError
 from syncline.collectives.__main__ import main
 from syncline.ddp.tracing import extras
 from syncline.ddp.tracing.events import BucketEvent, BucketLayout, OptimizerEvent, StepEvent
+from syncline.ddp.tracing.floor import Floor
 from syncline.ddp.tracing.part import Header, header_line, layout_line, part_path, step_line
 
 CHROMIUM = shutil.which("chromium")
@@ -48,6 +50,46 @@ def test_the_tables_name_the_slow_rank(folder: Path, capsys: pytest.CaptureFixtu
     assert ["1", "3000.00", "3000.00", "3", "times", "2000.00", "6000.00"] in rows
     assert ["0", "1000.00", "5000.00", "0", "times", "-", "0.00"] in rows
     assert [row[0] for row in rows if row and row[0] in ("10", "11", "12")] == ["10", "11", "12"]
+
+
+def measured(*rows: tuple[str, int, float]) -> str:
+    """As `syncline bench --json` writes it."""
+    names = ("backend", "size_bytes", "median_s")
+    return json.dumps(
+        {
+            "measurements": [
+                {"collective": "all_reduce", "dtype": "float32", **dict(zip(names, row, strict=True))} for row in rows
+            ]
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds"),
+    [(1024, 0.5), (2048, 1.0), (4096, 1.5), (6144, 2.0), (12288, 4.0)],  # outside in proportion, between on a line
+)
+def test_a_floor_between_and_beyond_the_sizes_that_were_measured(nbytes: float, seconds: float) -> None:
+    assert Floor(((2048.0, 1.0), (6144.0, 2.0))).seconds(nbytes) == pytest.approx(seconds)
+
+
+def test_the_bandwidth_is_compared_with_the_floor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = folder / "bench.json"
+    bench.write_text(measured(("mpi", 4096, 9.0), ("floor", 6144, 2.0), ("floor", 2048, 1.0)))
+    assert main(["report", str(folder), "--floor", str(bench)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    # 4096 bytes take 1.5 s at best; they took 2, from the start on the rank that came last.
+    assert [row[-1] for row in rows if row and row[0] in ("10", "11", "12")] == ["75"] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{}", "is no file of `syncline bench --json`"), (measured(("mpi", 8, 1.0)), "found none; measure with")],
+)
+def test_a_file_without_a_floor_is_refused(text: str, words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = folder / "bench.json"
+    bench.write_text(text)
+    assert main(["report", str(folder), "--floor", str(bench)]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from . import page
+from .floor import read_floor
 from .part import PATTERN
 from .table import tables
 from .trace_file import read_timeline
@@ -14,8 +15,13 @@ EXPECTED = f"files {PATTERN} (steps that ranks traced, by SYNCLINE_TRACE)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None of its own."""
-    del parser
+    """What the bandwidth is compared with."""
+    parser.add_argument(
+        "--floor",
+        type=Path,
+        metavar="BENCH.json",
+        help="of a trace, compare the bandwidth with the floor that `syncline bench --backends floor --json` has measured",
+    )
 
 
 def is_in(folder: Path) -> bool:
@@ -30,8 +36,7 @@ def text(folder: Path, arguments: argparse.Namespace) -> str:
         InvalidArgumentError: a file cannot be read.
         MisuseError: rich is not installed.
     """
-    del arguments
-    return tables(read_timeline(folder))
+    return tables(read_timeline(folder), None if arguments.floor is None else read_floor(arguments.floor))
 
 
 def html(folder: Path, arguments: argparse.Namespace) -> str:

@@ -22,7 +22,7 @@ class StepSummary:
         last_rank: whose last gradient came last.
         late_s: how long after the median of the other ranks' last gradients; 0 with one rank.
         caused_s: what the other ranks waited until it came, added up.
-        nbytes: of all buckets, on each rank.
+        bucket_bytes: of each bucket, on each rank.
         reducing_s: while at least one bucket was being reduced, counted from the start on the rank that came last.
     """
 
@@ -33,8 +33,13 @@ class StepSummary:
     last_rank: int
     late_s: float
     caused_s: float
-    nbytes: int
+    bucket_bytes: tuple[int, ...]
     reducing_s: float
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buckets, on each rank."""
+        return sum(self.bucket_bytes)
 
     @property
     def bandwidth(self) -> float:
@@ -105,7 +110,7 @@ def _step(number: int, on_ranks: Sequence[StepEvent], ranks: Sequence[int]) -> S
         last_rank=ranks[last],
         late_s=ready[last] - statistics.median(ready[index] for index in others) if others else 0.0,
         caused_s=sum(max(0.0, min(ready[last], on_ranks[index].finished) - ready[index]) for index in others),
-        nbytes=sum(bucket.nbytes for bucket in on_ranks[0].buckets),
+        bucket_bytes=tuple(bucket.nbytes for bucket in on_ranks[0].buckets),
         reducing_s=covered(_reductions(on_ranks)),
     )
 

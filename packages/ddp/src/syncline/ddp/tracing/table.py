@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .floor import Floor
 from .rendering import milliseconds, printed, table
 from .summary import RankSummary, StepSummary, summarize_ranks, summarize_steps
 from .timeline import Timeline
@@ -13,8 +14,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def tables(timeline: Timeline) -> str:
+def tables(timeline: Timeline, floor: Floor | None = None) -> str:
     """A table of the ranks, one of the steps, and what must be known to read them.
+
+    Args:
+        timeline: of the trace.
+        floor: with which the bandwidth is compared, if there is one.
 
     Raises:
         MisuseError: rich is not installed.
@@ -22,7 +27,7 @@ def tables(timeline: Timeline) -> str:
     steps = summarize_steps(timeline)
     if not steps:
         return f"{in_words(timeline)}; no step was traced by all of them"
-    return printed(in_words(timeline), _of_ranks(summarize_ranks(timeline, steps)), _of_steps(steps))
+    return printed(in_words(timeline), _of_ranks(summarize_ranks(timeline, steps)), _of_steps(steps, floor))
 
 
 def in_words(timeline: Timeline) -> str:
@@ -48,9 +53,10 @@ def _of_ranks(ranks: Sequence[RankSummary]) -> Table:
     return made
 
 
-def _of_steps(steps: Sequence[StepSummary]) -> Table:
+def _of_steps(steps: Sequence[StepSummary], floor: Floor | None) -> Table:
     columns = ("step", "took, ms", "compute, ms", "exposed, ms", "last rank", "late by, ms", "MiB", "MiB/s")
-    made = table("Steps (means of the ranks)", columns)
+    compared = () if floor is None else ("% of the floor's",)
+    made = table("Steps (means of the ranks)", (*columns, *compared))
     for step in steps:
         made.add_row(
             str(step.number),
@@ -61,5 +67,10 @@ def _of_steps(steps: Sequence[StepSummary]) -> Table:
             milliseconds(step.late_s),
             f"{step.nbytes / 2**20:.3g}",
             f"{step.bandwidth / 2**20:.4g}",
+            *(() if floor is None else (_percent(floor, step),)),
         )
     return made
+
+
+def _percent(floor: Floor, step: StepSummary) -> str:
+    return f"{100 * floor.share(step.bucket_bytes, step.reducing_s):.3g}" if step.reducing_s > 0 else "-"

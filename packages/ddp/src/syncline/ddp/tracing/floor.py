@@ -1,0 +1,59 @@
+"""Floor: what memory alone lets an all-reduce take, as `syncline bench` has measured it. Pure but for reading the file."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from syncline.collectives import InvalidArgumentError
+
+_BACKEND = "floor"
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds of one rank's share of adding and copying, by the tensor's bytes, rising; at least one."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def seconds(self, nbytes: float) -> float:
+        """Of an all-reduce: on a straight line between two sizes, and in proportion to the nearest one outside."""
+        sizes = [size for size, _ in self.points]
+        place = bisect_left(sizes, nbytes)
+        if 0 < place < len(sizes):
+            (x0, y0), (x1, y1) = self.points[place - 1 : place + 1]
+            return y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0)
+        size, seconds = self.points[0 if place == 0 else -1]
+        return seconds * nbytes / size
+
+    def share(self, sizes: Iterable[float], seconds: float) -> float:
+        """The floor of tensors of those bytes, one after the other, over the seconds that they took: 1 is the best there is."""
+        return sum(map(self.seconds, sizes)) / seconds
+
+
+def read_floor(path: Path) -> Floor:
+    """The floor in a file of `syncline bench --json`.
+
+    Raises:
+        InvalidArgumentError: it is no such file, or has no floor.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["measurements"]
+        points = {
+            float(row["size_bytes"]): float(row["median_s"])
+            for row in rows
+            if (row["collective"], row["dtype"], row["backend"]) == ("all_reduce", "float32", _BACKEND) and "median_s" in row
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"--floor: {path} is no file of `syncline bench --json`: {type(error).__name__}: {error}"
+        ) from error
+    if not points:
+        raise InvalidArgumentError(
+            f"--floor: expected all-reduces of the backend {_BACKEND} in {path}, found none; measure with "
+            f"mpirun -n N syncline bench --sizes 64K 64M --backends {_BACKEND} --json {path}"
+        )
+    return Floor(tuple(sorted(points.items())))
