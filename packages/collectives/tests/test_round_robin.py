@@ -6,11 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
-from syncline.collectives import RoundRobinGroup
+from syncline.collectives import MisuseError, ProcessGroup, RoundRobinGroup
 from syncline.collectives.backends.in_process import backend as in_process
 from syncline.collectives.startup.backend import ConnectRequest
+from syncline.collectives.testing import run_ranks
 
 
 def test_each_collective_goes_to_the_next_group() -> None:
@@ -31,3 +33,42 @@ def test_each_collective_goes_to_the_next_group() -> None:
     in_turn.all_reduce(torch.ones(2), async_op=True).wait()
     assert turns == [(0, "all_reduce"), (1, "broadcast"), (2, "all_reduce"), (0, "broadcast"), (1, "all_reduce")]
     in_turn.close()
+
+
+def groups_in_turn(group: ProcessGroup, number: int) -> RoundRobinGroup:
+    parts = [group.split(0) for _ in range(number)]
+    return RoundRobinGroup([part for part in parts if part is not None])
+
+
+@pytest.mark.ranks
+def test_a_collective_from_a_callback_is_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        in_turn = groups_in_turn(group, 2)
+        future = in_turn.all_reduce(torch.ones(2), async_op=True).get_future()
+        with pytest.raises(MisuseError, match="whose turn it is would differ between ranks"):
+            future.then(lambda _: in_turn.broadcast(torch.ones(1), 0)).wait()
+        in_turn.barrier()
+        in_turn.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.ranks
+def test_a_sparse_all_reduce_takes_one_turn() -> None:
+    """However late its callbacks run on a rank."""
+
+    def body(group: ProcessGroup) -> None:
+        in_turn = groups_in_turn(group, 3)
+        for number in range(20):
+            sparse = torch.eye(3).mul(group.rank + number).to_sparse()
+            works = [in_turn.all_reduce(sparse, async_op=True)]
+            dense = [torch.full((2,), float(n)) for n in range(4)]
+            works += [in_turn.all_reduce(tensor, async_op=True) for tensor in dense]
+            for work in works:
+                work.wait()
+            total = sum(rank + number for rank in range(group.size))
+            assert torch.equal(sparse.to_dense(), torch.eye(3) * total)
+            assert [tensor.tolist() for tensor in dense] == [[3.0 * n] * 2 for n in range(4)]
+        in_turn.close()
+
+    run_ranks(3, body)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, RoundRobinGroup
 from syncline.collectives.testing import run_ranks
 from syncline.hooks import PowerSGDState, batched_powerSGD_hook, merge_states, powerSGD_hook
 from syncline.hooks.testing import FakeBucket
@@ -127,8 +127,11 @@ def test_before_its_start_it_is_a_plain_average(hook: Any) -> None:
 
 
 @pytest.mark.parametrize("hook", VARIANTS)
-def test_buckets_in_flight_are_reduced_in_one_order_on_every_rank(hook: Any) -> None:
+@pytest.mark.parametrize("groups_in_turn", [0, 2])
+def test_buckets_in_flight_are_reduced_in_one_order_on_every_rank(hook: Any, groups_in_turn: int) -> None:
     def body(group: ProcessGroup) -> list[torch.Tensor]:
+        if groups_in_turn:
+            group = RoundRobinGroup([part for _ in range(groups_in_turn) if (part := group.split(0)) is not None])
         shapes = {f"w{i}": (16 + 4 * i, 16) for i in range(6)}
         model = Model(group.rank, shapes=shapes)
         state = state_for(model)

@@ -8,10 +8,10 @@ buckets are in flight and ranks are scheduled differently. Who resumes a generat
 
 1. Our groups have one total order in which what a callback issues comes before every later collective (Note [One total
    order] of `syncline.collectives.host.progress`). There the future of each work resumes its generator: `_chained`.
-2. torch's groups order collectives by the moment of the call, so what a callback issues races with the thread of backward.
-   There only the thread of backward resumes generators, at fixed places: each later bucket moves every earlier one on by a
-   stage, and the last bucket of the backward moves all to their end: `Pipeline`. The first stage of a bucket still overlaps
-   with backward.
+2. torch's groups order collectives by the moment of the call, and a `RoundRobinGroup` gives turns by it, so what a callback
+   issues races with the thread of backward. There only the thread of backward resumes generators, at fixed places: each later
+   bucket moves every earlier one on by a stage, and the last bucket of the backward moves all to their end: `Pipeline`. The
+   first stage of a bucket still overlaps with backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from syncline.collectives import MisuseError, ProcessGroup, TorchGroup, Work
+from syncline.collectives import MisuseError, ProcessGroup, RoundRobinGroup, TorchGroup, Work
 
 from .contract import Bucket, TensorFuture
 
@@ -51,7 +51,7 @@ class Pipeline:
         What the first stage raises, this raises; what later ones raise, the future does.
         """
         future = _future_on(bucket.buffer())
-        if not isinstance(group, TorchGroup):
+        if not isinstance(group, (TorchGroup, RoundRobinGroup)):
             _chained(stages, next(stages), future)
             return future
         if bucket.index() <= self._latest:

@@ -27,6 +27,10 @@ class DelegatingGroup(ProcessGroup):
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
         return self._choose(tensor).all_reduce(tensor, op, async_op=async_op)
 
+    def _all_reduce_sparse(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        """What it issues from callbacks stays in the one group that was chosen."""
+        return self._choose(tensor).all_reduce(tensor, op, async_op=async_op)
+
     def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
         return self._choose(tensor).reduce(tensor, root, op, async_op=async_op)
 

@@ -10,7 +10,8 @@ import torch
 from typing_extensions import override
 
 from ..contract.process_group import ProcessGroup
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, MisuseError
+from ..host.serial_group import SerialGroup
 from .delegating_group import DelegatingGroup, close_all
 
 
@@ -18,8 +19,8 @@ class RoundRobinGroup(DelegatingGroup):
     """Hands the n-th collective to group n modulo their number.
 
     Each group keeps its own total order; between the groups there is none, which is the point: k collectives run at once.
-    Therefore a collective must not be issued from a future's callback here (whose turn it is would depend on the schedule of
-    threads): issue it on one of `groups`.
+    Therefore a collective must not be issued from a future's callback here, for whose turn it is would depend on the schedule
+    of threads: a `MisuseError`. Issue it on one of `groups`.
 
     Args:
         groups: at least one; of the same ranks, in the same order.
@@ -71,6 +72,11 @@ class RoundRobinGroup(DelegatingGroup):
             group.abort()
 
     def _choose(self, tensor: torch.Tensor | None) -> ProcessGroup:  # noqa: ARG002 - turns do not depend on it
+        if any(isinstance(group, SerialGroup) and group.is_in_callback() for group in self.groups):
+            raise MisuseError(
+                f"a collective on {self.place()}, of {len(self.groups)} groups in turn, was called in a future's callback; "
+                "whose turn it is would differ between ranks. Wait for the work first, or issue it on one of `groups`"
+            )
         with self._lock:
             return next(self._turns)
 

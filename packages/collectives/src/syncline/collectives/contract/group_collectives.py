@@ -36,7 +36,7 @@ class GroupCollectives(Membership):
         if not checks.is_plain(tensor, self.device_types):
             if getattr(tensor, "layout", None) is torch.sparse_coo:
                 op = checked_reduction(op, tensor.dtype)
-                return sparse.all_reduce(self, tensor, op, async_op)
+                return self._all_reduce_sparse(tensor, op, async_op)
             self._check_tensors("all_reduce", writes=(tensor,))
         op = checked_reduction(op, tensor.dtype)
         return self._all_reduce(tensor, op, async_op)
@@ -194,6 +194,9 @@ class GroupCollectives(Membership):
         return self._reduce_scatter_tensor(output, tensor, op, async_op)
 
     # ---- what a backend implements ----
+
+    def _all_reduce_sparse(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        return sparse.all_reduce(self, tensor, op, async_op)
 
     @abstractmethod
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work: ...

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from threading import get_ident
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -465,6 +466,10 @@ class SerialGroup(ProcessGroup):
         if self.losses_are_expected and isinstance(failure, TransportError):
             return failure
         return reported(self._reporter, failure)
+
+    def is_in_callback(self) -> bool:
+        """Whether this thread runs a callback of one of the group's works."""
+        return get_ident() in self._callbacks.running
 
     def _check_open(self, call: Collective) -> None:
         if self._closed:
