@@ -30,7 +30,7 @@ from .timing import Phases, interleaved
 from .trainer import Trainer
 
 PLAIN, AGAIN, RECORDED = "not recorded", "not recorded, again", "recorded"
-_BLOCKS, _BLOCK_STEPS = 20, 15
+_BLOCK_STEPS = 25
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,12 @@ def measure(case: Case, group: ProcessGroup, rounds: int) -> Recorded:
 
         taken = interleaved({**steps, RECORDED: recorded}, group, rounds)
     buckets = len(wrapped[PLAIN].iteration_statistics().buckets)
-    return Recorded({name: [one.total_s for one in ones] for name, ones in taken.items()}, buckets, measure_added(buckets))
+    return Recorded(
+        {name: [one.total_s for one in ones] for name, ones in taken.items()}, buckets, measure_added(buckets, rounds)
+    )
 
 
-def measure_added(buckets: int, blocks: int = _BLOCKS) -> Added:
+def measure_added(buckets: int, blocks: int) -> Added:
     """Of this process alone, in a group of one rank."""
     (added,) = run_ranks(1, _measure_added, buckets, blocks)
     return added
