@@ -25,6 +25,19 @@ def test_other_members_are_named_on_all_ranks(size: int) -> None:
     run_ranks(size, body)
 
 
+def test_a_request_may_name_more_ranks_than_are_gathered() -> None:
+    """What is gathered of each rank, if they differ, has a bound; a difference behind it is seen all the same."""
+    members = list(range(1000))
+
+    def body(group: ProcessGroup) -> None:
+        check_agreement(group, f"new_group({members})")
+        with pytest.raises(DisagreementError) as caught:
+            check_agreement(group, f"new_group({members[: 1000 - group.rank]})")
+        assert len(str(caught.value)) < 2 * 1024 + 300
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_other_options_are_named_on_all_ranks(size: int, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCLINE_REPORT_DIR", str(tmp_path))

@@ -1,7 +1,7 @@
 """What the other layers of Syncline use of this one beyond its public names. Not for other programs: it may change any day."""
 
 from .contract.call_observer import ObservedCall, observe_calls
-from .contract.object_exchange import all_gather_bytes, broadcast_object
+from .contract.object_exchange import all_gather_bytes, are_same_on_all_ranks, broadcast_object
 from .contract.process_group import DEFAULT_PATIENCE_S
 from .contract.reduce_op import Reduction
 from .default_group.coalescing import DEFAULT_BUFFER_BYTES
@@ -17,6 +17,7 @@ __all__ = [
     "ObservedCall",
     "Reduction",
     "all_gather_bytes",
+    "are_same_on_all_ranks",
     "broadcast_object",
     "disable_dynamo",
     "disable_dynamo_here",

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..contract.object_exchange import all_gather_bytes
+from ..contract.object_exchange import all_gather_bytes, are_same_on_all_ranks
 from ..contract.process_group import ProcessGroup
 from ..errors import DisagreementError
 
+_MOST_BYTES = 1024
+
 
 def check_agreement(group: ProcessGroup, request: str) -> None:
-    """Compare what the ranks of a group ask for. A collective of the group; costs two small all-gathers.
+    """Compare what the ranks of a group ask for. A collective of the group.
+
+    Cost: an all_reduce of 16 bytes; only if the texts differ, two all-gathers, of the first 1024 bytes of each. (A request may
+    name all ranks: what each rank gathered would grow as the square of their number.)
 
     Args:
         group: whose ranks compare.
@@ -19,9 +24,10 @@ def check_agreement(group: ProcessGroup, request: str) -> None:
     Raises:
         DisagreementError: the texts differ; on all ranks.
     """
-    requests = [said.decode() for said in all_gather_bytes(request.encode(), group=group)]
-    if len(set(requests)) > 1:
-        raise DisagreementError(different_requests(requests, group.place()))
+    if are_same_on_all_ranks(request.encode(), group=group):
+        return
+    said = all_gather_bytes(request.encode()[:_MOST_BYTES], group=group)
+    raise DisagreementError(different_requests([text.decode(errors="replace") for text in said], group.place()))
 
 
 def different_requests(requests: Sequence[str], place: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 from mpi4py import MPI
@@ -42,15 +43,21 @@ class Hierarchy:
 
     def __init__(self, communicator: MPI.Intracomm, split: SplitByNode = split_by_node) -> None:
         self.node = MPI.Intracomm(split(communicator))
-        said = communicator.allgather((self.node.Get_size() if self.node.Get_rank() == 0 else 0, has_total_store_order()))
-        sizes = [size for size, _ in said]
-        self.is_ordered = all(ordered for _, ordered in said)
-        self.nodes = sum(size > 0 for size in sizes)
-        self.shares_memory = max(sizes) > 1
-        self.leaders = min(size for size in sizes if size > 0)
+        size = self.node.Get_size()
+        largest, negative_smallest, is_unordered = _reduced(communicator, MPI.MAX, size, -size, not has_total_store_order())
+        (self.nodes,) = _reduced(communicator, MPI.SUM, self.node.Get_rank() == 0)
+        self.is_ordered = not is_unordered
+        self.shares_memory = largest > 1
+        self.leaders = -negative_smallest
         self.inter_node = self._split_across(communicator) if self.nodes > 1 and self.shares_memory else None
 
     def _split_across(self, communicator: MPI.Intracomm) -> MPI.Intracomm | None:
         rank = self.node.Get_rank()
         made = communicator.Split(rank if rank < self.leaders else MPI.UNDEFINED, communicator.Get_rank())
         return None if made == MPI.COMM_NULL else MPI.Intracomm(made)
+
+
+def _reduced(communicator: MPI.Intracomm, op: MPI.Op, *mine: int) -> array[int]:
+    numbers = array("q", mine)
+    communicator.Allreduce(MPI.IN_PLACE, [numbers, MPI.INT64_T], op)
+    return numbers

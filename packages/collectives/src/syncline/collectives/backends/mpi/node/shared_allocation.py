@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import TypeVar
 
@@ -40,9 +41,7 @@ def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_byte
     allocation = _Allocation(hierarchy.node, part_bytes, run)
     try:
         segment = allocation.segment()
-        _agree(
-            all_gather_objects(communicator, allocation.problem(), run)
-        )  # from here on nobody needs the descriptor of the rank that made the file
+        _agree(communicator, allocation.problem(), run)  # from here on nobody needs the descriptor that the file was made with
     finally:
         allocation.close()
     assert segment is not None
@@ -151,9 +150,13 @@ def _check_room(room: Room | None, part_bytes: int) -> None:
         )
 
 
-def _agree(problems: Sequence[str]) -> None:
-    found = [f"rank {rank}: {said}" for rank, said in enumerate(problems) if said]
-    if found:
+def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
+    """Raise, on all ranks, if there is a problem on any. One reduction; the problems are gathered only if there are any."""
+    is_any = array("q", [bool(problem)])
+    run(lambda: communicator.Iallreduce(MPI.IN_PLACE, [is_any, MPI.INT64_T], MPI.MAX))
+    if is_any[0]:
+        said = enumerate(all_gather_objects(communicator, problem, run))
+        found = [f"rank {rank}: {text}" for rank, text in said if text]
         raise SharedMemoryError(found[0] if len(found) == 1 else f"{found[0]} (and {len(found) - 1} more rank(s))")
 
 
