@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .call_record import CallRecord
 
 Calls = Mapping[int, CallRecord]
+
+_LISTED_RUN = 3  # so many neighbours are shown one by one
 
 
 @dataclass(frozen=True)
@@ -84,5 +86,32 @@ def _deviation(
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """In words: "rank 3", or "ranks 0, 1, 2"."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+    """In words: "rank 3", "ranks 0, 1, 2", or "ranks 0-16, 18-9999" where more than three follow one another.
+
+    Args:
+        ranks: ascending.
+    """
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in _shown(runs(ranks))]
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(parts)}"
+
+
+def runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and the last of each run of neighbours: [(0, 2), (4, 4)] for 0, 1, 2, 4.
+
+    Args:
+        ranks: ascending.
+    """
+    found: list[tuple[int, int]] = []
+    for rank in ranks:
+        first = found.pop()[0] if found and found[-1][1] == rank - 1 else rank
+        found.append((first, rank))
+    return found
+
+
+def _shown(found: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Short runs as single ranks."""
+    for first, last in found:
+        if last - first < _LISTED_RUN:
+            yield from ((rank, rank) for rank in range(first, last + 1))
+        else:
+            yield first, last

@@ -36,6 +36,8 @@ class Tag(enum.IntEnum):
     """`RingAllReduce`: pieces of a part."""
     STATUS = 6
     """`MPIStatusPost`: what a rank has waited in for long."""
+    STATEMENTS = 7
+    """`TimeoutReport`: what many ranks wait for."""
 
 
 def library_name() -> str:
