@@ -61,7 +61,12 @@ DEFAULT_SIZES = {"mpich": (1, 2, 4), "openmpi": (3,), "impi": (2,), "system": (2
 # training on Open MPI, too. Intel MPI is of MPICH's family, the system's MPI mostly of one of these: they carry collectives.
 DEFAULT_FILES = {
     ("mpich", 1): ("test_collectives_mpi.py", "test_ddp_mpi.py"),
-    ("mpich", 4): ("test_shared_memory_mpi.py", "test_sharing_mpi.py", "test_transport_mpi.py"),
+    ("mpich", 4): (
+        "test_shared_memory_mpi.py",
+        "test_sharing_mpi.py",
+        "test_timeout_report_mpi.py",
+        "test_transport_mpi.py",
+    ),
     ("openmpi", 3): (
         "test_collectives_mpi.py",
         "test_ddp_mpi.py",
@@ -97,6 +102,7 @@ ALONE = {
     "slow-links": ("benchmarks.slow_links",),
     "predict": ("benchmarks.predict",),
     "convergence": ("benchmarks.convergence",),
+    "growth": ("benchmarks.growth",),
     "nccl": ("benchmarks.nccl",),
 }
 # What depends on how torch works inside, which a new version may change. Elastic runs are about processes, and take minutes.

@@ -1,0 +1,143 @@
+"""One rank of `dev.py bench growth`: GROWTH_JOB RANK WORLD_SIZE FOLDER; under mpiexec RANK is "mpi"."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from benchmarks.growth_counting import CountingStore, Counts, counts
+from syncline.collectives import CollectiveTimeout, ProcessGroup, get_default_group, init_process_group, new_group
+from syncline.ddp import DistributedDataParallel
+
+_SETTLE_S = 0.3
+"""The kernel's counters are read when nobody has sent anything for so long."""
+_LIMIT_S = 2.0
+"""Of the group in which a rank does not come."""
+_SMALL, _LARGE = 8_000, 8_192
+"""Elements of float32 just below and at the size from which calls over MPI have a presync."""
+
+
+class Count:
+    """Counts what this rank does in each phase.
+
+    Args:
+        store: in which the ranks meet, or None.
+    """
+
+    def __init__(self, store: CountingStore | None) -> None:
+        self.phases: dict[str, Counts] = {}
+        self._store = store
+
+    def during(self, phase: str, action: Callable[[], object]) -> None:
+        """Count what an action sends that all ranks take."""
+        time.sleep(_SETTLE_S)
+        before = counts(self._store)
+        action()
+        time.sleep(_SETTLE_S)
+        self.phases[phase] = counts(self._store).since(before)
+
+
+def main(place: str, size: int, folder: Path) -> None:
+    """Every rank counts, and leaves what it found in the folder."""
+    torch.set_num_threads(1)
+    options = json.loads((folder / "options.json").read_text())
+    store = None if place == "mpi" else CountingStore(*options["store"])
+    count = Count(store)
+    if place == "mpi":
+        count.during("start of MPI", lambda: _play_hosts(options["per_host"]))
+        count.during("start-up", lambda: init_process_group("mpi"))
+    else:
+        _be_on_host(int(place) // options["per_host"])
+        count.during("start-up", lambda: init_process_group("gloo", store=store, rank=int(place), world_size=size))
+    group = get_default_group()
+    _count_calls(count, group)
+    _count_training(count, group)
+    kept = [new_group()]
+    count.during("new_group", lambda: kept.append(new_group()))
+    late = group.split(0, timeout_s=_LIMIT_S)
+    assert late is not None
+    count.during("a rank is missing", functools.partial(_wait_in_vain, late))
+    found = {phase: found._asdict() for phase, found in count.phases.items()}
+    (folder / f"rank-{group.rank}.json").write_text(json.dumps(found))
+    group.barrier()
+
+
+def _count_calls(count: Count, group: ProcessGroup) -> None:
+    """The first call of each kind makes plans, connections and the barrier in shared memory: the second counts."""
+    calls: dict[str, Callable[[], object]] = {
+        "a call without handshake": functools.partial(_all_reduce, group, _SMALL),
+        "the same with handshake": functools.partial(_all_reduce, group, _LARGE),
+        "allocate": functools.partial(group.allocate, 1 << 20, torch.float32),
+        "comparison of calls": functools.partial(_compare, group),
+    }
+    for call in calls.values():
+        call()
+    for name, call in calls.items():
+        count.during(name, call)
+
+
+def _count_training(count: Count, group: ProcessGroup) -> None:
+    model = torch.nn.Linear(8, 8)
+    made: list[DistributedDataParallel] = []
+    count.during("construction of DDP", lambda: made.append(DistributedDataParallel(model, process_group=group)))
+
+    def step() -> None:
+        made[0](torch.ones(1, 8)).sum().backward()
+
+    for _ in range(2):  # the second begins with the buckets that the first has rebuilt
+        step()
+    count.during("step", step)
+
+
+def _all_reduce(group: ProcessGroup, numel: int) -> None:
+    group.all_reduce(torch.ones(numel))
+
+
+def _compare(group: ProcessGroup) -> None:
+    work = group.verify_calls()
+    if work is not None:
+        work.wait()
+
+
+def _wait_in_vain(group: ProcessGroup) -> None:
+    if group.rank == group.size - 1:
+        time.sleep(3 * _LIMIT_S)
+        return
+    with suppress(CollectiveTimeout):
+        group.all_reduce(torch.ones(1))
+
+
+def _play_hosts(per_host: int) -> None:
+    """Let so many neighbouring ranks share a host: all run on this one, where MPI was told to use TCP only."""
+    from mpi4py import MPI
+
+    from syncline.collectives.backends.mpi.node import node_transport
+
+    def by_host(communicator: MPI.Intracomm) -> MPI.Comm:
+        rank = communicator.Get_rank()
+        return communicator.Split(rank // per_host, rank)
+
+    node_transport.NodeTransport = functools.partial(node_transport.NodeTransport, split=by_host)  # type: ignore[assignment, misc]
+
+
+def _be_on_host(number: int) -> None:
+    """Say that this process is on a host of that number."""
+    from dataclasses import replace
+
+    from syncline.collectives.failures.process_identity import own_identity
+    from syncline.collectives.startup import meeting
+
+    mine = own_identity()
+    assert mine is not None
+    meeting.own_identity = lambda: replace(mine, node=f"host {number}")  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
