@@ -179,3 +179,16 @@ def test_backend_connects_one() -> None:
 def test_backend_refuses_processes(launch: Launch | None, world_size: int | None) -> None:
     with pytest.raises(LaunchError, match=r"this job has 2 processes; use backend 'mpi' or 'gloo', or .*run_ranks"):
         backend.connect(ConnectRequest(launch, None, world_size, None, 5.0))
+
+
+def test_an_async_call_after_the_end_of_the_groups_thread_is_refused() -> None:
+    """Handlers that were registered before Syncline was imported run after those that end its threads."""
+
+    def body(group: ProcessGroup) -> None:
+        group.all_reduce(torch.ones(1), async_op=True).wait()
+        group._progress.stop()
+        group._progress.join(30)
+        with pytest.raises(GroupClosedError, match="the process ends"):
+            group.all_reduce(torch.ones(1), async_op=True)
+
+    run_ranks(2, body)

@@ -146,6 +146,22 @@ def test_stop_ends_the_thread_after_the_queue(recorder: Recorder) -> None:
     assert recorder.log == ["<A", "A>", "<B", "B>"]
 
 
+def test_where_no_thread_can_start_nothing_is_left_in_the_queue(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    progress = recorder.progress
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            progress.enqueue(recorder.task("A"))
+        assert progress.is_idle()
+        assert progress.run_here(recorder.task("B"))
+        progress.join(1)
+    progress.enqueue(recorder.task("C"))
+    assert recorder.finish() == ["<B", "B>", "<C", "C>"]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_stress_one_task_at_a_time_and_in_order(seed: int) -> None:
     """Random mixtures of queued tasks, tasks run here, children and pauses: one at a time, children inside parents."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.backends.in_process import InProcessTransport, SharedState
+from syncline.collectives.failures import report
 from syncline.collectives.failures.job_report import merged, read_reports
 from syncline.collectives.failures.report import Reporter
 from syncline.collectives.host.host_group import HostGroup
@@ -67,3 +69,19 @@ def test_whoever_interrupts_the_program_finds_no_folder(tmp_path: Path) -> None:
 
     on_ranks(1, tmp_path, body, Interrupted)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_error_does_not_wait_for_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(report, "_WRITE_S", 0.1)
+    monkeypatch.setattr(Reporter, "write", lambda *_: answers.wait(60))
+
+    def body(group: HostGroup) -> None:
+        with pytest.raises(DisagreementError):
+            group.all_reduce(torch.ones(3 + group.rank))
+        assert not answers.is_set()
+
+    try:
+        on_ranks(2, tmp_path, body)
+    finally:
+        answers.set()

@@ -6,6 +6,8 @@ import gc
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from syncline.collectives import RankLostError, TransportError
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.failures.watchdog import END_LOOKS, INTERRUPT_LOOKS, CallEscalation, Step, Watchdog
@@ -91,3 +93,40 @@ def test_a_group_that_nobody_holds_is_forgotten() -> None:
     gc.collect()
     watchdog.look()
     assert watchdog._watched == []
+
+
+class BrokenGroup(Group):
+    """One whose every answer is an error."""
+
+    def reason_to_give_up(self) -> TransportError | None:
+        raise OSError("no answer")
+
+    def missing_in_words(self) -> str:
+        raise OSError("no answer")
+
+
+def test_an_error_of_one_group_ends_neither_the_watch_over_it_nor_over_others(caplog: pytest.LogCaptureFixture) -> None:
+    said: list[str] = []
+    broken, group = BrokenGroup(Deadline(1e-9)), Group(Deadline(1e-9))
+    watchdog = Watchdog(said.append)
+    watchdog.watch(broken)
+    watchdog.watch(group)
+    for _ in range(1 + END_LOOKS):
+        watchdog.look()
+    assert broken.interrupted.wait(10.0)
+    assert said == ["a collective did not end", "it waits for rank 1"]
+    assert [record.message for record in caplog.records] == ["the watchdog goes on after an error"]
+
+
+def test_the_process_ends_even_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    said: list[str] = []
+    group = Group(Deadline(1e-9))
+    watchdog = Watchdog(said.append)
+    watchdog.watch(group)
+    for _ in range(1 + END_LOOKS):
+        watchdog.look()
+    assert said == ["it waits for rank 1"]

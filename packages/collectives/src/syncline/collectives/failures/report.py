@@ -21,6 +21,7 @@ REPORT_VARIABLE = "SYNCLINE_REPORT_DIR"
 _MOST_GROUPS = 32
 _MOST_STACK_CHARACTERS = 200_000
 _MOST_REPORTS = 16
+_WRITE_S = 10.0  # so long an error waits for its report
 
 
 class Reporter:
@@ -76,6 +77,20 @@ class Reporter:
             return None
         return folder
 
+    def write_within(self, reason: str, limit_s: float) -> Path | None:
+        """`write` on a thread of its own, for a file system may not answer; also None if that takes longer.
+
+        Where no thread can start, it is written on this one.
+        """
+        written: list[Path | None] = []
+        thread = threading.Thread(target=lambda: written.append(self.write(reason)), name="syncline-report", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return self.write(reason)
+        thread.join(limit_s)
+        return written[0] if written else None
+
     def _content(self, reason: str) -> dict[str, Any]:
         recorders = sorted(self._recorders, key=lambda recorder: recorder.latest(), reverse=True)[:_MOST_GROUPS]
         return {
@@ -107,7 +122,7 @@ def reported(reporter: Reporter | None, failure: BaseException) -> BaseException
     """
     if reporter is None or not isinstance(failure, Exception):  # who presses Ctrl-C wants no folder
         return failure
-    folder = reporter.write(f"{type(failure).__name__}: {failure}")
+    folder = reporter.write_within(f"{type(failure).__name__}: {failure}", _WRITE_S)
     if folder is None or not isinstance(failure, SynclineError):
         return failure
     return failure.reworded(f"{failure}. Each rank that fails writes what it knows to {folder}; read it with `syncline report`")

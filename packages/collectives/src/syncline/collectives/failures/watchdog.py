@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import logging
 import os
 import sys
 import threading
@@ -43,6 +44,8 @@ from typing import Protocol
 
 from ..contract.deadline import Deadline
 from ..errors import TransportError
+
+logger = logging.getLogger("syncline.collectives")
 
 PERIOD_S = 0.2
 _STOP_S = 5.0
@@ -114,6 +117,7 @@ class Watchdog:
         self._end_process = end_process
         self._lock = threading.Lock()
         self._watched: list[tuple[weakref.ref[Watched], CallEscalation]] = []
+        self._has_warned = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="syncline-watchdog", daemon=True)
 
@@ -139,25 +143,41 @@ class Watchdog:
         for reference, escalation in watched:
             group = reference()
             if group is not None:
-                self._look_at(group, escalation)
+                self._guarded(self._end_if_in_vain, group, escalation)
+                self._guarded(self._escalate, group, escalation)
+
+    def _guarded(self, look: Callable[[Watched, CallEscalation], object], group: Watched, escalation: CallEscalation) -> None:
+        """What goes wrong with one group must not end the watch over all."""
+        try:
+            look(group, escalation)
+        except Exception:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("the watchdog goes on after an error", exc_info=True)
 
     def _run(self) -> None:
         while not self._stopping.wait(PERIOD_S):
             self.look()
 
-    def _look_at(self, group: Watched, escalation: CallEscalation) -> None:
+    def _end_if_in_vain(self, group: Watched, escalation: CallEscalation) -> None:
         deadline = group.running_deadline
         if deadline is not None and escalation.is_same_call(deadline) and not deadline.was_cancelled:
             reason = group.reason_to_give_up()
             if reason is not None:
                 deadline.cancel(reason)
+
+    def _escalate(self, group: Watched, escalation: CallEscalation) -> None:
+        deadline = group.running_deadline
         step = escalation.look(deadline)
         if step is Step.INTERRUPT:
             threading.Thread(target=group.interrupt, name="syncline-interrupt", daemon=True).start()
         elif step is Step.END and group.running_deadline is deadline:
-            words = group.missing_in_words()
-            group.report(words)
-            self._end_process(words)
+            words = "a collective did not end"
+            try:
+                words = group.missing_in_words()
+                group.report(words)
+            finally:
+                self._end_process(words)
 
 
 def end_process(words: str) -> None:

@@ -79,6 +79,9 @@ class Progress:
 
         Returns:
             False if `stop` was called: the task will not run.
+
+        Raises:
+            RuntimeError: the thread cannot start; the task will not run.
         """
         if self.is_running_here():
             task()
@@ -86,11 +89,12 @@ class Progress:
         with self._condition:
             if self._stopping:
                 return False
-            self._queue.append(task)
             if self._thread is None:
+                thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                thread.start()  # before anything is queued: where no thread can start, what comes later can still run here
                 _started.add(self)
-                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                self._thread.start()
+                self._thread = thread
+            self._queue.append(task)
             if self._running_on is None:
                 self._condition.notify_all()
         return True

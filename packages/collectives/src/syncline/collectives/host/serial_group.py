@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from threading import get_ident
 from typing import NamedTuple, NoReturn
 
@@ -303,6 +304,7 @@ class SerialGroup(ProcessGroup):
         if not self._progress.enqueue(lambda: self._run_into(work, call, sequence, body, tensors, entry)):
             self._in_flight.discard(work)
             self._check_open(call)  # another thread has just closed the group
+            raise GroupClosedError(f"{call.name} on {self.place()}: the process ends, and the group's thread has ended before")
         if not async_op:
             work.wait()
         return work
@@ -411,7 +413,8 @@ class SerialGroup(ProcessGroup):
         logger.debug("%s on %s failed; the group runs no other collective", call.name, self.place())
         self._transport.give_up()
         if isinstance(failure, TransportError):  # those who wait elsewhere hear of it where a library can say so
-            threading.Thread(target=self._transport.interrupt, name="syncline-interrupt", daemon=True).start()
+            with suppress(RuntimeError):  # no thread can start; the group's error matters more
+                threading.Thread(target=self._transport.interrupt, name="syncline-interrupt", daemon=True).start()
         if failure is error:
             raise error
         raise failure from failure.__cause__
@@ -438,11 +441,9 @@ class SerialGroup(ProcessGroup):
         return f"a collective on {self.place()} did not end: {who}"
 
     def report(self, reason: str) -> None:
-        """Write the report; on a thread of its own, for a file system may not answer."""
+        """Write the report, if it can be done within a few seconds."""
         if self._reporter is not None:
-            thread = threading.Thread(target=self._reporter.write, args=(reason,), name="syncline-report", daemon=True)
-            thread.start()
-            thread.join(_REPORT_S)
+            self._reporter.write_within(reason, _REPORT_S)
 
     def _reason_to_give_up(self) -> TransportError | None:
         reason = None if self._calls is None else self._calls.reason_to_give_up()
