@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -65,3 +67,33 @@ def test_who_asks_whether_it_is_over_does_not_get_the_error_bare() -> None:
     assert str(work.exception()) == "recv(float32[1]) on rank 0: rank 1 sent 8 bytes"
     with pytest.raises(DisagreementError, match=r"^recv"):
         work.wait()
+
+
+def test_a_transfer_that_was_given_up_is_not_finished_again() -> None:
+    """The future waits as long as the group allows; another thread waits for longer, and the message comes."""
+    waits, comes = threading.Event(), threading.Event()
+
+    class RequestThatIsLate(RequestThatFails):
+        def wait(self, deadline: Deadline) -> None:
+            waits.set()
+            assert comes.wait(60)
+
+    delivered: list[int] = []
+    work = TransferWork(RequestThatIsLate(ValueError()), [torch.ones(1)], lambda: delivered.append(1), lambda: "recv", 0.1)
+    errors: list[BaseException] = []
+
+    def wait_for_longer() -> None:
+        try:
+            work.wait(60)
+        except RuntimeError as error:  # also what torch says of a future that is set twice
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait_for_longer)
+    waiter.start()
+    assert waits.wait(60)
+    with pytest.raises(CollectiveTimeout):
+        work.get_future().wait()
+    comes.set()
+    waiter.join(60)
+    assert [type(error) for error in errors] == [CollectiveTimeout]
+    assert not delivered

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from syncline.collectives import InvalidArgumentError, ProcessGroup, StoreError, StoreTimeout
+from syncline.collectives import InvalidArgumentError, ProcessGroup, StoreError, StoreTimeout, TransportError, Work
 from syncline.collectives.stores.over_group import GroupStore
 from syncline.collectives.testing import run_ranks
 
@@ -75,3 +75,31 @@ def waits_while_another_thread_asks(group: ProcessGroup) -> None:
 
 def test_who_waits_holds_up_no_other_thread() -> None:
     run_ranks(2, waits_while_another_thread_asks)
+
+
+def test_a_server_that_fails_says_so_and_ends_the_others_calls(caplog: pytest.LogCaptureFixture) -> None:
+    class Failed(Work):
+        """A receive that has failed."""
+
+        def wait(self, timeout: object = None) -> bool:
+            raise TransportError("the cable is cut")
+
+        def is_completed(self) -> bool:
+            return True
+
+        exception = result = get_future = None  # type: ignore[assignment]  # nobody asks
+
+    def body(group: ProcessGroup) -> None:
+        inner = group.split(0)
+        assert inner is not None
+        if group.rank == 0:
+            inner.recv = lambda *_, **__: Failed()  # type: ignore[method-assign,assignment]
+        store = GroupStore(inner, timeout=20)
+        if group.rank != 0:
+            with pytest.raises(TransportError):
+                store.get("key")
+        group.barrier()
+        inner.abort()
+
+    run_ranks(2, body)
+    assert "answers no more: the cable is cut" in caplog.text

@@ -141,10 +141,13 @@ class TransferWork(Work):
             self._finish(None)
 
     def _finish(self, error: BaseException | None) -> None:
-        if error is None:
-            with untracked():
-                self._deliver()
+        """The first call counts: the future's thread may have given up while another thread waits for longer."""
         with self._settling:
+            if self._done:
+                return
+            if error is None:
+                with untracked():
+                    self._deliver()
             self._error = error
             self._done = True
             future_is_waiting = self._future is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -13,12 +14,14 @@ from typing_extensions import override
 from ..contract.deadline import Deadline
 from ..contract.process_group import ProcessGroup
 from ..contract.work import Work
-from ..errors import InvalidArgumentError, StoreError
+from ..errors import InvalidArgumentError, StoreError, SynclineError
 from .messages import Op, Status, pack, pack_seconds, unpack
 from .polling import poll
 from .served_store import ServedStore
 from .service import Service
 from .store import as_key, as_keys, key_timeout
+
+logger = logging.getLogger("syncline.collectives")
 
 # Messages on the group: the length of a request and then the request, the length of an answer and then the answer.
 _ASK_LENGTH, _ASK, _ANSWER_LENGTH, _ANSWER = 1, 2, 3, 4
@@ -134,11 +137,20 @@ class _Server:
         return self._present == 0
 
     def _serve(self) -> None:
+        """Where the group fails, the others' calls shall fail as well, at once, and not wait for an answer."""
+        try:
+            self._answer_all()
+        except SynclineError as error:
+            logger.warning("the store on rank 0 of group '%s' answers no more: %s", self._group.name, error)
+            self._group.abort()
+
+    def _answer_all(self) -> None:
         while self._present and not self._stopping.is_set():
             length = torch.zeros(1, dtype=torch.int64)
             work = self._group.recv(length, None, _ASK_LENGTH, async_op=True)
             if not self._arrives(work):
                 return
+            work.wait()  # it is over; it may have failed
             client = work.source_rank()
             assert client is not None
             if int(length) == _GOODBYE:
