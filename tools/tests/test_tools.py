@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import dev
+import environment
 import gpu
 import rank_log
 import wheels
@@ -114,6 +116,24 @@ def test_a_torch_that_is_no_version_is_refused(version: str, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         dev.main(["test", "--torch", version])
     assert "expected a version such as 2.15.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "newest"),
+    [(0, '{"install": [{"metadata": {"name": "torch", "version": "9.1.0+cpu"}}]}', "9.1.0"), (1, "", None)],
+)
+def test_pip_says_which_torch_is_the_newest(
+    status: int, answer: str, newest: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def answered(command: Sequence[str | Path], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, status, answer, "no network")
+
+    monkeypatch.setattr(environment.subprocess, "run", answered)
+    assert environment.newest_torch() == newest
+    assert re.fullmatch(r"torch>=[\d.]+,<3", str(asked[0][-1])), "what the wheels accept"
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,23 @@ def test_where_nobody_goes_on_without_inputs_the_layers_may_communicate() -> Non
     assert run_ranks(2, body) == [2, 2]
 
 
+def test_where_nobody_goes_on_without_inputs_a_buffer_hook_may_be_there() -> None:
+    def body(group: ProcessGroup) -> tuple[int, list[float]]:
+        model = DistributedDataParallel(torch.nn.BatchNorm1d(1), process_group=group)
+        calls: list[str] = []
+        model._register_buffer_comm_hook(calls, lambda state, buffers: state.extend(buffers))
+        with pytest.raises(MisuseError, match="buffer hook"):
+            model.join().__enter__()
+        with model.join(throw_on_early_termination=True):
+            for _ in range(2):
+                model(torch.tensor([[0.0], [1.0]]) + 10 * group.rank).sum().backward()
+            mean: list[float] = model.module.running_mean.tolist()  # type: ignore[union-attr, operator]
+        return len(calls), mean
+
+    # Within the context each rank keeps what it has seen: the hook does nothing to the buffers, and nothing else does.
+    assert run_ranks(2, body) == [(6, pytest.approx([0.095])), (6, pytest.approx([1.995]))]
+
+
 def test_even_inputs_terminate_nobody() -> None:
     def body(group: ProcessGroup) -> None:
         model = DistributedDataParallel(linear(), process_group=group)

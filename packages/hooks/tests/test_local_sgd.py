@@ -94,13 +94,20 @@ def test_hierarchical_averaging_lets_the_largest_period_decide() -> None:
     ]
 
 
+def test_on_few_ranks_two_levels_of_a_hierarchy_may_be_the_same() -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        return drift(group, HierarchicalModelAverager({2: 2, 4: group.size}, 1, group), 3)
+
+    assert run_ranks(2, body) == [[1, 2, 16.5], [10, 20, 16.5]]
+
+
 @pytest.mark.parametrize(
     ("periods", "message"),
     [
         ({}, "at least one period"),
         ({0: 4}, "1 step or above"),
-        ({4: 2, 2: 4}, "rise together"),
-        ({2: 4, 4: 4}, "rise together"),
+        ({4: 2, 2: 4}, "periods that rise"),
+        ({2: 4, 4: 2}, "sizes that do not fall"),
         ({2: 2}, "divide the 4 ranks"),
         ({2: 3, 4: 4}, "divide the 4 ranks"),
     ],

@@ -81,15 +81,15 @@ class HierarchicalModelAverager(ModelAverager):
     there is no warm-up.
 
     Args:
-        period_group_size_dict: sizes of groups of consecutive ranks by period in steps; both rise, and the last size is that
-            of the whole group, which every other one divides.
+        period_group_size_dict: sizes of groups of consecutive ranks by period in steps. Periods rise, and sizes do not fall;
+            on few ranks some may be equal. The last size is that of the whole group, which every other one divides.
         warmup_steps: so many steps average nothing.
         process_group: a group of ours or torch's; None for torch's default group. It is split here: all ranks construct it.
 
     Source: the hierarchy of torch's averager of this name.
 
     Raises:
-        InvalidArgumentError: no period, one below 1, periods or sizes that do not rise, or sizes that do not fit the group.
+        InvalidArgumentError: no period, one below 1, periods that do not rise, sizes that fall, or that do not fit the group.
     """
 
     def __init__(self, period_group_size_dict: Mapping[int, int], warmup_steps: int = 0, process_group: Any = None) -> None:
@@ -110,8 +110,8 @@ def _check_hierarchy(periods: list[int], sizes: list[int], world_size: int) -> N
     found = f"found periods {periods} and sizes {sizes}"
     if not periods or periods[0] < 1:
         raise InvalidArgumentError(f"expected at least one period, each 1 step or above, {found}")
-    if periods != sorted(periods) or sizes != sorted(set(sizes)):
-        raise InvalidArgumentError(f"expected periods and sizes that rise together, {found}")
+    if periods != sorted(periods) or sizes != sorted(sizes):
+        raise InvalidArgumentError(f"expected periods that rise, and sizes that do not fall, {found}")
     if sizes[-1] != world_size or any(size < 1 or world_size % size for size in sizes):
         raise InvalidArgumentError(
             f"expected sizes that divide the {world_size} ranks of the group, the last of them equal, {found}"
