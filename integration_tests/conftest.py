@@ -7,15 +7,14 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from syncline.collectives.startup.launch import detect_launch
-from test_support.full_run import FULL
-from test_support.preloaded import PreloadedPython
+from test_support.fixtures import preloaded, preloaded_python
 
 PLUGIN = "syncline.collectives.testing.pytest_plugin"
 
@@ -45,17 +44,6 @@ class Finished:
 
 
 RunJob = Callable[..., Finished]
-
-
-@pytest.fixture(scope="session")
-def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """The command that stands for Python in a job under MPICH: one that has loaded torch. In a full run it is Python itself."""
-    if FULL or not hasattr(os, "pidfd_open"):
-        yield [sys.executable]
-        return
-    python = PreloadedPython(tmp_path_factory.mktemp("preloaded"))
-    yield python.command
-    python.close()
 
 
 @pytest.fixture

@@ -1,14 +1,14 @@
 """Python that has loaded torch already, for the jobs of tests: loading it takes each new process seconds.
 
-`PreloadedPython` starts a server, which loads torch and nothing else. Where a job would start Python, under mpiexec, it starts
+`PreloadedPython` starts a server, which loads torch and nothing else. Where a test or mpiexec would start Python, it starts
 `preloaded_client.py`, which takes no time and passes on to the server what a program has: arguments, environment, folder and
-files. One of the files is the socket by which the rank talks to mpiexec. The server forks, and the fork runs the program as the
-main module.
+files. Under mpiexec one of the files is the socket by which the rank talks to it. The server forks, and the fork runs the
+program as the main module. Of Python's own options it knows `-c` and `-m`.
 
-The fork is not a child of mpiexec; the client stands for it. A signal to the client is sent on; a client that is killed takes
-its fork with it (a moment later), and the client ends as its fork did. The server has one thread and runs no kernel, so nothing
-is lost in a fork. Two things differ from a Python that was started: ranks share the seed of `hash`, and torch and numpy have
-read their variables of the environment.
+The fork is not a child of whoever started the client, which stands for it. A signal to the client is sent on; a client that is
+killed takes its fork with it (a moment later), and the client ends as its fork did. The server has one thread and runs no
+kernel, so nothing is lost in a fork. Two things differ from a Python that was started: ranks share the seed of `hash`, and
+torch and numpy have read their variables of the environment.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ _ABOVE = 200  # where files are kept until those of the server are closed
 
 
 class PreloadedPython:
-    """A server, for as long as it is open. Its `command` stands for `sys.executable` in the command of a job."""
+    """A server, for as long as it is open.
+
+    Attributes:
+        command: stands for `sys.executable` under mpiexec; under a launcher other than MPICH's it is Python itself.
+        alone: stands for `sys.executable` in a command that no launcher starts.
+    """
 
     def __init__(self, folder: Path) -> None:
         path = folder / "preloaded"
@@ -51,7 +57,8 @@ class PreloadedPython:
                 pass_fds=[listener.fileno()],
                 env=environ,
             )
-        self.command = [sys.executable, "-I", "-S", str(CLIENT), str(path)]
+        client = [sys.executable, "-I", "-S", str(CLIENT)]
+        self.command, self.alone = [*client, "launched", str(path)], [*client, "alone", str(path)]
 
     def close(self) -> None:
         """End the server, and all that it has forked."""
@@ -157,7 +164,12 @@ def _become(program: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through="PYTHONUNBUFFERED" in os.environ)  # type: ignore[union-attr]
     words = program["words"]
-    if words[0] == "-m":
+    if words[0] == "-c":
+        sys.path[0] = ""
+        sys.argv[:] = ["-c", *words[2:]]
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), module.__dict__)
+    elif words[0] == "-m":
         sys.path[0] = program["cwd"]
         sys.argv[:] = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,44 +26,48 @@ PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "SYNCLINE_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
-def syncline(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    command = [sys.executable, "-m", "syncline.collectives", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env={**environ, "OMP_NUM_THREADS": "1", **variables}, capture_output=True, text=True, timeout=100
-    )
+@pytest.fixture
+def syncline(python: list[str], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a command in a process and a folder of its own."""
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+        command = [*python, "-m", "syncline.collectives", *arguments]
+        environ |= {"OMP_NUM_THREADS": "1", **variables}
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+
+    return run
 
 
-def test_doctor_alone(tmp_path: Path) -> None:
-    done = syncline("doctor", folder=tmp_path)
+def test_doctor_alone(syncline) -> None:
+    done = syncline("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "launcher" in done.stdout
     assert "in_process (nothing launched this process" in done.stdout
     assert "1 rank(s) connected, and an all_reduce gave the right sum" in done.stdout
 
 
-def test_doctor_names_what_is_wrong(tmp_path: Path) -> None:
-    done = syncline("doctor", folder=tmp_path, SYNCLINE_SITE=str(tmp_path / "gone.toml"))
+def test_doctor_names_what_is_wrong(syncline, tmp_path: Path) -> None:
+    done = syncline("doctor", SYNCLINE_SITE=str(tmp_path / "gone.toml"))
     assert done.returncode == 1
     assert "WRONG  connection" in done.stdout
     assert "gone.toml" in done.stdout
     assert "->" in done.stdout
 
 
-def test_doctor_on_contradicting_launchers(tmp_path: Path) -> None:
+def test_doctor_on_contradicting_launchers(syncline) -> None:
     variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "1", "WORLD_SIZE": "2"}
     # Not to be started as a process of a job that does not exist.
-    done = syncline("doctor", folder=tmp_path, MPI4PY_LIBMPI="/nonexistent/libmpi.so", **variables)
+    done = syncline("doctor", MPI4PY_LIBMPI="/nonexistent/libmpi.so", **variables)
     assert done.returncode == 1
     assert "WRONG  launcher" in done.stdout
     assert "RANK=1 and WORLD_SIZE=2" in " ".join(done.stdout.split())
 
 
-def test_bench_alone(tmp_path: Path) -> None:
+def test_bench_alone(syncline, tmp_path: Path) -> None:
     done = syncline(
         *("bench", "--collective", "all_reduce", "barrier", "--sizes", "4", "1K", "--factor", "16", "--seconds", "0.01"),
         *("--dtypes", "float32", "int64", "--json", "figures.json"),
-        folder=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "figures.json").read_text())["measurements"]
@@ -80,8 +85,8 @@ def test_bench_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="pip install 'syncline-collectives[bench]'")
-def test_bench_draws(tmp_path: Path) -> None:
-    done = syncline("bench", "--sizes", "4", "64", "--seconds", "0.01", "--plot", "figures.png", folder=tmp_path)
+def test_bench_draws(syncline, tmp_path: Path) -> None:
+    done = syncline("bench", "--sizes", "4", "64", "--seconds", "0.01", "--plot", "figures.png")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 WATCHED = """
 import threading
@@ -106,29 +108,35 @@ os.wait()
 """
 
 
-def run(program: str, *words: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+@pytest.fixture
+def run(python: list[str]) -> Callable[..., list[str]]:
+    """Run a program; the lines that it prints."""
+
+    def run(program: str, *words: str) -> list[str]:
+        done = subprocess.run([*python, "-c", program, *words], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run
 
 
-def test_a_group_that_the_watchdog_is_the_last_to_hold() -> None:
+def test_a_group_that_the_watchdog_is_the_last_to_hold(run) -> None:
     assert run(WATCHED) == []
 
 
-def test_every_thread_is_ended(tmp_path: Path) -> None:
+def test_every_thread_is_ended(run, tmp_path: Path) -> None:
     during, at_the_end = run(EVERY_THREAD, str(tmp_path))
     assert "syncline-watchdog" in during, during
     assert at_the_end == "[]"
 
 
-def test_nobody_is_watched_from_the_end_on() -> None:
+def test_nobody_is_watched_from_the_end_on(run) -> None:
     assert run(WATCHED_LATE) == ["[]"]
 
 
-def test_a_fork_watches_for_its_own_stalls() -> None:
+def test_a_fork_watches_for_its_own_stalls(run) -> None:
     assert run(FORKED) == ["[True, 1]", "[True, 1]"]
 
 
-def test_a_fork_has_a_watchdog_of_its_own() -> None:
+def test_a_fork_has_a_watchdog_of_its_own(run) -> None:
     assert run(FORKED_WHILE_ANOTHER_THREAD_STARTS) == ["1"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ def test_ranks_must_do_the_same() -> None:
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "RANK", "WORLD_SIZE")
 
 
-def test_without_mpirun(tmp_path: Path) -> None:
+def test_without_mpirun(python: list[str], tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
         "@pytest.mark.mpi\n"
@@ -48,7 +47,7 @@ def test_without_mpirun(tmp_path: Path) -> None:
     )
     plugin = "syncline.collectives.testing.pytest_plugin"
     job = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", "-rs", "--strict-markers", str(tmp_path)],
+        [*python, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", "-rs", "--strict-markers", str(tmp_path)],
         env={name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)},
         cwd=tmp_path,
         capture_output=True,

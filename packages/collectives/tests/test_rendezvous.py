@@ -249,13 +249,15 @@ def test_processes_that_multiprocessing_started(tmp_path: Path, port: int) -> No
     ]
 
 
-def test_an_exit_without_warnings(port: int, secret_file: Path) -> None:
+def test_an_exit_without_warnings(python: list[str], port: int, secret_file: Path) -> None:
     """Sockets that are still open when the interpreter ends would be told of."""
     script = f"""
+import warnings
+warnings.simplefilter("always")
 from syncline.collectives import init_process_group
 init_process_group("gloo", "tcp://127.0.0.1:{port}?secret_file={secret_file}", world_size=1, rank=0)
 """
-    done = subprocess.run([sys.executable, "-W", "always", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*python, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
 

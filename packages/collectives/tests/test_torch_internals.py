@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import subprocess
-import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -51,9 +50,9 @@ def test_this_torch_has_all_of_it() -> None:
     assert premul_factor(dist._make_nccl_premul_sum(2.5)) == 2.5
 
 
-def test_importing_does_not_load_torch_compile() -> None:
+def test_importing_does_not_load_torch_compile(python: list[str]) -> None:
     script = "import sys, syncline.collectives; sys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+    assert subprocess.run([*python, "-c", script], check=False).returncode == 0
 
 
 # ---- what happens without it ----

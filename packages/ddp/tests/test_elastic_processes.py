@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,11 +50,13 @@ def test_killed_between_agreement_and_step_and_another_during_the_shrink(tmp_pat
 # ---- one that comes later ----
 
 
-def run_with_newcomer(folder: Path, plan: dict[str, object], ranks: int, killed: Sequence[int] = ()) -> dict[int, Any]:
+def run_with_newcomer(
+    python: list[str], folder: Path, plan: dict[str, object], ranks: int, killed: Sequence[int] = ()
+) -> dict[int, Any]:
     """The results by number; the newcomer's is `ranks`."""
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(plan))
-    newcomer = subprocess.Popen([sys.executable, str(JOB), "join", str(ranks), str(folder)])
+    newcomer = subprocess.Popen([*python, str(JOB), "join", str(ranks), str(folder)])
     try:
         run_processes(JOB, ranks, folder, killed=frozenset(killed), timeout_s=180)
         assert newcomer.wait(60) == 0
@@ -64,9 +65,9 @@ def run_with_newcomer(folder: Path, plan: dict[str, object], ranks: int, killed:
     return {int(path.stem[7:]): json.loads(path.read_text()) for path in folder.glob("result-*.json")}
 
 
-def test_a_rank_that_comes_later_has_the_bits_of_one_that_was_given_the_state(tmp_path: Path) -> None:
+def test_a_rank_that_comes_later_has_the_bits_of_one_that_was_given_the_state(python: list[str], tmp_path: Path) -> None:
     plan: dict[str, object] = {"epochs": EPOCHS, "views": True, "kills": [], "ranks": 2, "newcomers_at": [6]}
-    results = run_with_newcomer(tmp_path / "elastic", plan, 2)
+    results = run_with_newcomer(python, tmp_path / "elastic", plan, 2)
     assert sorted(results) == [0, 1, 2]
     assert len({result["digest"] for result in results.values()}) == 1
     steps = EPOCHS * STEPS_IN_EPOCH
@@ -83,9 +84,9 @@ def test_a_rank_that_comes_later_has_the_bits_of_one_that_was_given_the_state(tm
 
 
 @pytest.mark.parametrize("moment", ["shrink, before connecting", "shrink, after connecting", "before the model is updated"])
-def test_a_rank_that_dies_while_another_is_let_in(tmp_path: Path, moment: str) -> None:
+def test_a_rank_that_dies_while_another_is_let_in(python: list[str], tmp_path: Path, moment: str) -> None:
     plan: dict[str, object] = {"epochs": EPOCHS, "views": False, "kills": [(1, 6, moment)], "ranks": 3, "newcomers_at": [6]}
-    results = run_with_newcomer(tmp_path / "elastic", plan, 3, [1])
+    results = run_with_newcomer(python, tmp_path / "elastic", plan, 3, [1])
     assert sorted(results) == [0, 2, 3]
     assert len({result["digest"] for result in results.values()}) == 1
     assert results[0]["sizes"] == [3] * (EPOCHS * STEPS_IN_EPOCH)  # one has gone, one has come
@@ -93,7 +94,7 @@ def test_a_rank_that_dies_while_another_is_let_in(tmp_path: Path, moment: str) -
 
 
 @pytest.mark.parametrize("moment", ["before connecting", "after connecting"])
-def test_a_newcomer_that_dies_while_it_is_let_in_harms_nobody(tmp_path: Path, moment: str) -> None:
+def test_a_newcomer_that_dies_while_it_is_let_in_harms_nobody(python: list[str], tmp_path: Path, moment: str) -> None:
     plan: dict[str, object] = {
         "epochs": EPOCHS,
         "views": False,
@@ -105,7 +106,7 @@ def test_a_newcomer_that_dies_while_it_is_let_in_harms_nobody(tmp_path: Path, mo
     folder = tmp_path / "elastic"
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(plan))
-    newcomer = subprocess.Popen([sys.executable, str(JOB), "join", "2", str(folder)])
+    newcomer = subprocess.Popen([*python, str(JOB), "join", "2", str(folder)])
     try:
         run_processes(JOB, 2, folder, timeout_s=180)
         assert newcomer.wait(60) == -signal.SIGKILL

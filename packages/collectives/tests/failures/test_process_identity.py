@@ -10,12 +10,15 @@ from dataclasses import replace
 
 import pytest
 
+from syncline.collectives.failures import process_identity
 from syncline.collectives.failures.process_identity import ProcessIdentity, has_ended, own_identity
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="only /proc tells of other processes")
 
-SAY_AND_WAIT = """
-from syncline.collectives.failures.process_identity import own_identity
+# The module alone: the package would load torch.
+SAY_AND_WAIT = f"""
+import runpy
+own_identity = runpy.run_path({process_identity.__file__!r})["own_identity"]
 print(own_identity().to_text(), flush=True)
 input()
 """

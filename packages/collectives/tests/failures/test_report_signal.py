@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from syncline.collectives.failures.report_signal import _report_when_told
 
@@ -29,15 +31,21 @@ def reported(folder, job, count):
 """
 
 
-def run(tmp_path: Path, program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", PROGRAM + program, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
-    return done.stderr
+@pytest.fixture
+def run(python: list[str], tmp_path: Path) -> Callable[[str], str]:
+    """Run a program; its errors."""
+
+    def run(program: str) -> str:
+        words = [*python, "-c", PROGRAM + program, str(tmp_path)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
+        return done.stderr
+
+    return run
 
 
-def test_one_signal_one_report_and_the_earlier_handler_is_called(tmp_path: Path) -> None:
+def test_one_signal_one_report_and_the_earlier_handler_is_called(run) -> None:
     run(
-        tmp_path,
         """
 heard = []
 signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
@@ -51,9 +59,8 @@ print("passed")
     )
 
 
-def test_a_main_thread_inside_a_library_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_main_thread_inside_a_library_is_no_obstacle(run) -> None:
     run(
-        tmp_path,
         """
 assert report_on_signal(Reporter("today", 0, 1, sys.argv[1]))
 read, write = os.pipe()
@@ -77,9 +84,8 @@ print("passed")
     )
 
 
-def test_a_program_that_is_woken_by_signals_itself_is_left_alone(tmp_path: Path) -> None:
+def test_a_program_that_is_woken_by_signals_itself_is_left_alone(run) -> None:
     run(
-        tmp_path,
         """
 read, write = os.pipe()
 os.set_blocking(write, False)
@@ -93,9 +99,8 @@ print("passed")
     )
 
 
-def test_a_program_that_closes_all_files_ends_without_a_word(tmp_path: Path) -> None:
+def test_a_program_that_closes_all_files_ends_without_a_word(run) -> None:
     said = run(
-        tmp_path,
         """
 assert report_on_signal(Reporter("today", 0, 1, sys.argv[1]))
 os.closerange(3, 100)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 
 import pytest
 
@@ -22,6 +21,6 @@ time.sleep(60)
 """
 
 
-def test_a_process_that_does_not_end_in_time_is_ended_by_the_system() -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+def test_a_process_that_does_not_end_in_time_is_ended_by_the_system(python: list[str]) -> None:
+    ended = subprocess.run([*python, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert ended.returncode == -signal.SIGALRM, ended.stderr

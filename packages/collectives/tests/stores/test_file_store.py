@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import struct
 import subprocess
-import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -381,9 +380,9 @@ with LinkLock(Folder(Path(sys.argv[1]) / "run")).held(5):
 """
 
 
-def test_the_lock_of_a_process_that_ended_here_is_taken_over_by_one_at_a_time(tmp_path: Path) -> None:
+def test_the_lock_of_a_process_that_ended_here_is_taken_over_by_one_at_a_time(python: list[str], tmp_path: Path) -> None:
     store = FileStore(tmp_path, "run", timeout=20)
-    subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path)], check=False)
+    subprocess.run([*python, "-c", KILLED_WHILE_WRITING, str(tmp_path)], check=False)
     assert (tmp_path / "run" / "lock").exists()
     with ThreadPoolExecutor(8) as threads:
         counts = sorted(threads.map(lambda _: store.add("n", 1), range(8)))

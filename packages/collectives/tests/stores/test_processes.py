@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from syncline.collectives.stores import FileStore, Store, TCPStore, TCPStoreServ
 PROCESSES = 3
 
 SHARING = """
-import os, sys
+import os, sys, warnings
+warnings.simplefilter("error", ResourceWarning)
 from syncline.collectives.errors import StoreError, StoreTimeout
 from syncline.collectives.stores import FileStore, TCPStore
 rank, size = map(int, sys.argv[1:3])
@@ -31,7 +31,8 @@ over_tcp.close()
 """
 
 MEETING = """
-import sys, torch, torch.distributed as dist
+import sys, warnings, torch, torch.distributed as dist
+warnings.simplefilter("error", ResourceWarning)
 from syncline.collectives.stores import AsTorchStore, file_rendezvous
 rank, size = map(int, sys.argv[1:3])
 
@@ -56,11 +57,10 @@ print(tensor.tolist())
 """
 
 
-def start(script: str, *arguments: object, env: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
-    command = [sys.executable, "-W", "error::ResourceWarning", "-c", script]
+def start(python: list[str], script: str, *arguments: object, env: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
-            [*command, str(rank), str(PROCESSES), *map(str, arguments)],
+            [*python, "-c", script, str(rank), str(PROCESSES), *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -85,10 +85,10 @@ def the_sums(store: Store) -> list[int]:
     return sorted(int(one) for rank in range(PROCESSES) for one in store.get(f"sums/{rank}").split())
 
 
-def test_processes_share_a_store(tmp_path: Path) -> None:
+def test_processes_share_a_store(python: list[str], tmp_path: Path) -> None:
     secret = new_secret()
     with TCPStoreServer(secret=secret) as server:
-        processes = start(SHARING, server.port, tmp_path, env={"THE_SECRET": secret})
+        processes = start(python, SHARING, server.port, tmp_path, env={"THE_SECRET": secret})
         over_tcp, over_file = TCPStore(server.host, server.port, secret=secret), FileStore(tmp_path, "run")
         for store in (over_file, over_tcp):
             store.set("go", "1")
@@ -99,8 +99,8 @@ def test_processes_share_a_store(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["log"], "locks or tickets were left"
 
 
-def test_runs_that_meet_in_one_folder_never_see_each_other_and_torch_can_start_there(tmp_path: Path) -> None:
-    outputs = [output.splitlines() for output in finish(start(MEETING, tmp_path))]
+def test_runs_that_meet_in_one_folder_never_see_each_other_and_torch_can_start_there(python: list[str], tmp_path: Path) -> None:
+    outputs = [output.splitlines() for output in finish(start(python, MEETING, tmp_path))]
     assert outputs == [outputs[0]] * PROCESSES, "ranks of one run are in different stores"
     first, second, sums = outputs[0]
     assert first.startswith("first file store")
@@ -135,9 +135,9 @@ sys.stdin.read()
 """
 
 
-def test_who_waits_for_a_server_that_is_killed_is_told_at_once() -> None:
+def test_who_waits_for_a_server_that_is_killed_is_told_at_once(python: list[str]) -> None:
     secret = new_secret()
-    command = [sys.executable, "-c", SERVING, secret]
+    command = [*python, "-c", SERVING, secret]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         store = TCPStore("127.0.0.1", int(process.stdout.readline()), secret=secret, timeout=3600)
@@ -164,13 +164,15 @@ threading.Thread(target=store.get, args=("never", 3600), daemon=True).start()
 """
 
 
-def test_a_process_that_closes_nothing_can_end() -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=100)
+def test_a_process_that_closes_nothing_can_end(python: list[str]) -> None:
+    done = subprocess.run([*python, "-c", LEAVING], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 FORKING = """
-import gc, os
+import gc, os, warnings
+warnings.simplefilter("error", ResourceWarning)
+warnings.simplefilter("ignore", DeprecationWarning)
 from syncline.collectives.stores import TCPStore, TCPStoreServer, new_secret
 secret = new_secret()
 server = TCPStoreServer(secret=secret)
@@ -192,7 +194,6 @@ for one in (store, other, server):
 """
 
 
-def test_what_a_forked_child_closes_stays_open_in_its_parent() -> None:
-    command = [sys.executable, "-W", "error::ResourceWarning", "-W", "ignore::DeprecationWarning", "-c", FORKING]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+def test_what_a_forked_child_closes_stays_open_in_its_parent(python: list[str]) -> None:
+    done = subprocess.run([*python, "-c", FORKING], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")

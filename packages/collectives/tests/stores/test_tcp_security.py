@@ -8,7 +8,6 @@ import resource
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -490,8 +489,8 @@ with TCPStoreServer(secret=sys.argv[1], proof_timeout=0.5) as server:
 """
 
 
-def test_a_crowd_that_takes_all_descriptors_goes_away_in_the_end() -> None:
-    command = [sys.executable, "-c", SHORT_OF_DESCRIPTORS, SECRET]
+def test_a_crowd_that_takes_all_descriptors_goes_away_in_the_end(python: list[str]) -> None:
+    command = [*python, "-c", SHORT_OF_DESCRIPTORS, SECRET]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())

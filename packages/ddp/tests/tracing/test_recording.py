@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -160,7 +159,7 @@ def test_a_model_that_is_checked_for_one_step_does_not_take_the_place_of_the_one
     assert read_timeline(tmp_path).steps == [3, 4]
 
 
-def test_a_program_whose_steps_are_too_few_says_so(tmp_path: Path) -> None:
+def test_a_program_whose_steps_are_too_few_says_so(python: list[str], tmp_path: Path) -> None:
     program = """
 import torch
 from syncline.ddp import DistributedDataParallel
@@ -169,7 +168,7 @@ model(torch.ones(1, 4)).sum().backward()
 """
     ended = subprocess.run(
         [
-            sys.executable,
+            *python,
             "-c",
             "from syncline.collectives import init_process_group; init_process_group('in_process')" + program,
         ],

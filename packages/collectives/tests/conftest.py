@@ -1,0 +1,3 @@
+"""What all tests of the layer share."""
+
+from test_support.fixtures import preloaded_python, python

@@ -1,0 +1,35 @@
+"""Fixtures that several folders of tests share; a `conftest.py` imports those that it offers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from .full_run import FULL
+from .preloaded import PreloadedPython
+
+
+@pytest.fixture(scope="session")
+def preloaded_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreloadedPython | None]:
+    """A Python that has loaded torch; None in a full run, and where it cannot be had."""
+    if FULL or not hasattr(os, "pidfd_open"):
+        yield None
+        return
+    server = PreloadedPython(tmp_path_factory.mktemp("preloaded"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def preloaded(preloaded_python: PreloadedPython | None) -> list[str]:
+    """The command that stands for Python in a job under MPICH."""
+    return [sys.executable] if preloaded_python is None else preloaded_python.command
+
+
+@pytest.fixture(scope="session")
+def python(preloaded_python: PreloadedPython | None) -> list[str]:
+    """The command that stands for Python in a program of one process, which no launcher starts."""
+    return [sys.executable] if preloaded_python is None else preloaded_python.alone
