@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 
 from syncline.collectives.startup.launch import detect_launch
 from test_support.fixtures import preloaded, preloaded_python
+from test_support.preloaded import OPTIMIZERS
 
 PLUGIN = "syncline.collectives.testing.pytest_plugin"
 
@@ -44,6 +45,12 @@ class Finished:
 
 
 RunJob = Callable[..., Finished]
+
+
+@pytest.fixture(scope="session")
+def preloaded_modules() -> Sequence[str]:
+    """Many jobs train."""
+    return OPTIMIZERS
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -13,12 +13,20 @@ from .preloaded import PreloadedPython
 
 
 @pytest.fixture(scope="session")
-def preloaded_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreloadedPython | None]:
+def preloaded_modules() -> Sequence[str]:
+    """What a preloaded Python has loaded beside torch; a folder of tests may say otherwise."""
+    return ()
+
+
+@pytest.fixture(scope="session")
+def preloaded_python(
+    tmp_path_factory: pytest.TempPathFactory, preloaded_modules: Sequence[str]
+) -> Iterator[PreloadedPython | None]:
     """A Python that has loaded torch; None in a full run, and where it cannot be had."""
     if FULL or not hasattr(os, "pidfd_open"):
         yield None
         return
-    server = PreloadedPython(tmp_path_factory.mktemp("preloaded"))
+    server = PreloadedPython(tmp_path_factory.mktemp("preloaded"), preloaded_modules)
     yield server
     server.close()
 

@@ -1,8 +1,8 @@
 """Python that has loaded torch already, for the jobs of tests: loading it takes each new process seconds.
 
-`PreloadedPython` starts a server, which loads torch and nothing else. Where a test or mpiexec would start Python, it starts
-`preloaded_client.py`, which takes no time and passes on to the server what a program has: arguments, environment, folder and
-files. Under mpiexec one of the files is the socket by which the rank talks to it. The server forks, and the fork runs the
+`PreloadedPython` starts a server, which loads torch and does nothing else. Where a test or mpiexec would start Python, it
+starts `preloaded_client.py`, which takes no time and passes on to the server what a program has: arguments, environment, folder
+and files. Under mpiexec one of the files is the socket by which the rank talks to it. The server forks, and the fork runs the
 program as the main module. Of Python's own options it knows `-c` and `-m`.
 
 The fork is not a child of whoever started the client, which stands for it. A signal to the client is sent on; a client that is
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -24,8 +25,12 @@ import socket
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+OPTIMIZERS = ("torch._dynamo",)
+"""What torch's optimizers load when the first one is made. It takes more than a second."""
 
 CLIENT = Path(__file__).with_name("preloaded_client.py")
 _MESSAGE_BYTES = 1 << 20
@@ -36,12 +41,16 @@ _ABOVE = 200  # where files are kept until those of the server are closed
 class PreloadedPython:
     """A server, for as long as it is open.
 
+    Args:
+        folder: where its socket lies.
+        modules: what it loads beside torch.
+
     Attributes:
         command: stands for `sys.executable` under mpiexec; under a launcher other than MPICH's it is Python itself.
         alone: stands for `sys.executable` in a command that no launcher starts.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, modules: Sequence[str] = ()) -> None:
         path = folder / "preloaded"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(path))
@@ -52,7 +61,7 @@ class PreloadedPython:
         )
         with listener:
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(listener.fileno())],
+                [sys.executable, __file__, str(listener.fileno()), *modules],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 env=environ,
@@ -181,8 +190,8 @@ def _become(program: dict[str, Any]) -> None:
 
 def main() -> None:
     """Serve at the socket that was passed on; a fork returns from here with its program run."""
-    import torch  # noqa: F401, for those that are forked
-
+    for module in ("torch", *sys.argv[2:]):
+        importlib.import_module(module)
     gc.freeze()  # else the collector of each fork would search, and so copy, all that torch loaded
     program = _Server(socket.socket(fileno=int(sys.argv[1]))).run()
     if program is not None:

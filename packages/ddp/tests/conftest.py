@@ -1,3 +1,13 @@
 """What all tests of the layer share."""
 
+from collections.abc import Sequence
+
+import pytest
+
 from test_support.fixtures import preloaded_python, python
+from test_support.preloaded import OPTIMIZERS
+
+
+@pytest.fixture(scope="session")
+def preloaded_modules() -> Sequence[str]:
+    return OPTIMIZERS

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from syncline.collectives.testing.processes import run_processes
+from test_support.preloaded import OPTIMIZERS
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(400)]
 
@@ -27,7 +28,7 @@ Kill = tuple[int, int, str]
 def run(folder: Path, plan: dict[str, object], killed: Sequence[int] = ()) -> dict[int, Any]:
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(plan))
-    run_processes(JOB, RANKS, folder, killed=frozenset(killed), timeout_s=180)
+    run_processes(JOB, RANKS, folder, killed=frozenset(killed), timeout_s=180, preload=OPTIMIZERS)
     return {rank: json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(RANKS) if rank not in killed}
 
 
@@ -58,7 +59,7 @@ def run_with_newcomer(
     (folder / "plan.json").write_text(json.dumps(plan))
     newcomer = subprocess.Popen([*python, str(JOB), "join", str(ranks), str(folder)])
     try:
-        run_processes(JOB, ranks, folder, killed=frozenset(killed), timeout_s=180)
+        run_processes(JOB, ranks, folder, killed=frozenset(killed), timeout_s=180, preload=OPTIMIZERS)
         assert newcomer.wait(60) == 0
     finally:
         newcomer.kill()
@@ -79,7 +80,7 @@ def test_a_rank_that_comes_later_has_the_bits_of_one_that_was_given_the_state(py
     folder = tmp_path / "reference"
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps({"plans": [{**plan, "members": members}]}))
-    run_processes(JOB, 3, folder, timeout_s=180)
+    run_processes(JOB, 3, folder, timeout_s=180, preload=OPTIMIZERS)
     assert json.loads((folder / "result-0.json").read_text())[0]["digest"] == results[0]["digest"]
 
 
@@ -108,7 +109,7 @@ def test_a_newcomer_that_dies_while_it_is_let_in_harms_nobody(python: list[str],
     (folder / "plan.json").write_text(json.dumps(plan))
     newcomer = subprocess.Popen([*python, str(JOB), "join", "2", str(folder)])
     try:
-        run_processes(JOB, 2, folder, timeout_s=180)
+        run_processes(JOB, 2, folder, timeout_s=180, preload=OPTIMIZERS)
         assert newcomer.wait(60) == -signal.SIGKILL
     finally:
         newcomer.kill()

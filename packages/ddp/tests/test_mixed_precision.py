@@ -21,6 +21,7 @@ from syncline.collectives.testing.processes import run_processes
 from syncline.ddp import DistributedDataParallel, MixedPrecision
 from syncline.reducer import GradBucket
 from test_support.full_run import cases
+from test_support.preloaded import OPTIMIZERS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 JOB = Path(__file__).with_name("mixed_precision_job.py")
@@ -31,7 +32,7 @@ EPSILON = 2.0**-7
 @pytest.mark.launch
 @pytest.mark.parametrize("world_size", cases([2], in_full=[3]))
 def test_equals_native_ddp(world_size: int, tmp_path: Path) -> None:
-    run_processes(JOB, world_size, tmp_path, timeout_s=100)
+    run_processes(JOB, world_size, tmp_path, timeout_s=100, preload=OPTIMIZERS)
     for rank in range(world_size):
         found = json.loads((tmp_path / f"compared-{rank}.json").read_text())
         assert set(found) >= {"all in bfloat16", "parameters only", "reduced in full", "ignoring"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -154,7 +155,7 @@ def test_compiling_what_calls_the_wrapper(options: dict[str, Any]) -> None:
     assert torch.equal(first, second)
 
 
-def test_a_forward_and_backward_load_no_compiler(python: list[str]) -> None:
+def test_a_forward_and_backward_load_no_compiler() -> None:
     """Optimizers of torch's do."""
     program = """
 import sys, torch
@@ -168,7 +169,7 @@ def step(group):
 run_ranks(1, step)
 print("loaded" if "torch._dynamo" in sys.modules else "not loaded")
 """
-    run = subprocess.run([*python, "-c", program], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "not loaded"
 
 

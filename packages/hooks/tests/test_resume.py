@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from syncline.collectives.testing.processes import run_processes
+from test_support.preloaded import OPTIMIZERS
 
 pytestmark = pytest.mark.launch
 
@@ -28,7 +29,7 @@ def run(folder: Path, world_size: int, checkpoints: Path | None = None) -> Found
     folder.mkdir()
     if checkpoints is not None:
         (folder / "from").symlink_to(checkpoints)
-    run_processes(JOB, world_size, folder, timeout_s=100)
+    run_processes(JOB, world_size, folder, timeout_s=100, preload=OPTIMIZERS)
     return [torch.load(folder / f"found-{rank}.pt") for rank in range(world_size)]
 
 

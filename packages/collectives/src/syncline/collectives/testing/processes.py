@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,13 @@ _EXIT_S = 10.0
 
 
 def run_processes(
-    script: Path, world_size: int, folder: Path, *, timeout_s: float = 100.0, killed: frozenset[int] = frozenset()
+    script: Path,
+    world_size: int,
+    folder: Path,
+    *,
+    timeout_s: float = 100.0,
+    killed: frozenset[int] = frozenset(),
+    preload: Sequence[str] = (),
 ) -> None:
     """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all. They import from where this process does.
 
@@ -33,6 +40,8 @@ def run_processes(
         timeout_s: seconds that all may take together; the ranks still running then are killed, and what they printed is shown,
             with where each of their threads was.
         killed: ranks that are to die of a signal.
+        preload: modules that the process they are forked from loads before, and keeps. Torch's optimizers, for example, load
+            `torch._dynamo` when the first one is made: more than a second for each rank.
 
     Raises:
         AssertionError: a rank ended otherwise than expected; the message is all that the ranks printed.
@@ -42,6 +51,7 @@ def run_processes(
     job = {
         "script": str(script),
         "world_size": world_size,
+        "preload": list(preload),
         "folder": str(folder),
         "outputs": [str(output) for output in outputs],
         "timeout_s": timeout_s,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -28,9 +29,11 @@ _PARENT = os.getppid()
 
 def main() -> None:
     """Run the jobs of standard input; a rank returns from here with its script run."""
-    gc.freeze()  # else the collector of each rank would search, and so copy, all that torch loaded
     for line in sys.stdin:
         job = json.loads(line)
+        for module in job["preload"]:
+            importlib.import_module(module)
+        gc.freeze()  # else the collector of each rank would search, and so copy, all that was loaded
         ranks = []
         for rank in range(job["world_size"]):
             if (process := os.fork()) == 0:
