@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from syncline.collectives.startup.launch import detect_launch
-from test_support.fixtures import preloaded, preloaded_python
+from test_support.fixtures import preloaded, preloaded_python, python
 from test_support.preloaded import OPTIMIZERS
 
 PLUGIN = "syncline.collectives.testing.pytest_plugin"
@@ -72,8 +72,8 @@ def run_job(tmp_path: Path, preloaded: list[str]) -> RunJob:
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
         launcher = [] if ranks is None else [*mpiexec, "-n", str(ranks)]  # None: a program that starts the ranks itself
-        python = preloaded if launcher and not plain else [sys.executable]
-        command = [*launcher, *python, *(arguments or [str(path)])]
+        interpreter = preloaded if launcher and not plain else [sys.executable]
+        command = [*launcher, *interpreter, *(arguments or [str(path)])]
         return _run(command, tmp_path, timeout_s, variables)
 
     return run

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from test_support.full_run import FULL
+
 pytestmark = pytest.mark.launch
 
 
@@ -92,6 +94,12 @@ def test_who_is_killed_takes_the_program_along(preloaded: list[str], tmp_path: P
         while Path(f"/proc/{program}").exists():
             assert time.monotonic() < end_s
             time.sleep(0.01)
+
+
+def test_alone_it_needs_no_mpiexec_and_runs_a_text(python: list[str], tmp_path: Path) -> None:
+    program = "import sys; print(__name__, sys.argv, sys.stdin.read(), 'torch._dynamo' in sys.modules); sys.exit(4)"
+    done = subprocess.run([*python, "-c", program, "a"], cwd=tmp_path, input="read", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (4, f"__main__ ['-c', 'a'] read {not FULL}\n"), done.stderr
 
 
 def test_under_another_launcher_it_is_python_itself(preloaded: list[str], tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Which tests belong to what changed: the choice of `dev.py check`. A choice of tests, not a proof: `dev.py test` runs all.
 
 1. A test file that changed runs. A helper beside test files (such as a `*_job.py`) brings the test files that name it.
-2. A module of a layer brings the test files of that layer that have the module's name in theirs, or on a line that imports. If
-   none does, it brings those in the folder of tests that is called like the module's package, or else all of the layer.
+2. A module of a layer brings the test files of that layer that have the module's name in theirs, or on a line that imports, or
+   lie in a folder called like it. If none does, its package's name is looked for so, then that of the package around it; in the
+   end all of the layer.
 3. A module in `tools/` brings the test files in `tools/tests` that import it; one in `tools/test_support`, all that import it.
 4. A page, a README or a file in `docs/` brings the documentation's build and `tools/tests/test_docs.py`.
 5. Of `integration_tests`, files called `*_mpi.py` run on two ranks under MPICH, the others as they are.
@@ -79,13 +80,18 @@ def _tests_of(path: PurePosixPath, tests: dict[PurePosixPath, str]) -> set[PureP
     near = {test: text for test, text in tests.items() if test.is_relative_to(home)}
     if "src" not in path.parts and path.parts[0] != "tools":
         return {test for test, text in near.items() if path.stem in text or path.name == "conftest.py"}
-    name = path.parent.name if path.stem == "__init__" else path.stem
-    imports = re.compile(rf"^\s*(?:from|import)\b.*\b{re.escape(name)}\b", re.MULTILINE)
-    found = {test for test, text in near.items() if name in test.stem or imports.search(text)}
-    if found or path.parts[0] == "tools":
-        return found
-    packages = set(path.parent.parts)
-    return {test for test in near if test.parent.name in packages - {"tests"}} or set(near)
+    for name in _names(path):
+        imports = re.compile(rf"^\s*(?:from|import)\b.*\b{re.escape(name)}\b", re.MULTILINE)
+        found = {test for test, text in near.items() if name in test.stem or name == test.parent.name or imports.search(text)}
+        if found:
+            return found
+    return set() if path.parts[0] == "tools" else set(near)
+
+
+def _names(path: PurePosixPath) -> list[str]:
+    """A module's name, then those of the packages that it is in, the innermost first; of a tool, its name only."""
+    folders = path.parts[5:-1] if path.parts[0] == "packages" else ()  # packages, LAYER, src, syncline, LAYER
+    return [path.stem, *reversed(folders)] if path.stem != "__init__" else [*reversed(folders)]
 
 
 def _home(path: PurePosixPath) -> str | None:

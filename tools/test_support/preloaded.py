@@ -59,13 +59,17 @@ class PreloadedPython:
         environ["OPENBLAS_NUM_THREADS"] = (
             "1"  # numpy's library starts its threads when it is loaded, and a fork would lose them
         )
+        loaded, tell = os.pipe()
         with listener:
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(listener.fileno()), *modules],
+                [sys.executable, __file__, str(listener.fileno()), str(tell), *modules],
                 stdin=subprocess.PIPE,
-                pass_fds=[listener.fileno()],
+                pass_fds=[listener.fileno(), tell],
                 env=environ,
             )
+        os.close(tell)
+        os.read(loaded, 1)  # returns when the server has loaded them, or has ended: no test's limit has to allow for it
+        os.close(loaded)
         client = [sys.executable, "-I", "-S", str(CLIENT)]
         self.command, self.alone = [*client, "launched", str(path)], [*client, "alone", str(path)]
 
@@ -190,10 +194,12 @@ def _become(program: dict[str, Any]) -> None:
 
 def main() -> None:
     """Serve at the socket that was passed on; a fork returns from here with its program run."""
-    for module in ("torch", *sys.argv[2:]):
+    listener, tell, *modules = sys.argv[1:]
+    for module in ("torch", *modules):
         importlib.import_module(module)
+    os.close(int(tell))
     gc.freeze()  # else the collector of each fork would search, and so copy, all that torch loaded
-    program = _Server(socket.socket(fileno=int(sys.argv[1]))).run()
+    program = _Server(socket.socket(fileno=int(listener))).run()
     if program is not None:
         _become(program)
 

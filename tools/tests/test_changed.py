@@ -34,7 +34,11 @@ def chosen(*paths: str) -> changed.Selection:
         ("packages/collectives/src/syncline/collectives/contract/work.py", ["packages/collectives/tests/test_work.py"]),
         ("packages/collectives/src/syncline/collectives/x/service.py", ["packages/collectives/tests/stores/test_service.py"]),
         (
-            "packages/collectives/src/syncline/collectives/stores/tcp/connection.py",
+            "packages/collectives/src/syncline/collectives/stores/tcp/connection.py",  # the nearest package that is named
+            ["packages/collectives/tests/stores/test_service.py"],
+        ),
+        (
+            "packages/collectives/src/syncline/collectives/stores/messages.py",
             ["packages/collectives/tests/stores/test_both.py", "packages/collectives/tests/stores/test_service.py"],
         ),
         ("packages/reducer/src/syncline/reducer/bucket.py", ["packages/reducer/tests/test_bucket.py"]),

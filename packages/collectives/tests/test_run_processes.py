@@ -58,6 +58,13 @@ def test_environment_folder_and_exit_are_those_of_a_process_of_its_own(tmp_path:
     assert (tmp_path / "output-0").read_text() == f"{tmp_path} as the caller has it __main__ {tmp_path}\n"
 
 
+def test_what_is_preloaded_is_there_before_the_script_begins(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import sys; print('colorsys' in sys.modules)")
+    for preload, said in (([], "False\n"), (["colorsys"], "True\n")):
+        run_processes(tmp_path / "job.py", 1, tmp_path, preload=preload)
+        assert (tmp_path / "output-0").read_text() == said
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_what_forks_has_one_thread(tmp_path: Path) -> None:
     """The others of a process are missing in its forks."""
