@@ -16,8 +16,6 @@ from ...errors import TransportError
 # Testing costs about 0.3 us; a small collective between ranks of a node is over after a few of them.
 _TESTS_BEFORE_YIELDING = 50
 _TESTS_BETWEEN_CLOCKS = 256
-# Then some 0.1 ms have passed, and what comes over a network may take as long again.
-_TESTS_BEFORE_NAPPING = 150
 _NAP_S = 50e-6
 
 
@@ -76,8 +74,9 @@ def wait(request: MPI.Request, deadline: Deadline, status: MPI.Status | None = N
         request: to wait for.
         deadline: when to give up.
         status: of the request.
-        nap: sleep between tests when some 0.1 ms have passed. For what comes over a network as a single message: MPI libraries
-            make progress only when asked, and a collective takes many steps.
+        nap: sleep between tests in place of yielding. A rank that sleeps is sooner on its core again than one that has yielded,
+            if others compute there, and leaves them more of it. For what a network brings as a single message; MPI libraries
+            make progress only when asked, and a collective of theirs takes many steps.
 
     Raises:
         TimeoutError: the deadline passed. The request stays active: MPI cannot withdraw a collective.
@@ -85,9 +84,10 @@ def wait(request: MPI.Request, deadline: Deadline, status: MPI.Status | None = N
     tests = 0
     while not request.Test(status):
         tests += 1
-        if nap and tests > _TESTS_BEFORE_NAPPING:
-            time.sleep(_NAP_S)
-        elif tests > _TESTS_BEFORE_YIELDING:
-            yield_cpu()
+        if tests > _TESTS_BEFORE_YIELDING:
+            if nap:
+                time.sleep(_NAP_S)
+            else:
+                yield_cpu()
         if tests % _TESTS_BETWEEN_CLOCKS == 0 and deadline.expired():
             raise TimeoutError("MPI does not say which ranks do not take part")
