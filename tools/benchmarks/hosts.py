@@ -9,6 +9,7 @@ collective  one all-reduce of 25 MiB: ours on memory of its own and on plain mem
             bytes on the wire against the minimum, 2 (H - 1) / H of the size for each of H hosts
 sizes       all-reduces of 1, 4, 25 and 64 MiB of plain memory: ours, MPI's own, torch's Gloo
 hooks       steps of an MLP: MPI's own all-reduce, ours, each hook of ours, torch's DDP; and their bytes on the wire
+halves      averaging 25 MiB of float32, as bfloat16, and as bfloat16 between hosts only; and the bytes on the wire
 buckets     steps by bucket size, from one reduction a parameter to one in all
 overlap     steps with buckets reduced during backward, after it, and not at all
 sleeping    steps of layers that sleep instead of computing, ours and torch's DDP: how much communication shows, and how much of

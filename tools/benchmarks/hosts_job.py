@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -24,9 +25,11 @@ from syncline.hooks import (
     PostLocalSGDState,
     PowerSGDState,
     RandomK,
+    Sites,
     TopK,
     allreduce_hook,
     batched_powerSGD_hook,
+    bf16_between_sites_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,
     compression_hook,
@@ -35,6 +38,8 @@ from syncline.hooks import (
     post_localSGD_hook,
     powerSGD_hook,
 )
+from syncline.hooks.contract import Bucket, TensorFuture
+from syncline.hooks.testing import FakeBucket
 
 from . import bucket_sweep, picture, session
 from .cases import many_tiny, mlp, transformer
@@ -45,26 +50,28 @@ from .flat_mpi import over_flat_mpi
 from .report import Report
 from .sleeping_steps import sleeping
 from .summary import Summary
-from .targets import BUCKETED, HOSTS_OVER_RAW, POWER_SGD_FASTER, WIRE
-from .timing import interleaved
+from .targets import BUCKETED, HOSTS_OVER_RAW, POWER_SGD_FASTER, SHARED_HOSTS_OVER_RAW, WIRE
+from .timing import Phases, interleaved
 from .tune import add_cases, tune
 from .wire import host_count, measure_sent, minimum_bytes
 
 WIRE_REPEATS = 3
 FLAT = "flat MPI"
 POWER_SGD = "PowerSGD rank 1"
+BETWEEN_HOSTS = "bf16 between hosts"
 LOCAL_SGD = "post-local SGD, between averagings"
 START = 2
 """Steps before PowerSGD and local SGD begin: buckets are rebuilt after the first."""
 
 
-def _power_sgd(_: ProcessGroup | None) -> PowerSGDState:
+def _power_sgd(_: Sites) -> PowerSGDState:
     return PowerSGDState(None, 1, START)
 
 
-HOOKS: dict[str, tuple[Callable[[ProcessGroup | None], object], Callable[..., Any]]] = {
+HOOKS: dict[str, tuple[Callable[[Sites], object], Callable[..., Any]]] = {
     "fp16": (lambda _: None, fp16_compress_hook),
     "bf16": (lambda _: None, bf16_compress_hook),
+    BETWEEN_HOSTS: (lambda sites: sites, bf16_between_sites_hook),
     "int8": (lambda _: CompressionState(Int8()), compression_hook),
     "one bit": (lambda _: CompressionState(OneBit()), compression_hook),
     "top 1 %": (lambda _: CompressionState(TopK(0.01)), compression_hook),
@@ -73,9 +80,9 @@ HOOKS: dict[str, tuple[Callable[[ProcessGroup | None], object], Callable[..., An
     f"{POWER_SGD} on fp16": (_power_sgd, fp16_compress_wrapper(powerSGD_hook)),
     f"{POWER_SGD} on bf16": (_power_sgd, bf16_compress_wrapper(powerSGD_hook)),
     f"batched {POWER_SGD}": (_power_sgd, batched_powerSGD_hook),
-    LOCAL_SGD: (lambda node: PostLocalSGDState(None, node, START), post_localSGD_hook),
+    LOCAL_SGD: (lambda sites: PostLocalSGDState(None, sites.inside, START), post_localSGD_hook),
 }
-"""By name what makes a hook's state, given the group of the ranks of this host, and the hook."""
+"""By name what makes a hook's state, given the ranks by host, and the hook."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,7 +113,8 @@ def _collective(options: argparse.Namespace, group: ProcessGroup, report: Report
     report.table("collective", f"{what}, ms: median [quartiles]; MiB that a host sends", head, rows)
     if least:
         report.judge(WIRE, sent[in_window] / least, in_window)
-    report.judge(HOSTS_OVER_RAW, found[in_window].median_s / found[RAW_MPI].median_s, in_window)
+    over_raw = SHARED_HOSTS_OVER_RAW if group.size > host_count(group) else HOSTS_OVER_RAW
+    report.judge(over_raw, found[in_window].median_s / found[RAW_MPI].median_s, in_window)
     figures = {name: {**asdict(summary), "sent_bytes": sent[name], "minimum_bytes": least} for name, summary in found.items()}
     report.keep("collective", figures)
     unit = picture.Unit("time [ms], median and quartiles", 1e3)
@@ -149,9 +157,9 @@ def _times(sent_bytes: float, minimum: float) -> str:
 
 def _hooks(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
     case = mlp(16, session.scale(options))
-    node = group.split(placement_of(group).node)
+    hosts = Sites(group, str(placement_of(group).node))
     views = {"gradient_as_bucket_view": True}  # ours and torch's alike: so there is the least to copy
-    hooked = {name: with_hook(ours(group, **views), _maker(make, node), hook) for name, (make, hook) in HOOKS.items()}
+    hooked = {name: with_hook(ours(group, **views), _maker(make, hosts), hook) for name, (make, hook) in HOOKS.items()}
     wraps = {
         OURS: ours(group, **views),
         FLAT: over_flat_mpi(ours(group, **views)),
@@ -171,12 +179,47 @@ def _hooks(options: argparse.Namespace, group: ProcessGroup, report: Report) -> 
     figures = {name: {**asdict(summary), "sent_bytes": sent[name]} for name, summary in found.items()}
     report.keep("hooks", {"case": case.name, "steps": figures})
     picture.bars(report.picture("hooks"), f"{group.size} ranks on two hosts", {case.name: found})
-    if node is not None:
-        node.close()
+    _close(hosts)
 
 
-def _maker(make: Callable[[ProcessGroup | None], object], node: ProcessGroup | None) -> Callable[[torch.nn.Module], object]:
-    return lambda _: make(node)
+def _halves(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
+    size_bytes = 2**18 if options.quick else 25 * 2**20
+    hosts = Sites(group, str(placement_of(group).node))
+    averaging: dict[str, Callable[[Bucket], TensorFuture]] = {
+        "float32": partial(allreduce_hook, None),
+        "bf16": partial(bf16_compress_hook, None),
+        BETWEEN_HOSTS: partial(bf16_between_sites_hook, hosts),
+    }
+    bucket = FakeBucket([torch.ones(size_bytes // 4)], group)
+    calls: dict[str, Callable[[], Phases]] = {name: partial(_average, average, bucket) for name, average in averaging.items()}
+    taken = interleaved(calls, group, options.steps)
+    found = {name: Summary.of([call.total_s for call in taken[name]]) for name in taken}
+    sent = {name: measure_sent(call, WIRE_REPEATS, DEVICE, group) for name, call in calls.items()}
+    least = minimum_bytes(size_bytes // 2, host_count(group))
+    rows = [[name, summary.in_ms(), f"{sent[name] / 2**20:.2f}", _times(sent[name], least)] for name, summary in found.items()]
+    title = f"averaging {in_words(size_bytes)} of float32, ms: median [quartiles]; MiB that a host sends"
+    report.table("halves", title, ["hook", "time", "sent", "times minimum of halves"], rows)
+    if least:
+        report.judge(WIRE, sent[BETWEEN_HOSTS] / least, BETWEEN_HOSTS)
+    figures = {name: {**asdict(summary), "sent_bytes": sent[name], "minimum_bytes": least} for name, summary in found.items()}
+    report.keep("halves", figures)
+    _close(hosts)
+
+
+def _average(average: Callable[[Bucket], TensorFuture], bucket: Bucket) -> Phases:
+    started = time.perf_counter()
+    average(bucket).wait()
+    return Phases.undivided(time.perf_counter() - started)
+
+
+def _close(hosts: Sites) -> None:
+    for part in (hosts.inside, hosts.between):
+        if part is not None:
+            part.close()
+
+
+def _maker(make: Callable[[Sites], object], hosts: Sites) -> Callable[[torch.nn.Module], object]:
+    return lambda _: make(hosts)
 
 
 def _buckets(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
@@ -218,6 +261,7 @@ PARTS: dict[str, session.Part] = {
     "collective": _collective,
     "sizes": _sizes,
     "hooks": _hooks,
+    "halves": _halves,
     "buckets": _buckets,
     "overlap": _overlap,
     "sleeping": sleeping,

@@ -44,9 +44,9 @@ from benchmarks.summary import GeometricMean, Summary, ratio_of_costs
 from benchmarks.targets import (
     BUCKETED,
     EXPOSED,
-    HOSTS_OVER_RAW,
     MEMORY,
     POWER_SGD_FASTER,
+    SHARED_HOSTS_OVER_RAW,
     STEP,
     TUNED_OVER_BEST,
     TUNED_OVER_DEFAULT,
@@ -712,7 +712,7 @@ def test_two_hosts_send_the_minimum_and_leave_nothing(tmp_path: Path) -> None:
         emulated_hosts.check_possible(os.geteuid())
     except ToolError as error:
         pytest.skip(str(error))
-    words = ("--quick", "--steps", "1", "--per-host", "2", "--parts", "collective", "--plot", tmp_path)
+    words = ("--quick", "--steps", "1", "--per-host", "2", "--parts", "collective", "halves", "--plot", tmp_path)
     with subprocess.Popen(
         (sys.executable, "-m", "benchmarks.hosts", *words, "--json", tmp_path / "hosts.json"),
         env=environment(),
@@ -733,7 +733,10 @@ def test_two_hosts_send_the_minimum_and_leave_nothing(tmp_path: Path) -> None:
     for subject in ("mpi-in-window", "mpi"):
         found = kept["collective"][subject]
         assert found["minimum_bytes"] <= found["sent_bytes"] <= 1.05 * found["minimum_bytes"]
-    assert [sum(target.what in line for line in kept["verdicts"]) for target in (WIRE, HOSTS_OVER_RAW)] == [1, 1]
+    halves = kept["halves"]["bf16 between hosts"]
+    assert halves["minimum_bytes"] == 2**17 <= halves["sent_bytes"] <= 1.1 * 2**17
+    assert kept["halves"]["float32"]["sent_bytes"] >= 2**18
+    assert [sum(target.what in line for line in kept["verdicts"]) for target in (WIRE, SHARED_HOSTS_OVER_RAW)] == [2, 1]
     assert drawn_by("hosts", tmp_path / "2-per-host") == {"collective"}
     # Of its own: other runs may have theirs meanwhile.
     assert f"syncline-{process.pid}-" not in subprocess.run(("ip", "netns", "list"), capture_output=True, text=True).stdout

@@ -2,6 +2,7 @@
 
 from .allreduce import allreduce_hook, noop_hook
 from .batched_power_sgd import batched_powerSGD_hook
+from .between_sites import bf16_between_sites_hook
 from .cast import bf16_compress_hook, bf16_compress_wrapper, fp16_compress_hook, fp16_compress_wrapper
 from .compression import CompressionState, compression_hook
 from .compressor import Compressor, LinearCompressor
@@ -45,6 +46,7 @@ __all__ = [
     "__version__",
     "allreduce_hook",
     "batched_powerSGD_hook",
+    "bf16_between_sites_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "compression_hook",

@@ -20,6 +20,7 @@ class Sites:
         inside: the ranks of this rank's site, ordered as in the group.
         between: the first rank of each site; None on all other ranks.
         number: how many sites there are.
+        ranks: how many ranks the group has.
 
     Args:
         group: to be divided; of Syncline's own. A collective: all its ranks construct it.
@@ -38,3 +39,4 @@ class Sites:
         self.inside = inside
         self.between = group.split(0 if inside.rank == 0 else None)
         self.number = len(labels)
+        self.ranks = group.size

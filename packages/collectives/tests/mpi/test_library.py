@@ -1,0 +1,40 @@
+"""How a rank waits for MPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+
+from syncline.collectives.backends.mpi import library
+from syncline.collectives.contract.deadline import Deadline
+
+
+class Late:
+    """A request that is complete at the 60th test."""
+
+    tests = 0
+
+    def Test(self, status: object) -> bool:  # noqa: N802 - mpi4py's name
+        self.tests += 1
+        return self.tests == 60
+
+
+@pytest.mark.parametrize(("nap", "expected"), [(True, "slept"), (False, "yielded")])
+def test_a_wait_sleeps_where_it_may_and_else_yields(monkeypatch: pytest.MonkeyPatch, nap: bool, expected: str) -> None:
+    did: list[str] = []
+    monkeypatch.setattr(library.time, "sleep", lambda _: did.append("slept"))
+    monkeypatch.setattr(library, "yield_cpu", lambda: did.append("yielded"))
+    request: Any = Late()
+    library.wait(request, Deadline(60.0), nap=nap)
+    assert did == [expected] * 9
+
+
+def test_a_wait_that_sleeps_has_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.time, "sleep", lambda _: None)
+    request: Any = Late()
+    request.tests = 60
+    with pytest.raises(TimeoutError):
+        library.wait(request, Deadline(0.01), nap=True)
