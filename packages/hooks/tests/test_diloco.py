@@ -291,8 +291,11 @@ def test_a_state_of_another_model_or_optimizer_is_refused() -> None:
         train(model, optimizer, group.rank, range(4))
         state = optimizer.state_dict()
         coarser = DiLoCoOptimizer(inner(model), model.named_parameters(), group, sync_every=4)
+        before = copy.deepcopy(coarser.state_dict())
         with pytest.raises(MisuseError, match="has other fragments"):
             coarser.load_state_dict(state)
+        assert coarser.steps == 0
+        assert str(coarser.state_dict()) == str(before)
         wider = torch.nn.Linear(5, 8)
         other = DiLoCoOptimizer(inner(wider), [(f"0.{name}", p) for name, p in wider.named_parameters()], group)
         with pytest.raises(MisuseError, match="of another model"):
@@ -352,5 +355,24 @@ def test_what_it_cannot_synchronise_is_refused(make: Callable[..., object], mess
         model = small_model()
         with pytest.raises(MisuseError, match=message):
             make(inner(model), model.named_parameters(), group)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"compressor": Int8(), "seed": 2**32}, "a seed from 0 to"),
+        ({"compressor": Int8(), "seed": -1}, "a seed from 0 to"),
+        ({"compressor": Int8}, r"a Compressor, such as Int8\(\), found <class"),
+        ({"seed": 3}, "expected a compressor beside seed=3"),
+    ],
+)
+def test_a_compressor_and_its_seed_are_checked_at_once(settings: dict[str, Any], message: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = torch.nn.Linear(2, 2)
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        with pytest.raises(InvalidArgumentError, match=message):
+            DiLoCoOptimizer(inner, model.named_parameters(), group, **settings)
 
     run_ranks(1, body)

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from syncline.collectives import InvalidArgumentError, MisuseError
+from syncline.collectives import MisuseError
 
-from .compressor import Compressor
+from .compressor import Compressor, check_compressor
 from .contract import Bucket, TensorFuture, communication_hook, group_of
 from .error_feedback import ErrorFeedback
 from .low_precision import math_dtype
 from .parameter_names import ParameterNames
 from .saved_state import FORMAT, Origin, check_kind, check_parameters
-from .seeds import SharedSeeds
+from .seeds import SharedSeeds, check_seed
 from .stages import finished
 from .statistics import HookStatistics
 
@@ -45,10 +45,8 @@ class CompressionState:
         random_seed: int = 0,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
-        if not isinstance(compressor, Compressor):
-            raise InvalidArgumentError(f"expected a Compressor, such as Int8(), found {type(compressor).__name__}")
-        if not 0 <= random_seed < 2**32:
-            raise InvalidArgumentError(f"expected a random_seed from 0 to 2**32 - 1, found {random_seed}")
+        check_compressor(compressor)
+        check_seed("random_seed", random_seed)
         self.compressor = compressor
         self.process_group = process_group
         self.use_error_feedback = use_error_feedback

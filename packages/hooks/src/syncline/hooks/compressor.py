@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from syncline.collectives import ProcessGroup, ReduceOp, Work
+from syncline.collectives import InvalidArgumentError, ProcessGroup, ReduceOp, Work
 
 from .low_precision import math_dtype
 
@@ -71,6 +71,16 @@ class LinearCompressor(Compressor):
         """Start an all_reduce that averages; there is one message in the end."""
         mean = message.clone()
         return group.all_reduce(mean, ReduceOp.AVG, async_op=True), mean.unsqueeze(0)
+
+
+def check_compressor(compressor: object) -> None:
+    """Refuse what is no compressor.
+
+    Raises:
+        InvalidArgumentError: it is something else, such as the class instead of an instance.
+    """
+    if not isinstance(compressor, Compressor):
+        raise InvalidArgumentError(f"expected a Compressor, such as Int8(), found {compressor!r}")
 
 
 def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -9,12 +9,13 @@ import torch
 
 from syncline.collectives import InvalidArgumentError, MisuseError, broadcast_coalesced
 
-from .compressor import Compressor
+from .compressor import Compressor, check_compressor
 from .fragments import balanced_fragments, starts_at
 from .low_precision import math_dtype
 from .model_averaging import group_of_ranks
 from .outer_exchange import KnownAverage, OuterExchange, PendingAverage
 from .saved_state import FORMAT, Origin, check_kind, check_parameters
+from .seeds import check_seed
 from .sites import Sites
 from .statistics import HookStatistics
 
@@ -60,7 +61,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         overlap_steps: 0 or above, below `sync_every`.
         mixing: 0 or above and below 1; 0 unless there is an overlap. The second paper found 0.5 good.
         compressor: of what is sent, with error feedback: `Int8()`, `Int4()`; None sends parameters as they are.
-        seed: of the compressor.
+        seed: of the compressor, 0 to 2**32 - 1; 0 without one.
 
     Bytes sent by each rank for each step, on average: those of one all_reduce of all parameters (halves as float32), divided by
     H; with a compressor, of one all_gather of its message.
@@ -93,6 +94,11 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         self.optim = optim
         self.param_groups = optim.param_groups
         _check(sync_every, outer_lr, outer_momentum, overlap_steps, mixing)
+        if compressor is not None:
+            check_compressor(compressor)
+            check_seed("seed", seed)
+        elif seed:
+            raise InvalidArgumentError(f"expected a compressor beside seed={seed}, which is the compressor's, found None")
         parameters = dict(named_parameters)
         _check_dtypes(parameters)
         if sites is not None and process_group is not None:
@@ -187,17 +193,17 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         missing = mine.keys() - saved.keys()
         if missing:
             raise MisuseError(f"the saved state is of another model: it lacks parameter '{min(missing)}'")
+        under_way = {tuple(entry["parameters"]): entry["due"] for entry in outer["fragments"] if entry["due"] is not None}
+        if under_way.keys() - {tuple(fragment.parameters) for fragment in self._fragments}:
+            raise MisuseError("the state was saved while a fragment was under way, and this optimizer has other fragments")
         self.optim.load_state_dict({name: value for name, value in state_dict.items() if name != "outer"})
         self.param_groups = self.optim.param_groups  # torch's optimizers replace the list when they load
         self.steps = outer["iter"]
         self._exchange.seeds.restore(outer["seeds"])
         self._exchange.error_feedback.load_state_dict(outer["errors"])
         self._exchange.origin = Origin(outer["rank"], outer["world_size"])
-        under_way = {tuple(entry["parameters"]): entry["due"] for entry in outer["fragments"] if entry["due"] is not None}
         for fragment in self._fragments:
-            fragment.load(saved, under_way.pop(tuple(fragment.parameters), None))
-        if under_way:
-            raise MisuseError("the state was saved while a fragment was under way, and this optimizer has other fragments")
+            fragment.load(saved, under_way.get(tuple(fragment.parameters)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """That of the inner optimizer."""

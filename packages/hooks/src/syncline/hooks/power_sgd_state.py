@@ -14,7 +14,7 @@ from .contract import Bucket
 from .error_feedback import ErrorFeedback
 from .parameter_names import ParameterNames
 from .saved_state import FORMAT, Origin, check_kind, check_parameters
-from .seeds import SharedSeeds
+from .seeds import SharedSeeds, check_seed
 from .stages import Pipeline
 from .statistics import HookStatistics
 
@@ -74,7 +74,7 @@ class PowerSGDState:
         _check(start_powerSGD_iter >= 0, "a start_powerSGD_iter of 0 or above", start_powerSGD_iter)
         _check(min_compression_rate > 0, "a min_compression_rate above 0", min_compression_rate)
         _check(orthogonalization_epsilon >= 0, "an orthogonalization_epsilon of 0 or above", orthogonalization_epsilon)
-        _check(0 <= random_seed < 2**32, "a random_seed from 0 to 2**32 - 1", random_seed)
+        check_seed("random_seed", random_seed)
         _check(
             start_powerSGD_iter >= 2 or not (use_error_feedback or warm_start),
             "a start_powerSGD_iter of 2 or above with use_error_feedback or warm_start (DDP rebuilds its buckets after the "

@@ -6,8 +6,20 @@ import random
 
 import torch
 
+from syncline.collectives import InvalidArgumentError
+
 _WORDS = 624
 _LIMIT = 1_000_000_000
+
+
+def check_seed(name: str, seed: int) -> None:
+    """Refuse what is no seed, under the argument's name.
+
+    Raises:
+        InvalidArgumentError: it is out of range.
+    """
+    if not 0 <= seed < 2**32:
+        raise InvalidArgumentError(f"expected a {name} from 0 to 2**32 - 1, found {seed}")
 
 
 class SharedSeeds:
