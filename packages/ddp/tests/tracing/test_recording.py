@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
-from syncline.collectives.contract.call_observer import observe_calls
+from syncline.collectives.contract.call_observer import observe_calls, observers
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel, distributed_data_parallel
 from syncline.ddp.tracing import TraceSettings
+from syncline.ddp.tracing import recorder as recorder_module
 from syncline.ddp.tracing.clock import measure_offset
 from syncline.ddp.tracing.part import read_parts
+from syncline.ddp.tracing.recorder import StepRecorder
 from syncline.ddp.tracing.trace_file import read_timeline
 
 pytestmark = pytest.mark.ranks
@@ -289,3 +291,22 @@ def test_calls_are_observed_while_somebody_does() -> None:
         return seen
 
     assert run_ranks(2, body) == [[("all_reduce", True), ("barrier", True)]] * 2
+
+
+def test_a_disk_that_fills_up_ends_the_observation_of_calls(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = StepRecorder._write, set[StepRecorder]()
+
+    def once(recorder: StepRecorder) -> None:
+        if recorder in written:
+            raise OSError("no space left on device")
+        written.add(recorder)
+        write(recorder)
+
+    monkeypatch.setattr(StepRecorder, "_write", once)
+    monkeypatch.setattr(recorder_module, "_WRITE_EVERY_S", 0.0)
+    with caplog.at_level(logging.WARNING, "syncline.ddp"):
+        run_ranks(2, traced, a_network(), tmp_path)
+    assert sum("no space left" in message for message in caplog.messages) == 2
+    assert observers == []

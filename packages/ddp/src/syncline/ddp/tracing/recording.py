@@ -9,6 +9,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -144,6 +145,8 @@ class TraceRecording:
         try:
             action(self._recorder)
         except OSError as error:
+            with suppress(OSError):  # for the same reason; it observes no more
+                self._recorder.end(is_complete=False)
             self._recorder = None
             self._warn(error)
 
