@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,7 +38,8 @@ class SharedState:
         self._rounds: dict[int, dict[int, Any]] = {}
         self._departed: dict[int, int] = {}
         self._mail: dict[int, deque[tuple[int, int, torch.Tensor]]] = defaultdict(deque)
-        self._children: dict[str, SharedState] = {}
+        self._children: dict[tuple[str, tuple[int, ...], int], SharedState] = {}
+        self._asked: Counter[tuple[str, tuple[int, ...], int]] = Counter()
         self._aborted = False
 
     def exchange(self, round_number: int, rank: int, value: Any, deadline: Deadline) -> list[Any]:
@@ -81,10 +82,12 @@ class SharedState:
         with self._condition:
             return self._find(dst, src, tag) is not None
 
-    def child(self, name: str, size: int) -> SharedState:
-        """The shared state of a subset of the ranks. All that ask for the same name get the same object."""
+    def child(self, name: str, members: tuple[int, ...], rank: int) -> SharedState:
+        """The shared state of a subset of the ranks. The n-th of a name is the same object for all members that ask."""
         with self._condition:
-            return self._children.setdefault(name, SharedState(size))
+            number = self._asked[name, members, rank]
+            self._asked[name, members, rank] += 1
+            return self._children.setdefault((name, members, number), SharedState(len(members)))
 
     def abort(self) -> None:
         """Wake everybody who waits, here and in the subsets."""
@@ -223,7 +226,7 @@ class InProcessTransport(Transport):
 
     @override
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
-        return InProcessTransport(self._shared_state.child(name, len(members)), list(members).index(self._rank))
+        return InProcessTransport(self._shared_state.child(name, tuple(members), self._rank), members.index(self._rank))
 
     def close(self) -> None:
         """Nothing to release."""
