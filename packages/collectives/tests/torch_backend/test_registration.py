@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +21,17 @@ from syncline.collectives import (
     TorchGroup,
     as_process_group,
 )
+from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.launch import detect_launch
 from syncline.collectives.testing.processes import run_processes
-from syncline.collectives.torch_backend import TorchProcessGroup, monitored_barrier, register, registration, rendezvous
+from syncline.collectives.torch_backend import (
+    TorchProcessGroup,
+    group_factory,
+    monitored_barrier,
+    register,
+    registration,
+    rendezvous,
+)
 
 pytestmark = pytest.mark.skipif(detect_launch(os.environ) is not None, reason="about processes that nothing launched")
 
@@ -241,3 +250,23 @@ def test_torchs_profiler_shows_each_collective_once() -> None:
         dist.broadcast(torch.ones(4), 0, async_op=True).wait()
     events = [(event.name, event.input_shapes) for event in profile.events() if event.name.startswith("syncline")]
     assert [event for event in events if event[1]] == [("syncline:all_reduce", [[2, 3]]), ("syncline:broadcast", [[4]])]
+
+
+def test_the_sites_settings_hold_under_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site.toml"
+    site.write_text("stall_warning_s = 5\nring_bytes = 4096\nreproducible = true\n")
+    monkeypatch.setenv("SYNCLINE_SITE", str(site))
+    monkeypatch.setenv("SYNCLINE_EAGER_BYTES", "100")
+    requests: list[ConnectRequest] = []
+
+    class Asked:
+        meets_in_store = True
+
+        def connect(self, request: ConnectRequest) -> None:
+            requests.append(request)
+
+    monkeypatch.setattr(group_factory, "load_backend", lambda _: Asked())
+    group_factory._connect("syncline", "in_process", SimpleNamespace(group_rank=0, group_size=1, store=None), 7.0)
+    (request,) = requests
+    assert (request.stall_warning_s, request.reproducible, request.timeout_s) == (5, True, 7.0)
+    assert (request.thresholds.ring_bytes, request.thresholds.eager_bytes) == (4096, 100)

@@ -111,17 +111,17 @@ def init_process_group(
                 rendezvous_given=init_method is not None or store is not None or world_size != -1,
                 settings=settings,
             )
-            request = ConnectRequest(
-                launch,
-                None if rank == -1 else rank,
-                None if world_size == -1 else world_size,
-                init_method,
+            request = ConnectRequest.from_settings(
+                settings,
+                os.environ,
                 timeout_s,
+                launch=launch,
+                rank=None if rank == -1 else rank,
+                world_size=None if world_size == -1 else world_size,
+                init_method=init_method,
                 reproducible=settings.reproducible if reproducible is None else reproducible,
                 store=store,
                 check_calls=check_calls,
-                thresholds=settings.thresholds.overridden(os.environ),
-                stall_warning_s=settings.stall_warning_s,
                 joins=joins,
             )
             logger.debug("backend %s: %s", choice.name, choice.reason)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..contract.process_group import ProcessGroup
 from ..failures.stall_watch import DEFAULT_STALL_WARNING_S
 from .algorithm_thresholds import AlgorithmThresholds
 from .launch import Launch
+from .settings import Settings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -52,6 +54,16 @@ class ConnectRequest:
     stall_warning_s: float = DEFAULT_STALL_WARNING_S
     devices: frozenset[str] | None = None
     joins: bool = False
+
+    @classmethod
+    def from_settings(cls, settings: Settings, environ: Mapping[str, str], timeout_s: float, **given: Any) -> ConnectRequest:
+        """What the site's settings and the environment say, and what is given besides; the settings give way."""
+        said = {
+            "reproducible": settings.reproducible,
+            "thresholds": settings.thresholds.overridden(environ),
+            "stall_warning_s": settings.stall_warning_s,
+        }
+        return cls(timeout_s=timeout_s, **{**said, **given})
 
     def wants(self, device_type: str) -> bool:
         """Whether the group will get tensors on that type of device, if it can serve them."""

@@ -81,13 +81,14 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
     name = _choice(options.group_size) if backend is None else backend
     try:
         chosen = load_backend(name)
-        request = ConnectRequest(
-            launch,
-            options.group_rank,
-            options.group_size,
-            None,
+        request = ConnectRequest.from_settings(
+            load_settings(os.environ),
+            os.environ,
             timeout_s,
-            reproducible=load_settings(os.environ).reproducible,
+            launch=launch,
+            rank=options.group_rank,
+            world_size=options.group_size,
+            init_method=None,
             store=options.store if chosen.meets_in_store else None,
         )
         return chosen.connect(request)
