@@ -192,3 +192,34 @@ def test_an_async_call_after_the_end_of_the_groups_thread_is_refused() -> None:
             group.all_reduce(torch.ones(1), async_op=True)
 
     run_ranks(2, body)
+
+
+def test_a_subset_of_a_name_that_was_used_before_is_a_new_one() -> None:
+    def body(group: ProcessGroup) -> None:
+        first = group.subset([0, 1], "pair")
+        if group.rank == 0:
+            first.send(torch.ones(1), 1).wait()  # nobody receives it
+        group.barrier()
+        first.abort()
+        second = group.subset([0, 1], "pair")
+        if group.rank == 0:
+            second.send(torch.full((1,), 7.0), 1).wait()
+        else:
+            received = torch.zeros(1)
+            second.recv(received, 0)
+            assert received.item() == 7.0
+        second.all_reduce(torch.ones(1))
+        second.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("tag", [32_000, 32_764, 32_767])
+def test_a_program_does_not_get_the_librarys_own_tags(tag: int) -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(InvalidArgumentError, match=f"tags 32000 to 32767 are for Syncline itself, found {tag}"):
+            group.send(torch.ones(1), 1 - group.rank, tag)
+        with pytest.raises(InvalidArgumentError, match="for Syncline itself"):
+            group.recv(torch.ones(1), None, tag)
+
+    run_ranks(2, body)

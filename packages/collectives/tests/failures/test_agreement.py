@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.backends.in_process import InProcessTransport, SharedState
+from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.default_group.agreement import check_agreement
+from syncline.collectives.host.group_start import agree_on_start
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 
@@ -71,3 +75,23 @@ def test_all_ranks_report_to_one_folder(tmp_path, monkeypatch: pytest.MonkeyPatc
     run_ranks(2, body)
     (folder,) = tmp_path.iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["rank-0.1.json", "rank-1.1.json"]
+
+
+def test_who_hears_first_does_not_leave_before_the_others_have_heard() -> None:
+    """By leaving it would end their connections, and they would get another error."""
+    asked: list[str] = []
+
+    class Recorded:
+        """Two ranks that were given different options."""
+
+        def maximum(self, numbers: Sequence[int], deadline: Deadline) -> list[int]:
+            asked.append(f"maximum of {len(numbers)}")
+            return [number + 1 for number in numbers]
+
+        def texts(self, text: str, nbytes: int, deadline: Deadline) -> list[str]:
+            asked.append("texts")
+            return [text, "other"]
+
+    with pytest.raises(DisagreementError, match="rank 1: other"):
+        agree_on_start(Recorded(), 0, 2, {"check_calls": True}, Deadline(10))
+    assert asked == ["maximum of 3", "texts", "maximum of 1"]

@@ -18,6 +18,7 @@ from syncline.collectives.backends.nccl.process_group import NcclGroup
 from syncline.collectives.backends.nccl.work import NcclWork
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.process_group import ProcessGroup
+from syncline.collectives.contract.reserved_tags import FIRST_NCCL_AGREEMENT, ReservedTag
 from syncline.collectives.failures.call_record import DONE, FAILED
 from syncline.collectives.failures.report import Reporter
 from syncline.collectives.host import call_verification
@@ -221,7 +222,7 @@ def test_other_options_on_a_rank_are_told() -> None:
 
 
 def test_topics_of_one_tag_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_tag", lambda topic: 32_000)
+    monkeypatch.setattr(rendezvous, "_tag", lambda topic: ReservedTag(FIRST_NCCL_AGREEMENT))
 
     def body(group: ProcessGroup) -> None:
         meeting, deadline = rendezvous.GroupRendezvous(group, owned=False), Deadline(PATIENCE_S)

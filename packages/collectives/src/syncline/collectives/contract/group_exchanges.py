@@ -84,7 +84,7 @@ class GroupExchanges(Membership):
         Args:
             tensor: any shape and dtype. Only read; do not write it before the work has finished.
             dst: rank in this group; not this rank.
-            tag: 0 or above; the receiver asks for the same.
+            tag: 0 or above, and not 32,000 to 32,767, which are Syncline's own; the receiver asks for the same.
             async_op: return at once. With False it may or may not wait for the receiver.
         """
         self._check_peer("send", dst, tag)

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import InvalidArgumentError
 from . import checks
+from .reserved_tags import FIRST_RESERVED, LAST_RESERVED, is_reserved
 
 
 class Membership(ABC):
@@ -80,6 +81,8 @@ class Membership(ABC):
     def _check_peer(self, collective: str, peer: int | None, tag: int) -> None:
         if tag < 0:
             self._refuse_if(collective, f"expected a tag of 0 or above, found {tag}")
+        if is_reserved(tag):
+            self._refuse_if(collective, f"the tags {FIRST_RESERVED} to {LAST_RESERVED} are for Syncline itself, found {tag}")
         if peer == self.rank or (peer is not None and not 0 <= peer < self.size):
             self._refuse_if(collective, f"expected another rank in 0..{self.size - 1}, found {peer}")
 

@@ -10,12 +10,11 @@ import torch
 
 from ..contract.deadline import Deadline, seconds
 from ..contract.process_group import ProcessGroup
+from ..contract.reserved_tags import MONITORED_BARRIER
 from ..contract.work import Work
 from ..errors import CollectiveTimeout
 from .default_group import resolve_group
 
-# Messages of the barrier; other users of send and recv should not take this tag.
-_TAG = 32_765
 _NO_QUESTION = 0
 
 
@@ -76,7 +75,7 @@ class _Messages:
         """The receive of this rank's next message. One that timed out is used again: it takes the next message in any case."""
         if peer not in self._receives:
             message = torch.zeros(2, dtype=torch.int64)
-            self._receives[peer] = group.recv(message, peer, _TAG, async_op=True), message
+            self._receives[peer] = group.recv(message, peer, MONITORED_BARRIER, async_op=True), message
         return self._receives[peer][0]
 
     def receive(self, group: ProcessGroup, peer: int, deadline: Deadline) -> tuple[int, int]:
@@ -165,4 +164,4 @@ def _report(group: ProcessGroup, messages: _Messages, deadline: Deadline) -> Non
 
 def _send(group: ProcessGroup, peer: int, call: int, question: int) -> Work:
     """To be kept until the barrier is over: over Gloo, a send whose work is dropped may never leave."""
-    return group.send(torch.tensor([call, question]), peer, _TAG, async_op=True)
+    return group.send(torch.tensor([call, question]), peer, MONITORED_BARRIER, async_op=True)

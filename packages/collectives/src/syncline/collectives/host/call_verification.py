@@ -13,7 +13,7 @@ from ..failures.call_digest import CallDigest
 from ..failures.call_record import CallRecord
 from ..failures.divergence import find_divergence
 from ..failures.flight_recorder import FlightRecorder
-from .rank_agreement import RankAgreement
+from .rank_agreement import RankAgreement, texts_for_error
 
 #: The ranks compare after every so many calls, if nothing else made them compare.
 VERIFY_EVERY_CALLS = 1000
@@ -89,10 +89,8 @@ class CallVerification:
             last = last[1:]
         histories = {self._rank: last}
         with suppress(TimeoutError, TransportError):  # what is known is said, whatever becomes of the others
-            texts = self._agreement.texts(_as_text(last), _MOST_BYTES, deadline)
+            texts = texts_for_error(self._agreement, _as_text(last), _MOST_BYTES, deadline)
             histories = {rank: _from_text(text) for rank, text in enumerate(texts)}
-            # Nobody leaves, which may end the connections of all, before everybody has heard.
-            self._agreement.maximum((0,), deadline)
         return different_sequences(histories, -numbers[3], numbers[2])
 
 

@@ -7,15 +7,15 @@ meet their like whatever else the ranks do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 
 from ..contract.deadline import Deadline
+from ..contract.reserved_tags import RANK_AGREEMENT
+from ..errors import TransportError
 from .transport import Transport
-
-# Users of send and recv should take neither this tag nor that of the monitored barrier.
-_TAG = 32_764
 
 
 class RankAgreement(Protocol):
@@ -55,6 +55,18 @@ class TransportAgreement:
         return texts_of_ranks(self._transport, self._rank, self._size, text, nbytes, deadline)
 
 
+def texts_for_error(agreement: RankAgreement, text: str, nbytes: int, deadline: Deadline) -> list[str]:
+    """`agreement.texts` for an error that all ranks are about to raise.
+
+    Nobody returns, and ends the connections of all by leaving, before everybody has heard. Whether everybody has may stay
+    unknown; what the ranks said is known nevertheless.
+    """
+    said = agreement.texts(text, nbytes, deadline)
+    with suppress(TimeoutError, TransportError):
+        agreement.maximum((0,), deadline)
+    return said
+
+
 def maximum_over_ranks(transport: Transport, rank: int, size: int, numbers: Sequence[int], deadline: Deadline) -> list[int]:
     """For each place the largest number of any rank. A collective of all ranks; none returns before all have called.
 
@@ -71,8 +83,8 @@ def maximum_over_ranks(transport: Transport, rank: int, size: int, numbers: Sequ
     while step < size:
         theirs = torch.empty_like(mine)
         before, after = (rank - step) % size, (rank + step) % size
-        receiving = transport.start_recv(theirs, before, _TAG)
-        sending = transport.start_send(mine, after, _TAG)
+        receiving = transport.start_recv(theirs, before, RANK_AGREEMENT)
+        sending = transport.start_send(mine, after, RANK_AGREEMENT)
         try:
             receiving.wait(deadline)
             sending.wait(deadline)
@@ -94,8 +106,8 @@ def texts_of_ranks(transport: Transport, rank: int, size: int, text: str, nbytes
     rows = [torch.empty_like(mine) for _ in range(size)]
     rows[rank] = mine
     others = [(rank + step) % size for step in range(1, size)]
-    requests = [transport.start_recv(rows[peer], peer, _TAG) for peer in others]
-    requests += [transport.start_send(mine, peer, _TAG) for peer in others]
+    requests = [transport.start_recv(rows[peer], peer, RANK_AGREEMENT) for peer in others]
+    requests += [transport.start_send(mine, peer, RANK_AGREEMENT) for peer in others]
     for request in requests:
         request.wait(deadline)
     return [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]

@@ -160,9 +160,9 @@ class SerialGroup(ProcessGroup):
         Raises:
             DisagreementError: the ranks were given different options.
         """
-        reporter = Reporter(
-            agree_on_start(self._transport, self.rank, self.size, options, Deadline(self.timeout_s)), self.rank, self.size
-        )
+        agreement = TransportAgreement(self._transport, self.rank, self.size)
+        job = agree_on_start(agreement, self.rank, self.size, options, Deadline(self.timeout_s))
+        reporter = Reporter(job, self.rank, self.size)
         self.report_to(reporter)
         self.warn_of_stalls(stall_warning_s)
         report_on_signal(reporter)

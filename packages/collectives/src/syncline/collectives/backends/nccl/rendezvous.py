@@ -18,13 +18,12 @@ from typing_extensions import override
 
 from ...contract.deadline import Deadline
 from ...contract.process_group import ProcessGroup
+from ...contract.reserved_tags import FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS, ReservedTag
 from ...errors import CollectiveTimeout, TransportError
 from ...failures.report import Reporter
 from ...host.host_group import HostGroup
 
 Payload: TypeAlias = dict[str, Any]
-# The messages of an agreement; `monitored_barrier` has a tag above these.
-_FIRST_TAG, _TAGS = 32_000, 700
 # In place of a decision: why there is none.
 _COULD_NOT = "could not decide"
 # How often a store is asked for a key: at once, then less and less often. In its own `wait` a store of torch answers no other
@@ -245,8 +244,8 @@ class _Inbox:
                     self._condition.notify_all()
 
 
-def _tag(topic: str) -> int:
-    return _FIRST_TAG + crc32(topic.encode()) % _TAGS
+def _tag(topic: str) -> ReservedTag:
+    return ReservedTag(FIRST_NCCL_AGREEMENT + crc32(topic.encode()) % NCCL_AGREEMENTS)
 
 
 def _did_not_come(topic: str, sender: int, deadline: Deadline, error: Exception) -> TransportError:
