@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,9 @@ def instrument(model: DistributedDataParallel, elastic: Elastic, kill: Killer) -
             around(reunion, "_connect", "shrink, before connecting", "shrink, after connecting", at_any_step=True)
 
     around(elastic, "_sum_over_ranks", "before the sum", "after the sum")
+    if model.join_process_group.backend_name == "mpi":
+        connecting = import_module("syncline.collectives.backends.mpi.node.hierarchy")  # asks between two collectives
+        around(connecting, "has_total_store_order", "shrink, while connecting", "shrink, while connecting", at_any_step=True)
     each_group(model.join_process_group)
     update = model.update_process_group
 

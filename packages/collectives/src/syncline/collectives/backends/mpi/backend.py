@@ -92,16 +92,19 @@ def _transport(
     members: Sequence[int],
 ) -> Transport:
     """Connect the ranks of a communicator, which are `members` in MPI_COMM_WORLD. A collective of it."""
+    from .fault_tolerance import revoked_on_failure
     from .node.node_transport import NodeTransport
     from .transport import MPITransport
 
     rank = communicator.Get_rank()
-    transport: Transport = NodeTransport(communicator.Dup(), reproducible=request.reproducible, thresholds=thresholds)
-    direct = (
-        MPITransport(communicator.Dup(), reproducible=request.reproducible, on_device=True)
-        if _all_are_cuda_aware(device, communicator)
-        else None
-    )
+    duplicate = communicator.Dup()
+    with revoked_on_failure(duplicate):
+        transport: Transport = NodeTransport(duplicate, reproducible=request.reproducible, thresholds=thresholds)
+    direct = None
+    if _all_are_cuda_aware(device, communicator):
+        duplicate = communicator.Dup()
+        with revoked_on_failure(duplicate):
+            direct = MPITransport(duplicate, reproducible=request.reproducible, on_device=True)
     if device is not None:
         transport = DeviceDispatchTransport(transport, rank, device, direct)
     transport.liveness = liveness.part(members, rank, transport.lost_ranks)

@@ -6,7 +6,8 @@ Elsewhere nothing is known, and nothing is done: MPICH and Intel MPI have the fu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from mpi4py import MPI
 
@@ -53,3 +54,13 @@ def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
                 communicator.Revoke()
         except MPI.Exception:
             pass  # it was freed meanwhile
+
+
+@contextmanager
+def revoked_on_failure(*communicators: MPI.Comm) -> Iterator[None]:
+    """Revoke them if what is done inside fails: the others may wait there for this rank, which lives and will not come."""
+    try:
+        yield
+    except BaseException:
+        revoke(communicators)
+        raise

@@ -15,7 +15,7 @@ from ....contract.reduce_op import Reduction
 from ....contract.running_call import RunningCall
 from ....host.transport import CallKind, Transport
 from ....startup.algorithm_thresholds import AlgorithmThresholds
-from ..fault_tolerance import revoke
+from ..fault_tolerance import revoke, revoked_on_failure
 from ..transport import MPITransport
 from .algorithm import Algorithm, Capabilities, Operation, choose, may_be_in_window, size_of, slot_bytes
 from .copy_in_copy_out import CopyInCopyOut, StagingArea
@@ -63,7 +63,8 @@ class NodeTransport(MPITransport):
         super().__init__(communicator, reproducible=reproducible)
         self._thresholds = thresholds or AlgorithmThresholds()
         self._split = split
-        hierarchy = self._hierarchy = Hierarchy(self._private, split)
+        with revoked_on_failure(self._private):
+            hierarchy = self._hierarchy = Hierarchy(self._private, split)
         self._ranks_on_node = ranks_on_node or hierarchy.node.Get_size()
         shares_memory = hierarchy.shares_memory
         self._capabilities = Capabilities(
@@ -71,7 +72,10 @@ class NodeTransport(MPITransport):
         )
         inter_node = hierarchy.inter_node
         ring_bytes = self._thresholds.ring_bytes
-        self._between = None if inter_node is None else MPITransport(inter_node, report=self._report, ring_bytes=ring_bytes)
+        self._between = None
+        if inter_node is not None:
+            with revoked_on_failure(self._private, inter_node):
+                self._between = MPITransport(inter_node, report=self._report, ring_bytes=ring_bytes)
         if hierarchy.nodes > 1 and not shares_memory:
             self._make_ring(ring_bytes)
         self._memory = NodeMemory(hierarchy, self._private, self._verifier)
