@@ -48,7 +48,9 @@ MOMENTS = (
     "after the step",
 )
 DURING_SHRINK = ("shrink, before connecting", "shrink, after connecting", "before the model is updated")
+WHILE_CONNECTING = "shrink, while connecting"  # over MPI: between two collectives
 PARTS = ("noticed", "agreed", "shrunk", "applied")
+_ORDER = (*MOMENTS, *DURING_SHRINK, WHILE_CONNECTING)
 _MARKS = {"rank lost": "noticed", "member ": "agreed", "went on with": "shrunk", "applied step": "applied"}
 _LIMIT_S = 150.0
 # Open MPI's survivors of two losses close to one another sometimes never leave MPI_Finalize: see the page on failures. The
@@ -62,12 +64,16 @@ Kill = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class Run:
-    """One run: over what, drawn from which seed; whether a rank is stopped rather than two killed; whether newcomers come."""
+    """One run: over what, drawn from which seed; whether a rank is stopped rather than two killed; whether newcomers come.
+
+    Two kills may be given instead of drawn.
+    """
 
     way: str
     seed: int
     stops: bool = False
     joins: bool = False
+    given: tuple[Kill, ...] = ()
 
     @property
     def newcomers_at(self) -> list[int]:
@@ -88,6 +94,8 @@ class Run:
     def kills(self) -> list[Kill]:
         """Who is lost, and when."""
         steps = STEPS - 1 if self.joins else STEPS  # where newcomers come, the last step shall have all who finish
+        if self.given:
+            return list(self.given)
         drawn = draw_kills(random.Random(self.seed), RANKS, steps)
         return drawn[:1] if self.stops else drawn
 
@@ -144,7 +152,7 @@ def draw_kills(chosen: random.Random, ranks: int, steps: int) -> list[Kill]:
 def members_at_each_step(deaths: Sequence[Kill], sizes: Iterable[int], ranks: int) -> list[list[int]]:
     """Who took part in each applied step: a rank that was killed at step s, or in the shrink after it, may have in s."""
     left, members = list(range(ranks)), []
-    order = [rank for rank, _, _ in sorted(deaths, key=lambda kill: (kill[1], (*MOMENTS, *DURING_SHRINK).index(kill[2])))]
+    order = [rank for rank, _, _ in sorted(deaths, key=lambda kill: (kill[1], _ORDER.index(kill[2])))]
     for size in sizes:
         while len(left) > size:
             left.remove(order.pop(0))

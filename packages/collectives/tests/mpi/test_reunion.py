@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("mpi4py")
 
 from syncline.collectives import TransportError
+from syncline.collectives.backends.mpi import fault_tolerance
 from syncline.collectives.backends.mpi import reunion as module
 from syncline.collectives.backends.mpi.reunion import MPIReunion
 from syncline.collectives.survivors.reunion import MOST_ATTEMPTS, Generation
@@ -90,3 +91,14 @@ def test_who_connected_in_vain_gives_its_transport_up(monkeypatch: pytest.Monkey
     assert reunion.shrink(PATIENCE_S) is made[1]
     made[0].abort.assert_called_once_with()
     made[1].abort.assert_not_called()
+
+
+def test_who_fails_to_connect_revokes_what_the_others_wait_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    revoked: list[Any] = []
+    monkeypatch.setattr(fault_tolerance, "revoke", revoked.extend)
+    with fault_tolerance.revoked_on_failure("of all", "of the node"):  # type: ignore[arg-type]
+        pass
+    assert revoked == []
+    with pytest.raises(OSError, match="no memory"), fault_tolerance.revoked_on_failure("of all", "of the node"):  # type: ignore[arg-type]
+        raise OSError("no memory to share")
+    assert revoked == ["of all", "of the node"]
