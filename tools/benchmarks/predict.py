@@ -8,6 +8,9 @@ computing, as a processor does that waits for an accelerator: so 8 ranks fit on 
 1. On two hosts `syncline bench` measures all-reduces, and a training is traced. Only these two go into the predictions.
 2. The same training is measured on each number of hosts. A step is the median of the times from one forward to the next, on the
    slowest rank. All-reduces of one bucket's size, with nothing beside them, tell whether the network is as modelled there.
+
+Eight hosts at 1 Gbit/s keep two cores busy, so other programs must not want them: how many cores those took is said with the
+table. The rates can be measured one at a time (two minutes each, where nothing else runs).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from syncline.ddp.tracing.trace_file import read_timeline
 
 from . import session
 from .emulated_hosts import EmulatedHosts
+from .other_load import ProcessorTimes, cores_of_others, told
 from .predict_job import BUCKET_BYTES
 
 _TRACED = 2  # hosts
@@ -85,7 +89,7 @@ def _show(figures: Mapping[str, Any]) -> None:
             rows.append((rate, str(count), step, expected, error, alone, modelled))
         print(
             f"{rate}: {1e6 * kept['latency_s']:.0f} us, {8e-6 * kept['bandwidth']:.0f} Mbit/s; "
-            f"alone {1e3 * kept['alone_s']:.1f} ms"
+            f"alone {1e3 * kept['alone_s']:.1f} ms; {told([one['cores_of_others'] for one in kept['measured'].values()])}"
         )
     print(aligned(rows))
 
@@ -98,6 +102,7 @@ def _measure(
     for count in sorted({_TRACED, *options.hosts}):
         words: list[str | Path] = [sys.executable, "-m", "benchmarks.predict_job", "--steps", str(options.steps)]
         words += ["--json", folder / "steps.json"]
+        before = ProcessorTimes.now()
         with EmulatedHosts(rate, count) as hosts:
             if count == _TRACED:
                 words += ["--trace", _traces(folder)]
@@ -105,6 +110,7 @@ def _measure(
                 _check(hosts.run(runtime, 1, (*bench, "--sizes", *_SIZES, "--json", _bench(folder))))
             _check(hosts.run(runtime, 1, words))
         found[count] = json.loads((folder / "steps.json").read_text())
+        found[count]["cores_of_others"] = cores_of_others(before, ProcessorTimes.now())
         yield found
 
 

@@ -37,6 +37,7 @@ from benchmarks.deferral import Deferral, deferred_hook
 from benchmarks.exposure import Compared
 from benchmarks.latency_breakdown import Breakdown
 from benchmarks.memory import can_be_measured, kib_in, peak_bytes
+from benchmarks.other_load import ProcessorTimes, computed_ticks, cores_of_others
 from benchmarks.report import Report
 from benchmarks.skipped_sync import smoothed, synchronizes
 from benchmarks.sleeping_steps import bits_per_s, forced_exposure_s
@@ -470,6 +471,13 @@ def test_steps_are_told_kept_and_drawn(played: Path) -> None:
 def test_recording_adds_few_calls_to_a_step_whatever_its_length() -> None:
     added = {buckets: recording.measure_added(buckets, blocks=2).calls for buckets in (1, 3)}
     assert 0 < added[1] < added[3] < 100
+
+
+def test_what_other_programs_took_is_the_machines_time_without_ones_own() -> None:
+    # Of 10 seconds on two cores, 13 seconds of computing, 9 of them in processes that were started here.
+    assert cores_of_others(ProcessorTimes(5.0, 100.0, 1.0), ProcessorTimes(15.0, 113.0, 10.0)) == pytest.approx(0.4)
+    assert cores_of_others(ProcessorTimes(5.0, 100.0, 1.0), ProcessorTimes(15.0, 101.0, 3.0)) == 0.0
+    assert computed_ticks("cpu  10 2 30 400 50 6 70 8\ncpu0 1 1 1 1") == 42
 
 
 @in_full

@@ -1,0 +1,48 @@
+"""How many cores other programs took while something was measured; Linux."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessorTimes:
+    """At one moment, in seconds.
+
+    Attributes:
+        passed_s: by the clock.
+        all_s: that all processes of the machine have computed.
+        own_s: that the processes have computed which this one has started and waited for, and theirs.
+    """
+
+    passed_s: float
+    all_s: float
+    own_s: float
+
+    @classmethod
+    def now(cls) -> ProcessorTimes:
+        """Read from the kernel."""
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        ticks = computed_ticks(Path("/proc/stat").read_text())
+        return cls(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), children.ru_utime + children.ru_stime)
+
+
+def computed_ticks(stat: str) -> int:
+    """Of user, nice and system, from the first line of /proc/stat; not of interrupts, for the wires' are one's own."""
+    return sum(map(int, stat.split("\n", 1)[0].split()[1:4]))
+
+
+def cores_of_others(before: ProcessorTimes, after: ProcessorTimes) -> float:
+    """How many cores processes have kept busy, in the mean, that this one has not started. A pure function."""
+    others_s = (after.all_s - before.all_s) - (after.own_s - before.own_s)
+    return max(0.0, others_s / (after.passed_s - before.passed_s))
+
+
+def told(cores: Sequence[float]) -> str:
+    """In words."""
+    return f"other programs kept {min(cores):.1f} to {max(cores):.1f} cores busy meanwhile"
