@@ -10,7 +10,6 @@ import pytest
 import mpi_runtimes
 from chaos import Run, play
 from commands import ROOT, TOOLS_ON_PATH
-from environment import PYTHON
 
 
 @pytest.mark.launch
@@ -31,9 +30,9 @@ def test_no_rank_waits_for_one_that_is_gone(run: Run) -> None:
 
 
 @pytest.mark.launch
-def test_a_soak_stays_within_its_bound() -> None:
+def test_a_soak_stays_within_its_bound(preloaded: list[str]) -> None:
     runtime = mpi_runtimes.find("mpich")
-    words = (*runtime.command(4), PYTHON, ROOT / "tools" / "test_support" / "soak_job.py", "3", "0")
+    words = (*runtime.command(4), *preloaded, ROOT / "tools" / "test_support" / "soak_job.py", "3", "0")
     environ = {**os.environ, **TOOLS_ON_PATH, **runtime.env, "OMP_NUM_THREADS": "1", "SYNCLINE_REPORT_DIR": ""}
     job = subprocess.run(words, capture_output=True, text=True, env=environ, timeout=200)
     assert job.returncode == 0, job.stderr
