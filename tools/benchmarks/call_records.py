@@ -32,10 +32,10 @@ _BUCKETS = (256 * 1024, 6_250_000, 6_250_000)
 class NoRecorder(FlightRecorder):
     """Remembers nothing: for comparison."""
 
-    def issue(self, *_: Any, **__: Any) -> list[Any]:
-        return [None] * (STATE + 1)
+    def issue(self, number: int | None, *_: Any, **__: Any) -> list[Any]:
+        return [number] + [None] * STATE
 
-    issue_and_begin = issue
+    issue_kind = issue
 
     def begin(self, entry: list[Any]) -> None:
         pass
@@ -55,7 +55,9 @@ def alone(*, rounds: int = 25, repetitions: int = 4_000) -> None:
     what = ("all_reduce", tensor.dtype, ReduceOp.SUM, None, "")
 
     def recorded() -> None:
-        recorder.issue_and_begin(1, what, tensor, 2)[STATE] = DONE
+        entry = recorder.issue_kind(1, what, tensor.shape, 2)
+        recorder.begin(entry)
+        entry[STATE] = DONE
 
     def digested() -> None:
         calls.add(kind)

@@ -39,7 +39,9 @@ def test_a_kept_plan_is_remembered_from_the_callers_line() -> None:
 
 
 def _as_a_group_does(recorder: FlightRecorder) -> list[object]:
-    return recorder.issue_and_begin(0, ("all_reduce", torch.float32, ReduceOp.SUM, None, ""), torch.ones(2))
+    entry = recorder.issue_kind(0, ("all_reduce", torch.float32, ReduceOp.SUM, None, ""), (2,))
+    recorder.begin(entry)
+    return entry
 
 
 def test_a_failed_call_and_those_after_it() -> None:

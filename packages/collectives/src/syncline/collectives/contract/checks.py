@@ -24,13 +24,16 @@ def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
 
 
 def is_simple(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory can be read and written as it is: on the CPU, its values in plain order, untracked."""
+    """Whether a tensor's memory can be read and written as it is: on the CPU, its values in plain order, untracked.
+
+    Except that a complex one may be conjugated.
+    """
     return (
         type(tensor) is torch.Tensor
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_conj() or is_zero_tensor(tensor))
+        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or is_zero_tensor(tensor))
     )
 
 

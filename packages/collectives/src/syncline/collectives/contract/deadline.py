@@ -33,7 +33,7 @@ class Deadline:
 
     Args:
         timeout_s: seconds.
-        interrupt: asked now and then by `expired`, once the wait has lasted `_PATIENCE_S`: why waiting is in vain, or None.
+        interrupt: why waiting is in vain, or None. `expired` asks now and then, once it has been asked for `_PATIENCE_S`.
 
     Attributes:
         was_cancelled: `cancel` was called.
@@ -45,13 +45,12 @@ class Deadline:
     was_cancelled = False
     was_noticed = False
     reason: TransportError | None = None
+    _next_look: float | None = None
 
     def __init__(self, timeout_s: float, interrupt: Callable[[], TransportError | None] | None = None) -> None:
-        now = monotonic()
         self.timeout_s = timeout_s
-        self._end = now + timeout_s
+        self._end = monotonic() + timeout_s
         self._interrupt = interrupt
-        self._next_look = now + _PATIENCE_S
 
     def cancel(self, reason: TransportError | None = None) -> None:
         """Let the time be up now. May be called from another thread than the one that waits."""
@@ -66,6 +65,8 @@ class Deadline:
     def expired(self) -> bool:
         """Whether the time is up, or waiting is in vain. Whoever waits asks, nobody else."""
         now = monotonic()
+        if self._next_look is None:
+            self._next_look = now + _PATIENCE_S
         if self._interrupt is not None and now >= self._next_look:
             self._next_look = now + _LOOK_S
             reason = self._interrupt()

@@ -201,12 +201,7 @@ def get_default_group() -> ProcessGroup:
     Raises:
         NotInitializedError: there is none.
     """
-    if _default is None:
-        raise NotInitializedError(
-            "there is no default process group: call syncline.collectives.init_process_group() first (and not after "
-            "destroy_process_group()), or pass a group"
-        )
-    return _default
+    return resolve_group(None)
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
@@ -216,9 +211,15 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
         NotInitializedError: None was given and there is no default group.
         MisuseError: this rank is not in the group.
     """
-    if isinstance(group, NonMember):
-        raise MisuseError(group.error_message())
-    return get_default_group() if group is None else group
+    chosen = _default if group is None else group
+    if chosen is None:
+        raise NotInitializedError(
+            "there is no default process group: call syncline.collectives.init_process_group() first (and not after "
+            "destroy_process_group()), or pass a group"
+        )
+    if isinstance(chosen, NonMember):
+        raise MisuseError(chosen.error_message())
+    return chosen
 
 
 def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, default: int | None = None) -> int:

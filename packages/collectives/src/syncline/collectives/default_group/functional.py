@@ -22,7 +22,8 @@ def all_reduce(
     tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Combine the tensors of all ranks in place; see `ProcessGroup.all_reduce`."""
-    return _async_only(resolve_group(group).all_reduce(tensor, op, async_op=async_op), async_op)
+    work = resolve_group(group).all_reduce(tensor, op, async_op=async_op)
+    return work if async_op else None
 
 
 def reduce(
@@ -35,7 +36,8 @@ def reduce(
 ) -> Work | None:
     """Combine the tensors of all ranks on one; see `ProcessGroup.reduce`."""
     chosen = resolve_group(group)
-    return _async_only(chosen.reduce(tensor, rank_in(chosen, dst, group_dst), op, async_op=async_op), async_op)
+    work = chosen.reduce(tensor, rank_in(chosen, dst, group_dst), op, async_op=async_op)
+    return work if async_op else None
 
 
 def broadcast(
@@ -47,14 +49,16 @@ def broadcast(
 ) -> Work | None:
     """Copy one rank's tensor to every rank; see `ProcessGroup.broadcast`."""
     chosen = resolve_group(group)
-    return _async_only(chosen.broadcast(tensor, rank_in(chosen, src, group_src), async_op=async_op), async_op)
+    work = chosen.broadcast(tensor, rank_in(chosen, src, group_src), async_op=async_op)
+    return work if async_op else None
 
 
 def all_gather(
     tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Fill `tensor_list` with the tensors of all ranks; see `ProcessGroup.all_gather`."""
-    return _async_only(resolve_group(group).all_gather(tensor_list, tensor, async_op=async_op), async_op)
+    work = resolve_group(group).all_gather(tensor_list, tensor, async_op=async_op)
+    return work if async_op else None
 
 
 def all_gather_into_tensor(
@@ -62,7 +66,7 @@ def all_gather_into_tensor(
 ) -> Work | None:
     """Fill one tensor with those of all ranks; see `ProcessGroup.all_gather_into_tensor`."""
     work = resolve_group(group).all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op)
-    return _async_only(work, async_op)
+    return work if async_op else None
 
 
 def gather(
@@ -76,7 +80,8 @@ def gather(
     """Fill one rank's list with the tensors of all ranks; see `ProcessGroup.gather`."""
     chosen = resolve_group(group)
     root = rank_in(chosen, dst, group_dst, default=0)
-    return _async_only(chosen.gather(tensor, gather_list, root, async_op=async_op), async_op)
+    work = chosen.gather(tensor, gather_list, root, async_op=async_op)
+    return work if async_op else None
 
 
 def scatter(
@@ -90,7 +95,8 @@ def scatter(
     """Give each rank its tensor of one rank's list; see `ProcessGroup.scatter`."""
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src, default=0)
-    return _async_only(chosen.scatter(tensor, scatter_list, root, async_op=async_op), async_op)
+    work = chosen.scatter(tensor, scatter_list, root, async_op=async_op)
+    return work if async_op else None
 
 
 def reduce_scatter(
@@ -101,7 +107,8 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Combine the lists of all ranks and give each its part; see `ProcessGroup.reduce_scatter`."""
-    return _async_only(resolve_group(group).reduce_scatter(output, input_list, op, async_op=async_op), async_op)
+    work = resolve_group(group).reduce_scatter(output, input_list, op, async_op=async_op)
+    return work if async_op else None
 
 
 def reduce_scatter_tensor(
@@ -112,7 +119,8 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Work | None:
     """Combine the tensors of all ranks and give each its part; see `ProcessGroup.reduce_scatter_tensor`."""
-    return _async_only(resolve_group(group).reduce_scatter_tensor(output, input, op, async_op=async_op), async_op)
+    work = resolve_group(group).reduce_scatter_tensor(output, input, op, async_op=async_op)
+    return work if async_op else None
 
 
 def all_to_all(
@@ -123,7 +131,7 @@ def all_to_all(
 ) -> Work | None:
     """Send a tensor to each rank and receive one from each; see `ProcessGroup.all_to_all`."""
     work = resolve_group(group).all_to_all(output_tensor_list, input_tensor_list, async_op=async_op)
-    return _async_only(work, async_op)
+    return work if async_op else None
 
 
 def all_to_all_single(
@@ -136,7 +144,7 @@ def all_to_all_single(
 ) -> Work | None:
     """Send rows to each rank and receive rows from each; see `ProcessGroup.all_to_all_single`."""
     work = resolve_group(group).all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op=async_op)
-    return _async_only(work, async_op)
+    return work if async_op else None
 
 
 def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: None = None) -> Work | None:
@@ -149,8 +157,5 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_id
         raise InvalidArgumentError(
             f"barrier takes no device_ids (the group knows its device), found {device_ids}; leave it out"
         )
-    return _async_only(resolve_group(group).barrier(async_op=async_op), async_op)
-
-
-def _async_only(work: Work, async_op: bool) -> Work | None:
+    work = resolve_group(group).barrier(async_op=async_op)
     return work if async_op else None

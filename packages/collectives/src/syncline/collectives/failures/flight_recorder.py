@@ -24,6 +24,7 @@ What: TypeAlias = tuple[str, torch.dtype | None, Reduction | None, int | None, s
 #: number, what, shape, time of issue, code and instruction of the caller, position, state.
 #: A list, because to make one takes a fifth of the time that an object takes.
 Entry: TypeAlias = list[Any]
+NUMBER = 0
 _ISSUED_AT = 3
 _POSITION = 6
 STATE = 7
@@ -72,6 +73,7 @@ class FlightRecorder:
         self._ring: deque[Entry] = deque(maxlen=MOST_CALLS)
         self._append = self._ring.append
         self._latest_caller: CodeType | None = None  # known to be the user's program
+        self._latest_form: CodeType | None = None  # known not to be
 
     def issue(
         self,
@@ -95,33 +97,33 @@ class FlightRecorder:
             detail: what else there is to agree on.
             depth: the user's program is at least so many frames up, which need not be looked at.
         """
-        code, instruction = _outside(_getframe(depth))
         dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
-        entry = [number, (name, dtype, op, root, detail), shape, time(), code, instruction, None, QUEUED]
-        self._append(entry)
-        return entry
+        return self.issue_kind(number, (name, dtype, op, root, detail), shape, depth + 1)
 
-    def issue_and_begin(self, number: int, what: What, tensor: torch.Tensor, depth: int = 2) -> Entry:
-        """`issue` and `begin` in one, for calls by a kept plan, which knows what it does.
+    def issue_kind(self, number: int | None, what: What, shape: Sequence[int], depth: int = 2) -> Entry:
+        """`issue` by those who know the kind of the call.
 
-        A loop calls from one function again and again. It is compared with the latest, which is cheaper than a look-up.
+        A loop calls from one function again and again, perhaps by one of our functional forms. Both are compared with the
+        latest, which is cheaper than a look-up.
         """
         frame = _getframe(depth)
+        if frame.f_code is self._latest_form and frame.f_back is not None:
+            frame = frame.f_back
         code: CodeType | None = frame.f_code
         if code is self._latest_caller:
             instruction = frame.f_lasti
         else:
+            if _is_library[frame.f_code]:
+                self._latest_form = code
             code, instruction = _outside(frame)
             self._latest_caller = code
-        position = self.count
-        self.count = position + 1
-        entry = [number, what, tensor.shape, time(), code, instruction, position, RUNNING]
+        entry = [number, what, shape, time(), code, instruction, None, QUEUED]
         self._append(entry)
         return entry
 
     def begin(self, entry: Entry) -> None:
         """The call begins to run; if all ranks issue it, it has its position in the total order from now on."""
-        if entry[0] is not None:
+        if entry[NUMBER] is not None:
             entry[_POSITION] = self.count
             self.count += 1
         entry[STATE] = RUNNING

@@ -19,7 +19,7 @@ from ..contract.work import FinishedWork, Work
 from ..torch_internals import profiler_runs
 from .host_exchanges import HostExchanges
 from .packing import copy_back, empty_block, flat_copy, unpack
-from .serial_group import KeptPlan
+from .runnable import KeptPlan
 from .transport import CallKind, Plan
 
 MOST_PLANS = 256
@@ -58,7 +58,8 @@ class HostGroup(HostExchanges):
         is_usual = not (async_op or self._check_calls or observers or self._callbacks.running or profiler_runs())
         if is_usual and type(op) is ReduceOp and checks.is_simple(tensor):  # a closed group has no plans
             kept = self._plans.get(("all_reduce", op, None, tensor.dtype, tensor.numel()))
-            if kept is not None and self._progress.run_here(self._run_plan, *kept, tensor, op):
+            is_served = kept is not None and not (kept.is_complex and tensor.is_conj())
+            if is_served and self._progress.run_here(self._run_plan, kept, tensor):
                 return FinishedWork([tensor])
         return super().all_reduce(tensor, op, async_op=async_op)
 
@@ -81,7 +82,7 @@ class HostGroup(HostExchanges):
         if plan is not None and not self._closed:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[kind] = KeptPlan(plan, kind.digest(), (kind.name, kind.dtype, kind.op, kind.root, ""))
+            self._plans[kind] = KeptPlan(plan, kind)
         return plan
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from threading import get_ident
 from ..contract.work import before_blocking
 
 Task = Callable[[], None]
+
+# How often `drain` looks again while the thread comes to its turn.
+_LOOK_S = 0.001
 
 
 class Progress:
@@ -22,7 +26,9 @@ class Progress:
     The tasks of one `Progress` are the collectives of one group. They run in one order:
 
     1. Tasks issued from outside run in the order in which `run_here` and `enqueue` were called.
-    2. While a task runs (its future's callbacks included) no other task starts; `_running_on` names its thread.
+    2. While a task runs (its future's callbacks included) no other task starts: its thread holds the lock `_turn`, and
+       `_running_on` names it. Whoever holds the turn, and nobody else, takes tasks out of the queue. While there are any,
+       `run_here` runs nothing, so what is queued comes before what is issued later.
     3. A task issued *from a callback of a running task* runs at once, on the same thread, inside that callback: before
        every task that waits in the queue, on every rank alike. The callback may therefore wait for it.
     4. A callback that waits for a task still in the queue, for its work or for a future that depends on it, runs the queue
@@ -41,10 +47,8 @@ class Progress:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # One lock; the condition is only for those who wait (a `with` on it costs three times as much).
-        self._lock = threading.Lock()
-        self._condition = threading.Condition(self._lock)
-        self._draining = 0
+        self._turn = threading.Lock()
+        self._changed = threading.Condition()  # the thread waits for tasks, or for the end
         self._queue: deque[Task] = deque()
         self._running_on: int | None = None
         self._stopping = False
@@ -64,14 +68,14 @@ class Progress:
         if self._running_on == me:
             task(*arguments)
             return True
-        with self._lock:
-            if self._running_on is not None or self._queue:
-                return False
-            self._running_on = me
+        if self._queue or not self._turn.acquire(False):
+            return False
+        self._running_on = me
         try:
             task(*arguments)
         finally:
-            self._release()
+            self._running_on = None
+            self._turn.release()
         return True
 
     def enqueue(self, task: Task) -> bool:
@@ -86,7 +90,7 @@ class Progress:
         if self.is_running_here():
             task()
             return True
-        with self._condition:
+        with self._changed:
             if self._stopping:
                 return False
             if self._thread is None:
@@ -95,63 +99,57 @@ class Progress:
                 _started.add(self)
                 self._thread = thread
             self._queue.append(task)
-            if self._running_on is None:
-                self._condition.notify_all()
+            self._changed.notify_all()
         return True
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """From inside a callback: run queued tasks, in order, until `is_done` or none is left."""
-        while not is_done():
-            with self._condition:
-                if not self._queue:
-                    return
-                task = self._queue.popleft()
-            task()
+        while self._queue and not is_done():
+            self._queue.popleft()()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing runs and nothing is queued; false if that took longer than `timeout_s` seconds."""
-        with self._condition:
-            self._draining += 1
-            try:
-                return self._condition.wait_for(lambda: self._running_on is None and not self._queue, timeout_s)
-            finally:
-                self._draining -= 1
+        end = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
+        while self._turn.acquire(timeout=max(0.0, end - time.monotonic())):
+            is_empty = not self._queue
+            self._turn.release()
+            if is_empty:
+                return True
+            time.sleep(_LOOK_S)
+        return False
 
     def stop(self) -> None:
         """End the thread once the queue is empty. Does not wait for it."""
-        with self._condition:
+        with self._changed:
             self._stopping = True
-            self._condition.notify_all()
+            self._changed.notify_all()
 
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is queued."""
-        return self._running_on is None and not self._queue
+        return not (self._turn.locked() or self._queue)
 
     def join(self, timeout_s: float) -> None:
         """After `stop`: wait for the thread to end, at most `timeout_s` seconds."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _release(self) -> None:
-        with self._lock:
-            self._running_on = None
-            if self._queue or self._stopping or self._draining:
-                self._condition.notify_all()
-
     def _loop(self) -> None:
-        me = get_ident()
         while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._running_on is None and (self._queue or self._stopping))
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._stopping)
                 if not self._queue:
                     return
-                task = self._queue.popleft()
-                self._running_on = me
-            try:
-                task()
-            finally:
-                del task  # its tensors shall not live until the next task comes
-                self._release()
+            with self._turn:
+                self._run_first()
+
+    def _run_first(self) -> None:
+        if not self._queue:
+            return  # a callback that waited for it has run it
+        self._running_on = get_ident()
+        try:
+            self._queue.popleft()()
+        finally:
+            self._running_on = None
 
 
 def _run_queues_here(is_done: Callable[[], bool]) -> None:

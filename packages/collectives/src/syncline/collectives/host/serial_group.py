@@ -9,21 +9,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import get_ident
-from typing import NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from typing_extensions import override
 
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
-from ..contract.layout import is_tracked, untracked
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import Reduction
 from ..contract.running_call import RunningCall
 from ..contract.work import FinishedWork, PendingWork, Work
 from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, RankLostError, SynclineError, TransportError
 from ..failures.call_record import DONE
-from ..failures.flight_recorder import STATE, Entry, FlightRecorder, What
+from ..failures.flight_recorder import NUMBER, STATE, Entry, FlightRecorder
 from ..failures.liveness import Liveness
 from ..failures.report import Reporter, reported
 from ..failures.report_signal import report_on_signal
@@ -38,7 +37,8 @@ from .group_start import agree_on_start
 from .group_work import GroupWork
 from .progress import Progress
 from .rank_agreement import TransportAgreement
-from .transport import Plan, Transport
+from .runnable import IssuedCall, KeptPlan, Runnable
+from .transport import Transport
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -57,20 +57,6 @@ _REPORT_S = 2.0
 # group after each failure must not need more memory each time.
 GIVEN_UP_KEPT = 16
 _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
-
-
-class KeptPlan(NamedTuple):
-    """A plan, and what is the same in all calls that it serves.
-
-    Attributes:
-        plan: of the transport.
-        digest: of each call.
-        what: for the record.
-    """
-
-    plan: Plan
-    digest: int
-    what: What
 
 
 class SerialGroup(ProcessGroup):
@@ -292,16 +278,19 @@ class SerialGroup(ProcessGroup):
         order = None if self._device is None else self._ordered_on(self._device, tensors)
         if order is not None:
             body = order.around(body)
-        if not async_op and self._progress.run_here(self._run, call, sequence, body, tensors, entry):
+        if self._check_calls and is_numbered:
+            body = self._after_comparison(body)
+        issued_call = IssuedCall(call, body, tensors)
+        if not async_op and self._progress.run_here(self._run, issued_call, None, entry):
             if order is not None:
                 order.join()
             return FinishedWork(outputs)
         work = GroupWork(outputs, lambda: self._in_words(call, sequence), self._progress, order, self._callbacks, issued)
         self._in_flight.add(work)
         is_short = self.size == 1 and order is None  # nobody to wait for, and another thread would take longer to wake up
-        if is_short and self._progress.run_here(self._run_into, work, call, sequence, body, tensors, entry):
+        if is_short and self._progress.run_here(self._run_into, work, issued_call, entry):
             return work
-        if not self._progress.enqueue(lambda: self._run_into(work, call, sequence, body, tensors, entry)):
+        if not self._progress.enqueue(lambda: self._run_into(work, issued_call, entry)):
             self._in_flight.discard(work)
             self._check_open(call)  # another thread has just closed the group
             raise GroupClosedError(f"{call.name} on {self.place()}: the process ends, and the group's thread has ended before")
@@ -313,47 +302,22 @@ class SerialGroup(ProcessGroup):
         owned = [tensor for tensor in tensors if device.owns(tensor)]
         return device.order(owned) if owned else None
 
-    def _run_plan(self, plan: Plan, digest: int, what: What, tensor: torch.Tensor, op: Reduction) -> None:
-        """Run a kept plan as `_run` runs a body; see Note [Plans]."""
+    def _after_comparison(self, body: Body) -> Body:
+        def compared(running: RunningCall) -> None:
+            compare_calls(self._transport, self.size, running)
+            body(running)
+
+        return compared
+
+    def _run_plan(self, kept: KeptPlan, tensor: torch.Tensor) -> None:
+        """Issue a call by a kept plan, and run it; see Note [Plans]."""
         self._callbacks.issued += 1  # nobody is inside a callback
-        sequence = next(self._sequence)
-        if self._first_failure is not None:
-            raise self._failed_before(Collective("all_reduce", tensor, op), sequence)
-        verification = self._verification
-        entry = self.recorder.issue_and_begin(sequence, what, tensor, 4)
-        deadline = self._deadline = self._start()
-        try:
-            if verification is not None:
-                verification.add(digest)
-            plan.run(tensor, tensor, deadline)
-            if verification is not None and verification.is_due:
-                verification.verify(deadline)
-            entry[STATE] = DONE
-        except BaseException as error:  # noqa: BLE001 - raised again
-            self.recorder.fail(entry)
-            self._fail(error, Collective("all_reduce", tensor, op), sequence, deadline)
-        finally:
-            self._deadline = None
-        if self._first_failure is not None:
-            raise self._first_failure  # it was aborted meanwhile
+        entry = self.recorder.issue_kind(next(self._sequence), kept.what, tensor.shape, 4)
+        self._run(kept, tensor, entry)
 
-    def _start(self) -> Deadline:
-        """Count a collective of all ranks, which runs now."""
-        if self._calls is not None:
-            self._calls.started += 1
-        return Deadline(self.timeout_s, self._reason_to_give_up)
-
-    def _run_into(
-        self,
-        work: PendingWork,
-        call: Collective,
-        sequence: int | None,
-        body: Body,
-        tensors: Sequence[torch.Tensor],
-        entry: Entry,
-    ) -> None:
+    def _run_into(self, work: PendingWork, issued_call: IssuedCall, entry: Entry) -> None:
         try:
-            self._run(call, sequence, body, tensors, entry)
+            self._run(issued_call, None, entry)
         except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get it, whatever it is
             self._in_flight.discard(work)
             work.fail(error)
@@ -361,31 +325,29 @@ class SerialGroup(ProcessGroup):
             self._in_flight.discard(work)
             work.succeed()
 
-    def _run(self, call: Collective, sequence: int | None, body: Body, tensors: Sequence[torch.Tensor], entry: Entry) -> None:
+    def _run(self, task: Runnable, tensor: Any, entry: Entry) -> None:
         """Run one collective to its end. What goes wrong is the group's first failure."""
+        recorder, sequence, verification = self.recorder, entry[NUMBER], self._verification
         if self._first_failure is not None:
-            self.recorder.fail(entry)
-            raise self._failed_before(call, sequence)
-        self.recorder.begin(entry)
-        verification = None if sequence is None else self._verification
-        deadline = self._deadline = Deadline(self.timeout_s, self.reason_to_give_up) if sequence is None else self._start()
-        running = RunningCall(call, deadline)
+            recorder.fail(entry)
+            raise self._failed_before(task.collective(tensor), sequence)
+        recorder.begin(entry)
+        interrupt = self._reason_to_give_up
+        if sequence is None:  # not all ranks issue it
+            verification, interrupt = None, self.reason_to_give_up
+        elif self._calls is not None:
+            self._calls.started += 1
+        deadline = self._deadline = Deadline(self.timeout_s, interrupt)
         try:
             if verification is not None:
-                verification.add(call.digest())
-            if self._check_calls and sequence is not None:
-                compare_calls(self._transport, self.size, running)
-            if is_tracked(tensors):
-                with untracked():
-                    body(running)
-            else:
-                body(running)
+                verification.add(task.digest)
+            task.run(tensor, tensor, deadline)
             if verification is not None and verification.is_due:
                 verification.verify(deadline)
-            self.recorder.end(entry)
+            entry[STATE] = DONE
         except BaseException as error:  # noqa: BLE001 - raised again
-            self.recorder.fail(entry)
-            self._fail(error, call, sequence, deadline)
+            recorder.fail(entry)
+            self._fail(error, task.collective(tensor), sequence, deadline)
         finally:
             self._deadline = None
         if self._first_failure is not None:

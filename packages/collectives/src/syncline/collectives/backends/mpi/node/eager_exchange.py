@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import memmove
+from typing import Any
 
 import torch
+from mpi4py import MPI
 
 from ....contract.deadline import Deadline
 from ....contract.layout import mark_written
@@ -14,6 +15,9 @@ from ....host.reduction import always_of
 from .algorithm import Algorithm, Operation
 from .plan import NodePlan, PlanRequest
 from .shm_barrier import ShmBarrier
+
+# Memory at an address, given a number of bytes: to copy by slices takes a third of the time of ctypes' memmove if they are few.
+_memory_at: Callable[[int, int], Any] = MPI.buffer.fromaddress
 
 #: Reads the slots of one turn: given this rank's tensor and the whole.
 _Read = Callable[[torch.Tensor, torch.Tensor], None]
@@ -35,7 +39,7 @@ class EagerExchange(NodePlan):
     def __init__(self, request: PlanRequest, otherwise: NodePlan | None) -> None:
         super().__init__(request, otherwise)
         self._barrier: ShmBarrier | None = None
-        self._turns: list[tuple[int, _Read]] = []
+        self._turns: list[tuple[memoryview | None, _Read]] = []
         self._shown_bytes = request.size.shown
         self._shows_part = request.operation is Operation.ALL_GATHER
 
@@ -46,8 +50,8 @@ class EagerExchange(NodePlan):
             self._run_otherwise(tensor, whole, deadline, is_verified=is_verified)
             return
         slot, read = self._turns[(barrier.arrivals + 1) & 1]
-        if slot:
-            memmove(slot, (tensor if self._shows_part else whole).data_ptr(), self._shown_bytes)
+        if slot is not None:
+            slot[:] = _memory_at((tensor if self._shows_part else whole).data_ptr(), self._shown_bytes)
         try:
             is_same, _ = barrier.arrive_and_wait(deadline, self._digest)
         except Exception as error:  # noqa: BLE001 - raised again
@@ -64,16 +68,17 @@ class EagerExchange(NodePlan):
             self._turns = [self._laid_out(barrier, turn) for turn in (0, 1)]
         return barrier
 
-    def _laid_out(self, barrier: ShmBarrier, turn: int) -> tuple[int, _Read]:
-        """The address of this rank's slot, 0 if it shows nothing; and how to read the slots."""
+    def _laid_out(self, barrier: ShmBarrier, turn: int) -> tuple[memoryview | None, _Read]:
+        """This rank's slot, None if it shows nothing; and how to read the slots."""
         kind, mine = self._kind, barrier.mine
-        slots = [slot.data_ptr() for slot in barrier.slots(turn, 1, torch.uint8)]
-        part_bytes = kind.numel * kind.dtype.itemsize
+        slots = [
+            memoryview(_memory_at(slot.data_ptr(), slot.nbytes)) for slot in barrier.slots(turn, self._shown_bytes, torch.uint8)
+        ]
         if self._operation is Operation.BROADCAST:
-            return (slots[mine], _nothing) if mine == kind.root else (0, _copy(slots[kind.root or 0], part_bytes))
+            return (slots[mine], _nothing) if mine == kind.root else (None, _copy(slots[kind.root or 0]))
         if self._operation is Operation.ALL_GATHER:
-            return slots[mine], _gather(slots, part_bytes)
-        offset_bytes = mine * part_bytes if self._operation is Operation.REDUCE_SCATTER else 0
+            return slots[mine], _gather(slots)
+        offset_bytes = mine * kind.numel * kind.dtype.itemsize if self._operation is Operation.REDUCE_SCATTER else 0
         terms = barrier.slots(turn, kind.numel, kind.dtype, offset_bytes)
         assert kind.op is not None
         return slots[mine], _reduce(always_of(terms, kind.op, kind.dtype))
@@ -90,19 +95,20 @@ def _nothing(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     """Nobody overwrites a root's tensor."""
 
 
-def _copy(slot: int, nbytes: int) -> _Read:
+def _copy(slot: memoryview) -> _Read:
     def read(tensor: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - one is the other
-        memmove(tensor.data_ptr(), slot, nbytes)
+        _memory_at(tensor.data_ptr(), slot.nbytes)[:] = slot
         mark_written(tensor)
 
     return read
 
 
-def _gather(slots: list[int], nbytes: int) -> _Read:
+def _gather(slots: list[memoryview]) -> _Read:
     def read(tensor: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - it is in a slot as well
-        start = whole.data_ptr()
-        for rank, slot in enumerate(slots):
-            memmove(start + rank * nbytes, slot, nbytes)
+        address = whole.data_ptr()
+        for slot in slots:
+            _memory_at(address, slot.nbytes)[:] = slot
+            address += slot.nbytes
         mark_written(whole)
 
     return read
