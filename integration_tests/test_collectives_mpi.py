@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -154,10 +153,11 @@ def test_wrong_device_is_named(mpi_group: ProcessGroup) -> None:
 @pytest.mark.parametrize("is_aware", [False, True])
 def test_tensors_of_a_device(monkeypatch: pytest.MonkeyPatch, is_aware: bool) -> None:
     """Staged, or handed to MPI directly, as the test of its awareness says; by a device that the CPU plays."""
+    from syncline.collectives.backends.mpi import connection
+
     device = RecordingDevice()
-    backend_module = sys.modules["syncline.collectives.backends.mpi.backend"]
-    monkeypatch.setattr(backend_module, "cuda_runtime", lambda: device)
-    monkeypatch.setattr(backend_module, "_cuda_awareness", lambda: CudaAwareness(is_aware, ""))
+    monkeypatch.setattr(connection, "cuda_runtime", lambda: device)
+    monkeypatch.setattr(connection, "_cuda_awareness", lambda: CudaAwareness(is_aware, ""))
     group = connect("mpi")
     device.log.clear()  # the host's messages with which the ranks agreed on their options
     tensor = torch.arange(20_000.0) * (group.rank + 1)
@@ -176,7 +176,9 @@ def test_tensors_of_a_device(monkeypatch: pytest.MonkeyPatch, is_aware: bool) ->
 
 def test_a_group_for_the_host_alone_asks_nothing_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """As beside NCCL, where the test of CUDA memory would be a process on each rank for nothing."""
-    monkeypatch.setattr(sys.modules["syncline.collectives.backends.mpi.backend"], "cuda_runtime", pytest.fail)
+    from syncline.collectives.backends.mpi import connection
+
+    monkeypatch.setattr(connection, "cuda_runtime", pytest.fail)
     request = ConnectRequest(detect_launch(os.environ), None, None, None, timeout_s=30.0, devices=frozenset({"cpu"}))
     group = load_backend("mpi").connect(request)
     assert group.device_types == {"cpu"}

@@ -98,6 +98,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "job_abort",
         "node",
         "reunion",
+        "connection",
         "backend",
     ),
     f"{COLLECTIVES}.backends.mpi.node": (
