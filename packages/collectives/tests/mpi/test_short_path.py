@@ -1,11 +1,12 @@
-"""How many functions a small all-reduce by a kept plan calls: features add up there, each too small for a timing."""
+"""How many functions a small collective by a kept plan calls: features add up there, each too small for a timing."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 pytest.importorskip("mpi4py")
 
-from syncline.collectives import ReduceOp, all_reduce
+from syncline.collectives import ReduceOp, all_reduce, broadcast
 from syncline.collectives.backends.in_process import InProcessTransport, SharedState
 from syncline.collectives.backends.mpi.node.algorithm import Operation, size_of
 from syncline.collectives.backends.mpi.node.eager_exchange import EagerExchange
@@ -28,10 +29,6 @@ from syncline.collectives.host.shared_memory.segment import Segment, create_file
 from syncline.collectives.host.transport import CallKind, Plan
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's")
-
-# What one call needs. Whoever adds a function takes another one out, or says in docs/figures.md what it is for and costs.
-MOST_PYTHON_FUNCTIONS = 14
-MOST_BUILTINS = 18
 
 SLOT_BYTES = 1024
 CALL_BYTES = 16
@@ -57,8 +54,8 @@ class EagerTransport(InProcessTransport):
         self._sync: Any = BarrierSync(barrier)
 
     def plan(self, kind: CallKind) -> Plan:
-        size = size_of(Operation.ALL_REDUCE, CALL_BYTES, 2)
-        return EagerExchange(PlanRequest(kind, Operation.ALL_REDUCE, size, None, self._sync), None)
+        operation = Operation[kind.name.upper()]
+        return EagerExchange(PlanRequest(kind, operation, size_of(operation, CALL_BYTES, 2), None, self._sync), None)
 
 
 class Peer:
@@ -84,8 +81,8 @@ def barriers() -> Iterator[list[ShmBarrier]]:
         os.close(file)
 
 
-def functions_called_by(tensor: torch.Tensor) -> tuple[list[str], list[str]]:
-    """Those of Python, and builtins, in their order, of one `all_reduce`."""
+def functions_called_by(call: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> tuple[list[str], list[str]]:
+    """Those of Python, and builtins, in their order."""
     ours: list[str] = []
     builtins: list[str] = []
 
@@ -97,27 +94,44 @@ def functions_called_by(tensor: torch.Tensor) -> tuple[list[str], list[str]]:
 
     sys.setprofile(note)
     try:
-        all_reduce(tensor)
+        call(tensor)
     finally:
         sys.setprofile(None)
     builtins.remove("setprofile")
     return ours, builtins
 
 
-def test_a_small_all_reduce_by_a_kept_plan_calls_few_functions(
-    barriers: list[ShmBarrier], monkeypatch: pytest.MonkeyPatch
+# With how many of Python's functions and how many builtins each call needs. Whoever adds one takes another one out, or says in
+# docs/figures.md what it is for and what it costs.
+CALLS = [
+    (CallKind("all_reduce", ReduceOp.SUM, None, torch.float32, 4), all_reduce, 6.0, 15, 18),
+    (CallKind("broadcast", None, 1, torch.float32, 4), partial(broadcast, src=1), 3.0, 18, 21),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "expected", "most", "most_builtins"), CALLS, ids=lambda value: getattr(value, "name", "")
+)
+def test_a_small_call_by_a_kept_plan_calls_few_functions(
+    barriers: list[ShmBarrier],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: CallKind,
+    call: Callable[[torch.Tensor], object],
+    expected: float,
+    most: int,
+    most_builtins: int,
 ) -> None:
     peer = Peer(barriers[1])
     calls = Departures(list).group("default", [0, 1])
     group = HostGroup(EagerTransport(barriers[0]), 0, 2, timeout_s=20, calls=calls)
     monkeypatch.setattr(default_group, "_default", group)
-    tensor, digest = torch.zeros(4), CallKind("all_reduce", ReduceOp.SUM, None, torch.float32, 4).digest()
+    tensor = torch.zeros(4)
     for number in range(3):  # the first makes the plan
-        peer.arrive(torch.full((4,), number + 1.0), digest)
-        ours, builtins = functions_called_by(tensor)
-    assert tensor.tolist() == [6.0] * 4
+        peer.arrive(torch.full((4,), number + 1.0), kind.digest())
+        ours, builtins = functions_called_by(call, tensor)
+    assert tensor.tolist() == [expected] * 4
+    assert group.algorithm_of(kind.name, tensor) == "eager"
     assert all(record.where.startswith("test_short_path.py:") for record in group.recorder.records())
-    assert group.algorithm_of("all_reduce", tensor) == "eager"
-    assert len(ours) <= MOST_PYTHON_FUNCTIONS, " ".join(ours)
-    assert len(builtins) <= MOST_BUILTINS, " ".join(builtins)
+    assert len(ours) <= most, " ".join(ours)
+    assert len(builtins) <= most_builtins, " ".join(builtins)
     group.abort()

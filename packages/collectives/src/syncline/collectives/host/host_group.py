@@ -52,16 +52,26 @@ class HostGroup(HostExchanges):
         Note [Plans]
         ~~~~~~~~~~~~
         A transport may decide how it does calls of a kind (same collective, reduction, root, dtype and number of elements) at
-        the first of them, and the group keeps the plan. For an `all_reduce` that comes again on a simple tensor, what was
-        checked then holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
+        the first of them, and the group keeps the plan. For an `all_reduce` or a `broadcast` that comes again on a simple
+        tensor, what was checked then holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
         """
-        is_usual = not (async_op or self._check_calls or observers or self._callbacks.running or profiler_runs())
-        if is_usual and type(op) is ReduceOp and checks.is_simple(tensor):  # a closed group has no plans
-            kept = self._plans.get(("all_reduce", op, None, tensor.dtype, tensor.numel()))
-            is_served = kept is not None and not (kept.is_complex and tensor.is_conj())
-            if is_served and self._progress.run_here(self._run_plan, kept, tensor):
-                return FinishedWork([tensor])
+        if not async_op and type(op) is ReduceOp and self._ran_at_once("all_reduce", op, None, tensor):
+            return FinishedWork([tensor])
         return super().all_reduce(tensor, op, async_op=async_op)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Work:
+        """As `ProcessGroup.broadcast`; see Note [Plans]."""
+        if not async_op and self._ran_at_once("broadcast", None, root, tensor):
+            return FinishedWork([tensor])
+        return super().broadcast(tensor, root, async_op=async_op)
+
+    def _ran_at_once(self, name: str, op: Reduction | None, root: int | None, tensor: torch.Tensor) -> bool:
+        """Whether a plan is kept for the call, nothing has to be done but that, and it was done."""
+        if self._check_calls or observers or self._callbacks.running or profiler_runs() or not checks.is_simple(tensor):
+            return False
+        kept = self._plans.get((name, op, root, tensor.dtype, tensor.numel()))  # a closed group has none
+        is_served = kept is not None and not (kept.is_complex and tensor.is_conj())
+        return is_served and self._progress.run_here(self._run_plan, kept, tensor)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
         """As `ProcessGroup.algorithm_of`: what the plan of the latest such call took."""

@@ -312,7 +312,7 @@ class SerialGroup(ProcessGroup):
     def _run_plan(self, kept: KeptPlan, tensor: torch.Tensor) -> None:
         """Issue a call by a kept plan, and run it; see Note [Plans]."""
         self._callbacks.issued += 1  # nobody is inside a callback
-        entry = self.recorder.issue_kind(next(self._sequence), kept.what, tensor.shape, 4)
+        entry = self.recorder.issue_kind(next(self._sequence), kept.what, tensor.shape, 5)
         self._run(kept, tensor, entry)
 
     def _run_into(self, work: PendingWork, issued_call: IssuedCall, entry: Entry) -> None:
