@@ -221,12 +221,12 @@ class QueuedChildren(Progress):
     """Breaks rule 3: a task issued in a callback goes to the end of the queue, where other ranks may have put others."""
 
     def enqueue(self, task) -> None:
-        with self._condition:
+        with self._changed:
             self._queue.append(task)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, daemon=True)
                 self._thread.start()
-            self._condition.notify_all()
+            self._changed.notify_all()
 
     def run_here(self, task, *arguments) -> bool:
         return False if self.is_running_here() else super().run_here(task, *arguments)
