@@ -98,7 +98,9 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
     # ---- what it does ----
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
-        """The algorithm that the latest call of a collective on tensors like this one took on this rank.
+        """The algorithm that calls of a collective on tensors like this one take on this rank.
+
+        Of calls that differ in reduction or root, which may take others, those are told of whose kind was new last.
 
         Args:
             name: the method's name, such as "all_reduce".

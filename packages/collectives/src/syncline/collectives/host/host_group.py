@@ -74,7 +74,7 @@ class HostGroup(HostExchanges):
         return is_served and self._progress.run_here(self._run_plan, kept, tensor)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        """As `ProcessGroup.algorithm_of`: what the plan of the latest such call took."""
+        """As `ProcessGroup.algorithm_of`: what the plan took that was made last."""
         for kind, kept in reversed(self._plans.items()):
             if (kind[0], *kind[3:]) == (name, tensor.dtype, tensor.numel()):
                 return kept.plan.algorithm
