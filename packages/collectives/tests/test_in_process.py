@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
@@ -210,6 +211,21 @@ def test_a_subset_of_a_name_that_was_used_before_is_a_new_one() -> None:
             assert received.item() == 7.0
         second.all_reduce(torch.ones(1))
         second.close()
+
+    run_ranks(2, body)
+
+
+def test_the_thread_of_a_group_that_nobody_holds_ends() -> None:
+    def body(group: ProcessGroup) -> None:
+        dropped = group.subset([0, 1], "dropped")
+        dropped.all_reduce(torch.ones(1), async_op=True).wait()
+        thread = dropped._progress._thread
+        assert thread is not None
+        assert thread.is_alive()
+        del dropped
+        gc.collect()
+        thread.join(30)
+        assert not thread.is_alive()
 
     run_ranks(2, body)
 

@@ -124,6 +124,19 @@ class Progress:
             self._stopping = True
             self._changed.notify_all()
 
+    def drop(self) -> None:
+        """`stop`, from the finalizer of whoever holds it: it may run in a collection of garbage while this thread has the lock.
+
+        Then nobody is woken. Whoever has the lock either waits no more, or looks at `_stopping` before the next wait; at worst
+        the thread sleeps on.
+        """
+        self._stopping = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._condition.notify_all()
+            finally:
+                self._lock.release()
+
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is queued."""
         return not (self._turn.locked() or self._queue)

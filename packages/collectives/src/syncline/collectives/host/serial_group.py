@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -102,6 +103,7 @@ class SerialGroup(ProcessGroup):
         self._device = device
         self._device_types = _CPU if device is None else _CPU | {device.device_type}
         self._progress = Progress(f"syncline-{name}-rank{rank}")
+        weakref.finalize(self, self._progress.drop).atexit = False
         self._sequence = itertools.count()
         self._callbacks = CallbackOrder()
         self._splits_made = itertools.count()
