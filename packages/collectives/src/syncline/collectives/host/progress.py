@@ -125,17 +125,16 @@ class Progress:
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """`stop`, from the finalizer of whoever holds it: it may run in a collection of garbage while this thread has the lock.
+        """`stop`, from the finalizer of whoever holds it: on any thread, whatever locks that one has, so it waits for no lock.
 
-        Then nobody is woken. Whoever has the lock either waits no more, or looks at `_stopping` before the next wait; at worst
-        the thread sleeps on.
+        While another thread has the lock, nobody is woken; at worst the progress thread sleeps on.
         """
         self._stopping = True
-        if self._lock.acquire(blocking=False):
+        if self._changed.acquire(blocking=False):
             try:
-                self._condition.notify_all()
+                self._changed.notify_all()
             finally:
-                self._lock.release()
+                self._changed.release()
 
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is queued."""
@@ -176,7 +175,6 @@ def _run_queues_here(is_done: Callable[[], bool]) -> None:
 # thread gets a little time to finish what is in flight.
 _EXIT_S = 5.0
 _started: weakref.WeakSet[Progress] = weakref.WeakSet()
-
 
 before_blocking.append(_run_queues_here)
 
