@@ -7,6 +7,7 @@ import re
 from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -82,6 +83,14 @@ def test_what_torchs_ddp_has_and_ours_lacks_is_a_documented_difference() -> None
     text = (REFERENCE / "differences.md").read_text()
     assert sorted(name for name in lacking if f"`{name}`" not in text) == []
     assert "gather" in lacking, "or nothing was compared"
+
+
+def test_functions_of_torch_distributed_that_ours_lack_are_a_documented_difference() -> None:
+    theirs = [name for name, value in vars(dist).items() if type(value) is FunctionType and name[0] != "_"]
+    lacking = [name for name in theirs if not hasattr(syncline.collectives, name)]
+    text = (REFERENCE / "differences.md").read_text()
+    assert "get_backend" in lacking, "or nothing was compared"
+    assert [name for name in lacking if f"`{name}`" not in text] == []
 
 
 def test_every_error_is_documented() -> None:
