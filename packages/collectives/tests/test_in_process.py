@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ from syncline.collectives import (
     ProcessGroup,
     TransportError,
 )
-from syncline.collectives.backends.in_process import backend, create_groups
+from syncline.collectives.backends.in_process import InProcessTransport, SharedState, backend, create_groups
+from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.host import serial_group
+from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.launch import Launch
 from syncline.collectives.testing import run_ranks
@@ -213,6 +217,36 @@ def test_a_subset_of_a_name_that_was_used_before_is_a_new_one() -> None:
         second.close()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("numel", [None, 3])
+def test_an_abort_does_not_miss_the_call_that_is_about_to_start(numel: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over MPI nothing else would end it before its time."""
+    ran: list[str] = []
+
+    class Deaf(InProcessTransport):
+        def barrier(self, *_: object) -> None:
+            ran.append("barrier")
+
+        def all_reduce(self, *_: object) -> None:
+            ran.append("all_reduce")
+
+        def abort(self) -> None:
+            pass
+
+    class AbortedMeanwhile(Deadline):
+        """Another thread aborts the group between the look at its state and the start of the call."""
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            group.abort()
+
+    group = HostGroup(Deaf(SharedState(1), 0), 0, 1, timeout_s=10)
+    monkeypatch.setattr(serial_group, "Deadline", AbortedMeanwhile)
+    with pytest.raises(TransportError, match="aborted"):
+        group.barrier() if numel is None else group.all_reduce(torch.ones(numel))
+    assert not ran
+    assert group.running_deadline is None
 
 
 def test_the_thread_of_a_group_that_nobody_holds_ends() -> None:

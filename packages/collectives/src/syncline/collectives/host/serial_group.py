@@ -330,16 +330,18 @@ class SerialGroup(ProcessGroup):
     def _run(self, task: Runnable, tensor: Any, entry: Entry) -> None:
         """Run one collective to its end. What goes wrong is the group's first failure."""
         recorder, sequence, verification = self.recorder, entry[NUMBER], self._verification
-        if self._first_failure is not None:
-            recorder.fail(entry)
-            raise self._failed_before(task.collective(tensor), sequence)
-        recorder.begin(entry)
         interrupt = self._reason_to_give_up
         if sequence is None:  # not all ranks issue it
             verification, interrupt = None, self.reason_to_give_up
-        elif self._calls is not None:
-            self._calls.started += 1
+        # In this order: `abort` notes the failure first, then cancels the deadline that it finds.
         deadline = self._deadline = Deadline(self.timeout_s, interrupt)
+        if self._first_failure is not None:
+            self._deadline = None
+            recorder.fail(entry)
+            raise self._failed_before(task.collective(tensor), sequence)
+        recorder.begin(entry)
+        if sequence is not None and self._calls is not None:
+            self._calls.started += 1
         try:
             if verification is not None:
                 verification.add(task.digest)
