@@ -119,6 +119,7 @@ class Training:
         self.sampler = ElasticSampler(12 * STEPS, 12)
         samples = TensorDataset(torch.arange(12.0 * STEPS, dtype=torch.float64).float().view(-1, 1))
         self.loader = DataLoader(samples, batch_sampler=self.sampler)
+        self.bodies_that_ended = 0
         self.elastic = Elastic(self.model, self.optimizer, self.sampler, patience_s=20, **limits)  # type: ignore[arg-type]
 
     def run(self, at: Callable[[str, int], None] = lambda moment, step: None) -> float:
@@ -132,6 +133,7 @@ class Training:
                 loss.backward()
                 at("agreement", step)
                 self.optimizer.step()
+                self.bodies_that_ended += 1
                 at("applied", step)
         return float(self.model.module.weight.detach())
 
@@ -193,6 +195,7 @@ def test_who_is_left_applies_each_batch_once(moment: str, victim: int) -> None:
         training = trainings[rank]
         assert training is not None
         assert (training.elastic.lost_ranks, training.elastic.applied_steps) == ([victim], STEPS)
+        assert training.bodies_that_ended == STEPS  # a scheduler's step, say, belongs behind the optimizer's
         assert len(training.elastic.recovery_s) == 1
         assert training.model.join_process_group.size == 2
 
