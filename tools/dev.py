@@ -160,9 +160,8 @@ def types(_: argparse.Namespace) -> int:
     """Check the types of each layer on its own, then of the tools and the example."""
     mypy = (PYTHON, "-m", "mypy", "--config-file", ROOT / "pyproject.toml")
     layers = [(*mypy, ROOT / "packages" / layer / "src") for layer in LAYERS]
-    scripts: list[Sequence[str | Path]]
-    scripts = [(*mypy, *sorted(folder.glob("*.py"))) for folder in (ROOT / "tools", TEST_SUPPORT, BENCHMARKS, DIGITS.parent)]
-    return _all_of(*layers, *scripts)
+    scripts = [path for folder in (ROOT / "tools", TEST_SUPPORT, BENCHMARKS, DIGITS.parent) for path in folder.glob("*.py")]
+    return _all_of(*layers, (*mypy, *sorted(scripts)))
 
 
 def docs(options: argparse.Namespace) -> int:

@@ -42,8 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found: dict[str, Any] = json.loads((folder / "steps.json").read_text())
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
-    rows = [("model", "without, ms", "with Elastic, ms", "ratio", "of the same", "processor time", "of the same")]
-    parts = [("model", "agreement, us", "processor", "snapshot, us", "processor")]
+    rows: list[tuple[str, ...]] = [
+        ("model", "without, ms", "with Elastic, ms", "ratio", "of the same", "processor time", "of the same")
+    ]
+    parts: list[tuple[str, ...]] = [("model", "agreement, us", "processor", "snapshot, us", "processor")]
     for case, of in found.items():
         ratios = [_ratio(of[name][kind], of["plain"][kind]) for kind in ("wall_s", "cpu_s") for name in ("elastic", "again")]
         rows.append((case, *(Summary.of(of[name]["wall_s"]).in_ms() for name in ("plain", "elastic")), *ratios))

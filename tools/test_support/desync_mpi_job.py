@@ -23,7 +23,7 @@ from test_support.desync_programs import NUMELS, TIMEOUT_S, catalogue, outcome
 
 def main(folder: Path, name: str, size: str) -> None:
     """Run this rank."""
-    timeout_report._GRACE_S = 0.5
+    timeout_report._LISTEN_S, timeout_report._TELL_EVERY_S = 0.5, 0.1
     world = MPI.COMM_WORLD
     transport = NodeTransport(world.Dup(), split=lambda communicator: communicator.Split(communicator.Get_rank(), 0))
     members = dict(enumerate(world.allgather(own_identity())))
