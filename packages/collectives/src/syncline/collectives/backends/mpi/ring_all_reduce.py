@@ -34,8 +34,8 @@ class RingAllReduce:
     Every wait is for a single message and has the deadline, also with MPI libraries whose collectives must block to be fast.
     The same inputs give the same bits in every run, and on every rank: each part is reduced by one chain of ranks.
 
-    Cost, for n bytes and p ranks: each sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: `LANDING_BYTES`, and in Open MPI
-    up to n/p on a rank that is slower than its network.
+    Cost, for n bytes and p ranks: each sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: `LANDING_BYTES`, and in Open
+    MPI up to n/p on a rank that is slower than its network.
 
     Why not MPI's own: MPICH's over TCP sends a part as a whole, then reduces it as a whole, so that wire and processor wait for
     each other: 25 MiB between two hosts of 1 Gbit/s took it 1.5 to 1.8 times as long (see docs/figures.md, "Between hosts").
