@@ -60,6 +60,20 @@ def gradients(hook: Any, state: Any, rank: int) -> list[list[torch.Tensor]]:
     return history
 
 
+def diloco_parameters(group: Any, rank: int, sync_every: int) -> list[list[torch.Tensor]]:
+    """All parameters after eight steps of DiLoCo on data of this rank's own."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = hooks.DiLoCoOptimizer(inner, model.named_parameters(), group, sync_every=sync_every)
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(SHARE, 6, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return [[parameter.detach().clone() for parameter in model.parameters()]]
+
+
 def all_gradients(rank: int) -> dict[str, list[list[torch.Tensor]]]:
     """By the hook's name; ours also with the group as the state."""
     found = {name: gradients(hook, None, rank) for name, hook in HOOKS.items()}
@@ -72,6 +86,9 @@ def all_gradients(rank: int) -> dict[str, list[list[torch.Tensor]]]:
     found["schedule"] = gradients(hooks.schedule_hook, hooks.ScheduleState(phases), rank)
     local = hooks.PostLocalSGDState(None, None, 2, post_local_gradient_allreduce=False)
     found["post-local"] = gradients(hooks.post_localSGD_hook, local, rank)
+    found["diloco"] = diloco_parameters(None, rank, 4)
+    found["diloco-group"] = diloco_parameters(dist.group.WORLD, rank, 4)
+    found["diloco-not-synchronised"] = diloco_parameters(None, rank, 9)
     return found
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,21 @@ def test_replicas_are_bitwise_equal_after_an_outer_step(compressor: Any, fragmen
     assert run_ranks(2, body) == [(False, True)] * 2
 
 
+@pytest.mark.parametrize("compressor", [None, Int4()])
+def test_replicas_are_bitwise_equal_after_each_outer_step_and_only_then(compressor: Any) -> None:
+    def body(group: ProcessGroup) -> list[bool]:
+        model = small_model()
+        optimizer = DiLoCoOptimizer(inner(model), model.named_parameters(), group, sync_every=4, compressor=compressor)
+        are_equal = []
+        for step in range(12):
+            train(model, optimizer, group.rank, range(step, step + 1))
+            everyone = exchange_objects(values(model), group=group)
+            are_equal.append(all(equal(everyone[0], other) for other in everyone))
+        return are_equal
+
+    assert run_ranks(3, body) == [[False, False, False, True] * 3] * 3
+
+
 def test_every_rank_begins_with_the_first_ones_parameters() -> None:
     def body(group: ProcessGroup) -> list[torch.Tensor]:
         model = small_model()
@@ -219,6 +235,26 @@ def test_bytes_are_those_of_all_parameters_every_h_steps() -> None:
 
     for sent, nbytes in run_ranks(2, body):
         assert sent == 2 * nbytes
+
+
+@pytest.mark.parametrize(("compressor", "fewer"), [(None, 1), (Int8(), 3)])
+def test_a_stream_sends_at_most_a_fragment_in_a_step(compressor: Any, fewer: int) -> None:
+    """Eight layers of one size in eight fragments; Int8 sends a quarter, and its scales."""
+
+    def body(group: ProcessGroup) -> tuple[int, int]:
+        model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(8)])
+        optimizer = DiLoCoOptimizer(
+            inner(model), model.named_parameters(), group, sync_every=16, fragments=8, overlap_steps=2, compressor=compressor
+        )
+        sent = [0]
+        for _ in range(32):
+            model(torch.ones(1, 16)).sum().backward()
+            optimizer.step()
+            sent.append(optimizer.statistics.bytes_sent)
+        return max(after - before for before, after in itertools.pairwise(sent)), 8 * 16 * 16 * 4
+
+    for most, whole in run_ranks(2, body):
+        assert 0 < fewer * most <= whole / 8
 
 
 # ---- resuming ----

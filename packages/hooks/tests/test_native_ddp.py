@@ -98,3 +98,10 @@ def test_post_local_sgd_averages_until_its_start(by_rank: list[Gradients]) -> No
         torch.testing.assert_close(found["post-local"][:2], found["none"][:2])
     for found in by_rank[1:]:
         assert differ(found["post-local"][2:], by_rank[0]["post-local"][2:])
+
+
+def test_diloco_takes_torchs_groups(by_rank: list[Gradients]) -> None:
+    for found in by_rank:
+        assert not differ(found["diloco"], by_rank[0]["diloco"])
+        assert not differ(found["diloco-group"], by_rank[0]["diloco"])
+        assert differ(found["diloco"], found["diloco-not-synchronised"])
