@@ -39,7 +39,6 @@ _TIMEOUT_S = 500.0
 _JOB = Path(__file__).with_name("growth_job.py")
 _OVER_TCP = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
 _MEMORY_OF = ("start of MPI", "start-up", "new_group", "construction of DDP")  # elsewhere it is a page more or less
-_OF_A_CALL = ("a call without handshake", "the same with handshake")
 
 Found = dict[str, list[Counts]]
 """By phase what each rank counted."""
@@ -83,10 +82,7 @@ def count(over: str, job: Job) -> Found:
         finally:
             server.close()
         ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(job.ranks)]
-    found = {phase: [Counts(**rank[phase]) for rank in ranks] for phase in ranks[0]}
-    without, whole = (found.pop(phase) for phase in _OF_A_CALL)
-    found["handshake"] = [counted.since(before) for counted, before in zip(whole, without, strict=True)]
-    return found
+    return {phase: [Counts(**rank[phase]) for rank in ranks] for phase in ranks[0]}
 
 
 def _over_gloo(ranks: int, folder: Path) -> None:
@@ -130,8 +126,6 @@ def compared(over: str, found: Mapping[int, Found], per_host: int) -> tuple[list
 
 def _is_shown(phase: str, what: str, points: Points) -> bool:
     if what == "memory_bytes" and phase not in _MEMORY_OF:
-        return False
-    if what == "message_bytes" and phase == "handshake":  # the call with it is a little larger
         return False
     return any(value for _, value in points)
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.growth_counting import CountingStore, Counts, counts
 from syncline.collectives import CollectiveTimeout, ProcessGroup, get_default_group, init_process_group, new_group
+from syncline.collectives.contract.collective import Collective
+from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.contract.running_call import RunningCall
 from syncline.ddp import DistributedDataParallel
 
-_SETTLE_S = 0.2
-"""The kernel's counters are read when nobody has sent anything for so long."""
+_SETTLE_S = 0.3
+"""The kernel's counters are read so long after all ranks have done what is counted."""
+_HANDSHAKE_S = 30.0
 _LIMIT_S = 1.0
 """Of the group in which a rank does not come."""
-_SMALL, _LARGE = 8_000, 8_192
-"""Elements of float32 just below and at the size from which calls over MPI have a presync."""
 
 
 class Count:
@@ -29,19 +33,26 @@ class Count:
 
     Args:
         store: in which the ranks meet, or None.
+        meet: returns when all ranks have come to the moment of that name; sends nothing that is counted.
     """
 
-    def __init__(self, store: CountingStore | None) -> None:
+    def __init__(self, store: CountingStore | None, meet: Callable[[str], None]) -> None:
         self.phases: dict[str, Counts] = {}
         self._store = store
+        self._meet = meet
 
     def during(self, phase: str, action: Callable[[], object]) -> None:
         """Count what an action sends that all ranks take."""
-        time.sleep(_SETTLE_S)
-        before = counts(self._store)
+        before = self._counts(f"before {phase}")
         action()
+        self.phases[phase] = self._counts(phase).since(before)
+
+    def _counts(self, moment: str) -> Counts:
+        self._meet(moment)
         time.sleep(_SETTLE_S)
-        self.phases[phase] = counts(self._store).since(before)
+        found = counts(self._store)
+        self._meet(f"{moment}, counted")
+        return found
 
 
 def main(place: str, size: int, folder: Path) -> None:
@@ -49,7 +60,7 @@ def main(place: str, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     options = json.loads((folder / "options.json").read_text())
     store = None if place == "mpi" else CountingStore(*options["store"])
-    count = Count(store)
+    count = Count(store, functools.partial(_meet, folder, size))
     if place == "mpi":
         count.during("start of MPI", lambda: _play_hosts(options["per_host"]))
         count.during("start-up", lambda: init_process_group("mpi"))
@@ -72,11 +83,11 @@ def main(place: str, size: int, folder: Path) -> None:
 def _count_calls(count: Count, group: ProcessGroup) -> None:
     """The first call of each kind makes plans, connections and the barrier in shared memory: the second counts."""
     calls: dict[str, Callable[[], object]] = {
-        "a call without handshake": functools.partial(_all_reduce, group, _SMALL),
-        "the same with handshake": functools.partial(_all_reduce, group, _LARGE),
         "allocate": functools.partial(group.allocate, 1 << 20, torch.float32),
         "comparison of calls": functools.partial(_compare, group),
     }
+    if group.backend_name == "mpi":
+        calls["handshake"] = functools.partial(_shake_hands, group)
     for call in calls.values():
         call()
     for name, call in calls.items():
@@ -96,8 +107,16 @@ def _count_training(count: Count, group: ProcessGroup) -> None:
     count.during("step", step)
 
 
-def _all_reduce(group: ProcessGroup, numel: int) -> None:
-    group.all_reduce(torch.ones(numel))
+def _meet(folder: Path, size: int, moment: str) -> None:
+    """By files, of which each rank makes one."""
+    (folder / f"{moment} {os.getpid()}").touch()
+    while len(list(folder.glob(f"{moment} *"))) < size:
+        time.sleep(0.02)
+
+
+def _shake_hands(group: Any) -> None:
+    """What comes before a large call; alone, because a large call is not always the same number of segments."""
+    group._transport._verify(RunningCall(Collective("handshake"), Deadline(_HANDSHAKE_S)))
 
 
 def _compare(group: ProcessGroup) -> None:
