@@ -74,6 +74,11 @@ def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
     return GroupFuture(devices_of(tensors))
 
 
+def _wait_as_torch_does(future: Any) -> None:
+    """What a work of torch's gives is of a base class of `AnyFuture`, though its type says otherwise."""
+    (AnyFuture.wait if isinstance(future, torch.futures.Future) else type(future).wait)(future)
+
+
 def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) -> TensorsFuture:
     """A future of `tensors`, there when all these are; it raises the error of the first of them that failed, as it is.
 
@@ -86,7 +91,8 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
     def settle() -> None:
         try:
             for future in futures:
-                AnyFuture.wait(future)  # it is done; on CUDA, the current stream is ordered after it
+                # It is done; on CUDA, the current stream is ordered after it.
+                _wait_as_torch_does(future)
         except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
             joined.set_exception(error)  # type: ignore[arg-type]  # torch says "result: T"
         else:
