@@ -49,7 +49,9 @@ def test_as_the_table_says(variant: str, tmp_path: Path, preloaded: list[str]) -
         pytest.skip(f"there is no {mpiexec[0]}; install the extra [mpich], or set SYNCLINE_TEST_MPIEXEC")
     tests = chosen_for(variant, everything=FULL)
     outcomes = run_tests(variant, tests, RANKS, tmp_path, mpiexec, python=preloaded)
-    expected = {test: why for test, why in NOT_PASSING[variant].items() if test in tests}
+    if RANKS != 2:  # of more ranks torch skips some
+        outcomes = {test: outcome for test, outcome in outcomes.items() if outcome.kind != "skipped"}
+    expected = {test: why for test, why in NOT_PASSING[variant].items() if test in outcomes}
     found = surprises(outcomes, expected)
     assert not found, "\n".join(found)
 
