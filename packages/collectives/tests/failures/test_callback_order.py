@@ -19,6 +19,13 @@ def issue(group: ProcessGroup) -> Work:
     return group.all_reduce(torch.ones(2), async_op=True)
 
 
+def hold(group: ProcessGroup) -> threading.Event:
+    """Let nothing that is issued from now on begin before the event is set."""
+    event = threading.Event()
+    group._progress.enqueue(lambda: event.wait(60))
+    return event
+
+
 def test_a_collective_from_a_late_callback_is_refused() -> None:
     def body(group: ProcessGroup) -> None:
         errors: list[MisuseError] = []
@@ -153,17 +160,12 @@ def test_a_callback_may_wait_for_what_is_queued_behind_it(issue_later) -> None:
     """Only the thread that it runs on can run that."""
 
     def body(group: ProcessGroup) -> None:
-        is_issued, waited = threading.Event(), []
-
-        def callback(_: object) -> None:
-            is_issued.wait(30)
-            waited.append(later.wait())
-
-        first = issue(group)
-        first.get_future().add_done_callback(callback)
+        waited = []
+        is_issued = hold(group)
+        issue(group).get_future().add_done_callback(lambda _: waited.append(later.wait()))
         later = issue_later(group)
-        is_issued.set()
         last = issue(group)
+        is_issued.set()
         last.wait(30)
         assert len(waited) == 1
         group.barrier()
@@ -173,10 +175,10 @@ def test_a_callback_may_wait_for_what_is_queued_behind_it(issue_later) -> None:
 
 def test_a_work_with_a_limit_may_be_waited_for_in_a_callback() -> None:
     def body(group: ProcessGroup) -> None:
-        is_issued, errors = threading.Event(), []
+        errors = []
+        is_issued = hold(group)
 
         def callback(_: object) -> None:
-            is_issued.wait(30)
             try:
                 later.wait(20)
             except CollectiveTimeout as error:
@@ -184,8 +186,9 @@ def test_a_work_with_a_limit_may_be_waited_for_in_a_callback() -> None:
 
         issue(group).get_future().add_done_callback(callback)
         later = group.all_reduce(torch.eye(2).to_sparse(), async_op=True)
+        last = issue(group)
         is_issued.set()
-        issue(group).wait(60)
+        last.wait(60)
         assert not errors
 
     run_ranks(2, body)
