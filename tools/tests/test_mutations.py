@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import mutations
-from commands import Outcome, ToolError
+from commands import ROOT, Outcome, ToolError
 
 ENTRY = '[[mutation]]\nname = "n"\nfile = "f"\nold = "a"\nnew = "b"\ntests = ["t"]\n'
 
@@ -14,6 +16,17 @@ def test_the_list_is_well_formed_and_large() -> None:
     found = mutations.load(mutations.LIST.read_text())
     assert len(found) >= 40
     assert {mutation.layer for mutation in found} == {"collectives", "reducer", "ddp", "hooks"}
+
+
+def test_every_break_fits_the_source_and_has_its_tests_and_its_row() -> None:
+    """Else one that no longer fits is found only when somebody tries them all, which takes an hour."""
+    found = mutations.load(mutations.LIST.read_text())
+    rows = re.findall(r"^\| \w+ \| (.+?) \| caught \|", (ROOT / "docs" / "breaks.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(mutation.name for mutation in found)
+    for mutation in found:
+        mutation.apply((ROOT / "packages" / mutation.file).read_text())
+        for test in mutation.tests:
+            assert any((ROOT / folder / test).exists() for folder in ("packages", ".")), f"{mutation.name}: no {test}"
 
 
 @pytest.mark.parametrize(
