@@ -220,13 +220,14 @@ def test_the_suite_sees_gaps_that_are_written() -> None:
 class QueuedChildren(Progress):
     """Breaks rule 3: a task issued in a callback goes to the end of the queue, where other ranks may have put others."""
 
-    def enqueue(self, task) -> None:
+    def enqueue(self, task) -> bool:
         with self._changed:
             self._queue.append(task)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+        return True
 
     def run_here(self, task, *arguments) -> bool:
         return False if self.is_running_here() else super().run_here(task, *arguments)
