@@ -59,7 +59,7 @@ def make_group(request: pytest.FixtureRequest, job: Any, monkeypatch: pytest.Mon
 
     from syncline.collectives.backends.mpi import timeout_report
 
-    monkeypatch.setattr(timeout_report, "_GRACE_S", 0.5)  # the programs that end in a time-out are many
+    monkeypatch.setattr(timeout_report, "_LISTEN_S", 0.5)  # the programs that end in a time-out are many
 
     def make(*, check_calls: bool) -> HostGroup:
         from syncline.collectives.backends.mpi.node.node_transport import NodeTransport

@@ -81,6 +81,9 @@ def test_a_receive_that_was_dropped_keeps_its_memory_until_the_message_has_come(
     transport.start_send(torch.ones(100), 0, 7).wait(Deadline(30))
     kept = memory()
     assert kept is not None
+    deadline = Deadline(30)
+    while kept[-1] == 0 and not deadline.expired():
+        MPI.COMM_SELF.Iprobe()  # Intel MPI delivers only while somebody asks
     assert kept.unique().tolist() == [1.0]
     del kept
     transport.start_send(torch.ones(1), 0, 8)  # whoever starts a transfer looks at what was dropped
