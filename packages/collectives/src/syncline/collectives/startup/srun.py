@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 PMIX, PMI2 = "pmix", "pmi2"
 
@@ -46,16 +46,16 @@ def srun_conflict(interface: str | None, vendor: str, is_from_pypi: bool) -> str
 
 # Note [Addresses through Slurm's PMI-2]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# Ranks of several nodes tell one another their addresses through Slurm. A request with a value of the greatest length that
-# Slurm announces is longer than the requests that it reads: it is cut ("value not properly terminated in client request").
-# MPICH sends such values where an address is longer than one value. Then it hangs, or ends the process with "Destination is
-# unreachable". UCX puts each network device into the address. Measured with MPICH 5.0.2 under Slurm 22.05.8: 11 devices work,
-# 13 do not.
-_MOST_DEVICES = 8
+# Ranks of several nodes tell one another their addresses through Slurm. Over UCX, which MPICH from PyPI takes by itself, each
+# rank tells nine pieces of some 700 characters: its address, and then whatever its memory holds, in a notation that is shorter
+# the more of that is zeros. So the length differs from run to run. Slurm cuts requests that are too long ("value not properly
+# terminated in client request"), and MPICH hangs, aborts, or goes on. Over OFI a rank tells 86 characters. Seen with MPICH
+# 5.0.2 (the requests by `mpiexec -verbose`) and Slurm 22.05.8.
+NETMOD = "MPIR_CVAR_CH4_NETMOD"
 
 
-def pmi2_conflict(interface: str | None, vendor: str, nodes: int, devices: Sequence[str], chosen: str | None) -> str | None:
-    """Why the addresses of MPICH's ranks would not get through Slurm, with the remedy, or None. A pure function.
+def pmi2_conflict(interface: str | None, vendor: str, nodes: int, netmod: str | None) -> str | None:
+    """Why the addresses of MPICH's ranks might not get through Slurm, with the remedy, or None. A pure function.
 
     See Note [Addresses through Slurm's PMI-2].
 
@@ -63,15 +63,14 @@ def pmi2_conflict(interface: str | None, vendor: str, nodes: int, devices: Seque
         interface: see `interface_of_srun`.
         vendor: the library's name, as `MPI.get_vendor` says it.
         nodes: the number of nodes of the step.
-        devices: the names of this node's network devices.
-        chosen: the value of UCX_NET_DEVICES, or None.
+        netmod: the value of MPIR_CVAR_CH4_NETMOD, or None.
     """
-    if interface != PMI2 or vendor != "MPICH" or nodes < 2 or len(devices) <= _MOST_DEVICES or chosen:
+    if interface != PMI2 or vendor != "MPICH" or nodes < 2 or netmod == "ofi":
         return None
     return (
-        f"srun --mpi=pmi2 started {vendor} on {nodes} nodes, and this one has {len(devices)} network devices "
-        f"({', '.join(sorted(devices))}): Slurm's PMI-2 cuts addresses that name so many, and MPICH then hangs or aborts. "
-        "Set UCX_NET_DEVICES to the device that joins the nodes, such as UCX_NET_DEVICES=eth0"
+        f"srun --mpi=pmi2 started {vendor} from PyPI on {nodes} nodes: what its ranks tell one another over UCX can be longer "
+        "than Slurm's PMI-2 lets through, and MPICH then hangs or aborts, in some runs and not in others. Let it communicate "
+        f"over OFI: `export {NETMOD}=ofi` before srun"
     )
 
 

@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from .srun import interface_of_srun, pmi2_conflict, srun_conflict
+from .srun import NETMOD, interface_of_srun, pmi2_conflict, srun_conflict
 
 # In a process of its own: here, loading the library would start it, as users of mpi4py expect.
 _TELL = """
@@ -37,14 +37,7 @@ def srun_problem() -> str | None:
     if conflict is not None or not is_from_pypi:
         return conflict
     nodes = os.environ.get("SLURM_STEP_NUM_NODES", "")
-    chosen = os.environ.get("UCX_NET_DEVICES")
-    return pmi2_conflict(interface, vendor, int(nodes) if nodes.isdigit() else 1, _network_devices(), chosen)
-
-
-def _network_devices() -> list[str]:
-    """Those that are not known to be down."""
-    found = Path("/sys/class/net").glob("*/operstate")
-    return [path.parent.name for path in found if path.read_text().strip() != "down"]
+    return pmi2_conflict(interface, vendor, int(nodes) if nodes.isdigit() else 1, os.environ.get(NETMOD))
 
 
 def _is_from_pypi(vendor: str, library: str) -> bool:
