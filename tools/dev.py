@@ -80,8 +80,17 @@ DEFAULT_FILES = {
 }
 # Files of tests that start jobs and take long are parts of their own. The longest come first: none is left over at the end.
 UNIT_PARTS = ("collectives", "reducer", "ddp", "tools", "hooks")
-LONG_LAUNCHES = ("test_slurm.py", "test_launching.py", "test_torch_suite.py")
-LONGEST = ("unit collectives", "launch others", "unit ddp", "launch test_slurm", "unit reducer", "unit tools", "unit hooks")
+LONG_LAUNCHES = ("test_slurm.py", "test_launching.py", "test_torch_suite.py", "test_torch_ecosystem.py")
+LONGEST = (
+    "launch others",
+    "unit collectives",
+    "launch test_torch_ecosystem",
+    "launch test_slurm",
+    "unit ddp",
+    "unit tools",
+    "unit reducer",
+    "unit hooks",
+)
 BENCHMARKS = ROOT / "tools" / "benchmarks"
 TEST_SUPPORT = ROOT / "tools" / "test_support"
 # Each is a module; those under mpiexec, and those that start what they need themselves.
