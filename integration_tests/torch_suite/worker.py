@@ -26,8 +26,8 @@ from variants import VARIANTS, Variant
 LIMIT_S = 60.0  # for one test; the slowest takes 10 s on a machine that does nothing else
 GROUP_LIMIT_S = 20.0  # for one collective
 
-DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
-_DEBUG_LEVEL_AT_FIRST = os.environ.get(DEBUG_LEVEL)
+_DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
+_DEBUG_LEVEL_AT_FIRST = os.environ.get(_DEBUG_LEVEL)
 
 # Torch skips tests by the name of the backend. As "gloo" it runs all that a CPU can.
 os.environ["BACKEND"] = "gloo"
@@ -144,13 +144,13 @@ def _agree(store: Any, what: str, rank: int, world_size: int, word: str) -> list
     return [store.get(key).decode() for key in keys]
 
 
-def _reset_debug_level(at_first: str | None) -> None:
+def _reset_debug_level() -> None:
     """Torch's tests of debug levels leave the last one in force; with it, DDP's errors of later tests name parameters."""
     import torch.distributed as dist
 
-    os.environ.pop(DEBUG_LEVEL, None)
-    if at_first is not None:
-        os.environ[DEBUG_LEVEL] = at_first
+    os.environ.pop(_DEBUG_LEVEL, None)
+    if _DEBUG_LEVEL_AT_FIRST is not None:
+        os.environ[_DEBUG_LEVEL] = _DEBUG_LEVEL_AT_FIRST
     dist.set_debug_level_from_env()
 
 
@@ -161,7 +161,7 @@ def _run(suite: Any, test: str, variant: Variant, rank: int, world_size: int, fo
     case = suite(test)
     case.rank = rank
     case.file_name = str(folder / f"store of {test}")
-    _reset_debug_level(_DEBUG_LEVEL_AT_FIRST)
+    _reset_debug_level()
     try:
         dist.init_process_group(
             variant.backend,

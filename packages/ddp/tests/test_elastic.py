@@ -207,30 +207,40 @@ def test_losses_one_after_the_other_down_to_a_single_rank() -> None:
     assert trainings[1].elastic.lost_ranks == [0, 2]
 
 
-def test_a_step_that_one_rank_has_applied_is_applied_by_all_that_live() -> None:
-    """The agreement ends well on ranks 0 and 1 and fails on 2, because 0 dies when it has agreed."""
-    groups = create_groups(3, timeout_s=60)
-    passed = threading.Barrier(2)
-    failed: list[int] = []
+class BadEnding:
+    """An agreement of three ranks that ends well on one, fails on rank 2, and is the last thing that another does."""
 
-    def rank_body(rank: int) -> object:
-        training = Training(groups[rank])
-        agree = training.elastic._sum_over_ranks
+    def __init__(self, at: int, dies: int) -> None:
+        self._at, self._dies = at, dies
+        self._agreed = threading.Barrier(2)
+        self.failed: list[int] = []
+
+    def befalls(self, training: Training, rank: int, group: InProcessGroup) -> None:
+        """Let it befall the `at`-th agreement of this rank, counted from 1."""
+        agree, agreements = training.elastic._sum_over_ranks, itertools.count(1)
 
         def ends_badly(number: int) -> int:
             agreed = agree(number)
-            if training.elastic.applied_steps == 2:
+            if next(agreements) == self._at and rank in (2, self._dies):
+                self._agreed.wait(30)
                 if rank == 2:
-                    passed.wait(30)
-                    failed.append(rank)
+                    self.failed.append(rank)
                     raise TransportError("a connection broke after the others had agreed")
-                if rank == 0:
-                    passed.wait(30)
-                    groups[0].lose()
-                    raise Lost
+                group.lose()
+                raise Lost
             return agreed
 
         training.elastic._sum_over_ranks = ends_badly  # type: ignore[method-assign]
+
+
+def test_a_step_that_one_rank_has_applied_is_applied_by_all_that_live() -> None:
+    """The agreement ends well on ranks 0 and 1 and fails on 2, because 0 dies when it has agreed."""
+    groups = create_groups(3, timeout_s=60)
+    ending = BadEnding(at=3, dies=0)
+
+    def rank_body(rank: int) -> object:
+        training = Training(groups[rank])
+        ending.befalls(training, rank, groups[rank])
         try:
             return training.run()
         except Lost as lost:
@@ -239,35 +249,18 @@ def test_a_step_that_one_rank_has_applied_is_applied_by_all_that_live() -> None:
     with ThreadPoolExecutor(3) as threads:
         ends = list(threads.map(rank_body, range(3)))
     assert ends[1:] == [pytest.approx(FINAL_WEIGHT)] * 2
-    assert failed == [2]
+    assert ending.failed == [2]
 
 
 @pytest.mark.parametrize("died_at", [STEPS, STEPS + 1], ids=["in the last step", "at the end of the epoch"])
 def test_nobody_ends_an_epoch_whose_last_step_others_would_do_again(died_at: int) -> None:
     """The last agreement, or the one on the end, ends well on rank 0 and fails on 2, because 1 dies when it has agreed."""
     groups = create_groups(3, timeout_s=60)
-    passed = threading.Barrier(2)
-    failed: list[int] = []
+    ending = BadEnding(at=died_at, dies=1)
 
     def rank_body(rank: int) -> object:
         training = Training(groups[rank])
-        agree = training.elastic._sum_over_ranks
-        agreements = itertools.count(1)
-
-        def ends_badly(number: int) -> int:
-            agreed = agree(number)
-            if next(agreements) == died_at:
-                if rank == 2:
-                    passed.wait(30)
-                    failed.append(rank)
-                    raise TransportError("a connection broke after the others had agreed")
-                if rank == 1:
-                    passed.wait(30)
-                    groups[1].lose()
-                    raise Lost
-            return agreed
-
-        training.elastic._sum_over_ranks = ends_badly  # type: ignore[method-assign]
+        ending.befalls(training, rank, groups[rank])
         try:
             weight = training.run()
         except Lost as lost:
@@ -279,7 +272,7 @@ def test_nobody_ends_an_epoch_whose_last_step_others_would_do_again(died_at: int
     with ThreadPoolExecutor(3) as threads:
         ends = list(threads.map(rank_body, range(3)))
     assert ends[0] == ends[2] == (pytest.approx(FINAL_WEIGHT), 2 * STEPS, 2)
-    assert failed == [2]
+    assert ending.failed == [2]
 
 
 def test_the_end_of_an_epoch_puts_nothing_back() -> None:

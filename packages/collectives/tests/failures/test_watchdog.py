@@ -76,13 +76,17 @@ def test_a_lost_rank_cancels_the_call_that_runs() -> None:
     assert deadline.reason is group.reason
 
 
+def look_until_the_process_ends(watchdog: Watchdog) -> None:
+    for _ in range(1 + END_LOOKS):
+        watchdog.look()
+
+
 def test_the_last_resort_says_who_is_waited_for() -> None:
     said: list[str] = []
     group = Group(Deadline(1e-9))
     watchdog = Watchdog(said.append)
     watchdog.watch(group)
-    for _ in range(1 + END_LOOKS):
-        watchdog.look()
+    look_until_the_process_ends(watchdog)
     assert group.interrupted.wait(10.0)
     assert said == group.reported == ["it waits for rank 1"]
 
@@ -111,8 +115,7 @@ def test_an_error_of_one_group_ends_neither_the_watch_over_it_nor_over_others(ca
     watchdog = Watchdog(said.append)
     watchdog.watch(broken)
     watchdog.watch(group)
-    for _ in range(1 + END_LOOKS):
-        watchdog.look()
+    look_until_the_process_ends(watchdog)
     assert broken.interrupted.wait(10.0)
     assert said == ["a collective did not end", "it waits for rank 1"]
     assert [record.message for record in caplog.records] == ["the watchdog goes on after an error"]
@@ -127,6 +130,5 @@ def test_the_process_ends_even_where_no_thread_can_start(monkeypatch: pytest.Mon
     group = Group(Deadline(1e-9))
     watchdog = Watchdog(said.append)
     watchdog.watch(group)
-    for _ in range(1 + END_LOOKS):
-        watchdog.look()
+    look_until_the_process_ends(watchdog)
     assert said == ["it waits for rank 1"]
