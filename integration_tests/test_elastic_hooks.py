@@ -42,7 +42,7 @@ def train(group: InProcessGroup, number: int) -> Any:
     generator = torch.Generator().manual_seed(0)
     samples = TensorDataset(torch.randn(12 * STEPS, 16, generator=generator), torch.randn(12 * STEPS, 8, generator=generator))
     sampler = ElasticSampler(len(samples), 12)
-    elastic = Elastic(model, optimizer, sampler, patience_s=20, give_up_s=60, admit_every=ADMIT_AT)
+    elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20, give_up_s=60, admit_every=ADMIT_AT)
     steps_at_first = hook.iter
     for inputs, labels in elastic.batches(DataLoader(samples, batch_sampler=sampler)):
         if number == VICTIM and elastic.applied_steps == LOST_AT:
@@ -121,7 +121,7 @@ def test_survivors_have_the_same_bits(register: Callable[[DistributedDataParalle
         register(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sampler = ElasticSampler(FEW_SAMPLES, BATCH_SIZE)
-        elastic = Elastic(model, optimizer, sampler, patience_s=30)
+        elastic = Elastic(model, optimizer, sampler, silence_timeout_s=30)
         broken: list[int] = []
         for epoch in elastic.epochs(2):
             for (inputs,) in elastic.batches(DataLoader([(sample,) for sample in few_samples()], batch_sampler=sampler)):

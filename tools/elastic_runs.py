@@ -103,7 +103,7 @@ class Run:
         """What the job is told."""
         plan = {"data": "digits", "epochs": EPOCHS, "seed": self.seed, "views": self.seed % 2 == 1, "kills": self.kills}
         plan |= {"ranks": RANKS, "newcomers_at": self.newcomers_at}
-        return plan | ({"stops": True, "timeout_s": 5, "patience_s": 3} if self.stops else {})  # nobody tells of a stop
+        return plan | ({"stops": True, "timeout_s": 5, "silence_timeout_s": 3} if self.stops else {})  # nobody tells of a stop
 
 
 @dataclass

@@ -64,7 +64,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         group.set_timeout(3)  # nobody tells that a process is only stopped
     began_s = time.perf_counter()
     fail(group)
-    group = group.shrink(patience_s=2 if what == "stop" else 30)
+    group = group.shrink(silence_timeout_s=2 if what == "stop" else 30)
     group.set_timeout(60)
     print(f"went on after {time.perf_counter() - began_s:.3f} s", flush=True)
     survivors = [other for other in range(world_size) if other not in lost]

@@ -30,11 +30,11 @@ from syncline.collectives import (
 )
 from syncline.collectives.backends import gloo
 from syncline.collectives.backends.gloo import GlooBackend
-from syncline.collectives.backends.gloo_reunion import store_lack
+from syncline.collectives.backends.gloo_reconnector import store_lack
 from syncline.collectives.backends.in_process import InProcessGroup, create_groups
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.stores import InMemoryStore
-from syncline.collectives.survivors.roll_call import RollCall
+from syncline.collectives.survivors.membership_vote import MembershipVote
 from syncline.collectives.testing.processes import run_processes
 
 JOB = Path(__file__).with_name("shrinking_job.py")
@@ -48,9 +48,9 @@ def in_threads(count: int, body: Callable[[int], object]) -> list[object]:
 # ---- the agreement ----
 
 
-def answer(call: RollCall, patience_s: float) -> object:
+def answer(call: MembershipVote, silence_timeout_s: float) -> object:
     try:
-        return call.agree(patience_s)
+        return call.agree(silence_timeout_s)
     except RankGivenUpError:
         return "given up"
 
@@ -68,24 +68,24 @@ def test_all_agree_on_those_that_call(
     members: tuple[int, ...], callers: tuple[int, ...], ended: set[int], survivors: tuple[int, ...]
 ) -> None:
     store = InMemoryStore()
-    calls = [RollCall(store, members, me, lambda member: member in ended) for me in callers]
+    calls = [MembershipVote(store, members, me, lambda member: member in ended) for me in callers]
     answers = in_threads(len(calls), lambda number: answer(calls[number], 30))
     assert set(answers) == {survivors}
 
 
 def test_who_is_silent_for_too_long_is_given_up_and_hears_it() -> None:
     store = InMemoryStore()
-    assert RollCall(store, (0, 1), 0, lambda _: False).agree(0.05) == (0,)
+    assert MembershipVote(store, (0, 1), 0, lambda _: False).agree(0.05) == (0,)
     with pytest.raises(RankGivenUpError, match=r"members \[0\] have gone on without it"):
-        RollCall(store, (0, 1), 1, lambda _: False).agree(30)
+        MembershipVote(store, (0, 1), 1, lambda _: False).agree(30)
 
 
 def test_the_first_decision_holds_for_those_who_come_later() -> None:
     store = InMemoryStore()
     store.set("here/2", b"")  # it calls, and dies
-    assert RollCall(store, (0, 1, 2), 0, lambda _: False).agree(0.05) == (0, 2)
+    assert MembershipVote(store, (0, 1, 2), 0, lambda _: False).agree(0.05) == (0, 2)
     with pytest.raises(RankGivenUpError):
-        RollCall(store, (0, 1, 2), 1, lambda _: True).agree(30)
+        MembershipVote(store, (0, 1, 2), 1, lambda _: True).agree(30)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_few_do_not_give_up_many_that_run(present: set[int], running: set[int], 
     store = InMemoryStore()
     for member in present - {0}:
         store.set(f"here/{member}", b"")
-    call = RollCall(store, (0, 1, 2, 3), 0, lambda _: False, lambda member: member in running)
+    call = MembershipVote(store, (0, 1, 2, 3), 0, lambda _: False, lambda member: member in running)
     if not gives_up:
         assert call.agree(0.05) == tuple(sorted(present))
         return
     with pytest.raises(RankGivenUpError, match=r"\[1, 2\] run and said nothing"):
         call.agree(0.05)
-    assert RollCall(store, (0, 1, 2, 3), 1, lambda member: member != 2).agree(0.05) == (1,)  # 0 is not waited for
+    assert MembershipVote(store, (0, 1, 2, 3), 1, lambda member: member != 2).agree(0.05) == (1,)  # 0 is not waited for
 
 
 # ---- which stores outlive each rank ----
@@ -164,8 +164,8 @@ def total_for_ever(group: ProcessGroup) -> None:
 
 def test_the_first_alarm_tells_the_others_what_failed() -> None:
     first, second = create_groups(2)
-    first._reunion.raise_alarm(first._reunion.generation, "rank 0 had enough")
-    second._reunion.raise_alarm(second._reunion.generation, "rank 1 as well")
+    first._reconnector.raise_alarm(first._reconnector.generation, "rank 0 had enough")
+    second._reconnector.raise_alarm(second._reconnector.generation, "rank 1 as well")
     for group in (first, second):
         assert str(group._alarm()).endswith("this collective will not finish: rank 0 had enough")
         group.abort()
@@ -183,7 +183,7 @@ def test_threads_that_are_left_go_on(lost: set[int]) -> None:
             return None
         with pytest.raises(TransportError):
             total_for_ever(group)
-        group = group.shrink(patience_s=30)
+        group = group.shrink(silence_timeout_s=30)
         survivors = [other for other in range(4) if other not in lost]
         assert (group.rank, group.size, group.name) == (survivors.index(rank), len(survivors), "default")
         assert total(group) == sum(10**number for number in range(len(survivors)))
@@ -207,8 +207,8 @@ def test_a_thread_that_is_lost_during_the_shrink_is_left_out_of_the_next_generat
             groups[0].lose()
             return None
         if rank == 1:
-            reunion = groups[1]._reunion
-            RollCall(reunion._keys(reunion.generation), (0, 1, 2), 1, reunion.has_ended).agree(30)
+            reconnector = groups[1]._reconnector
+            MembershipVote(reconnector._keys(reconnector.generation), (0, 1, 2), 1, reconnector.has_ended).agree(30)
             groups[1].lose()  # after it was counted, before it connects
             may_go_on.set()
             return None
@@ -225,7 +225,7 @@ def test_members_that_live_and_cannot_connect_give_up() -> None:
         raise TransportError("a firewall")
 
     def body(rank: int) -> str:
-        groups[rank]._reunion.connect = refuse  # type: ignore[method-assign]
+        groups[rank]._reconnector.connect = refuse  # type: ignore[method-assign]
         with pytest.raises(TransportError, match=r"members \[0, 1\] live, and could not connect: a firewall") as raised:
             groups[rank].shrink()
         return str(raised.value)
@@ -234,7 +234,7 @@ def test_members_that_live_and_cannot_connect_give_up() -> None:
 
 
 def _shrink_in_vain_of_1(group: InProcessGroup, may_go_on: threading.Event) -> ProcessGroup:
-    connect = group._reunion.connect
+    connect = group._reconnector.connect
 
     def connect_soon(generation, timeout_s):  # type: ignore[no-untyped-def]
         may_go_on.wait(30)
@@ -242,8 +242,8 @@ def _shrink_in_vain_of_1(group: InProcessGroup, may_go_on: threading.Event) -> P
             raise TransportError("rank 1 has ended")
         return connect(generation, timeout_s)
 
-    group._reunion.connect = connect_soon  # type: ignore[method-assign]
-    return group.shrink(patience_s=30)
+    group._reconnector.connect = connect_soon  # type: ignore[method-assign]
+    return group.shrink(silence_timeout_s=30)
 
 
 # ---- processes over Gloo ----
@@ -343,7 +343,7 @@ def test_members_that_shrink_agree_with_those_that_admit() -> None:
 def test_a_newcomer_that_is_lost_is_not_let_in_again() -> None:
     groups = create_groups(2)
     newcomer = groups[0].newcomer()
-    store = newcomer._reunion.store
+    store = newcomer._reconnector.store
     store.set("waiting/2", b"")
     assert groups[0].newcomers() == 1
     store.set("ended/2", b"")
@@ -355,7 +355,7 @@ def test_a_newcomer_that_nobody_lets_in_hears_so_and_waits_no_more() -> None:
     groups = create_groups(2)
     newcomer = groups[0].newcomer()
     with pytest.raises(CollectiveTimeout, match=r"members \[0, 1\] of the job did not let this process in within 0.05 s"):
-        newcomer.admit(patience_s=0.05)
+        newcomer.admit(silence_timeout_s=0.05)
     assert groups[0].newcomers() == 0
 
 

@@ -141,10 +141,10 @@ def instrument(model: DistributedDataParallel, elastic: Elastic, kill: Killer) -
 
     def each_group(group: ProcessGroup) -> None:
         around(group, "all_reduce", "before the collective", "in the collective")
-        reunion = group._reunion  # type: ignore[attr-defined]
-        if not hasattr(reunion, "is_instrumented"):
-            reunion.is_instrumented = True
-            around(reunion, "_connect", "shrink, before connecting", "shrink, after connecting", at_any_step=True)
+        reconnector = group._reconnector  # type: ignore[attr-defined]
+        if not hasattr(reconnector, "is_instrumented"):
+            reconnector.is_instrumented = True
+            around(reconnector, "_connect", "shrink, before connecting", "shrink, after connecting", at_any_step=True)
 
     around(elastic, "_sum_over_ranks", "before the sum", "after the sum")
     if model.join_process_group.backend_name == "mpi":
@@ -167,7 +167,9 @@ def elastic_training(group: ProcessGroup, folder: Path, plan: Plan, name: str) -
     optimizer = optimizer_of(model)
     sampler = ElasticSampler(len(train), batch_size, seed=3)
     loader = DataLoader(train, batch_sampler=sampler, generator=torch.Generator())  # else it draws from that of dropout
-    elastic = Elastic(model, optimizer, sampler, patience_s=plan.get("patience_s", 20), give_up_s=90, admit_every=1)
+    elastic = Elastic(
+        model, optimizer, sampler, silence_timeout_s=plan.get("silence_timeout_s", 20), give_up_s=90, admit_every=1
+    )
     kill = Killer(name, plan, folder)
     instrument(model, elastic, kill)
     members: list[list[int]] = []
@@ -205,15 +207,15 @@ def elastic_training(group: ProcessGroup, folder: Path, plan: Plan, name: str) -
 
 def die_at(moment: str, group: ProcessGroup) -> None:
     """Kill this newcomer before or after it connects with those that let it in."""
-    reunion = group._reunion  # type: ignore[attr-defined]
-    connect = reunion._connect
+    reconnector = group._reconnector  # type: ignore[attr-defined]
+    connect = reconnector._connect
 
     def dying(*args: object) -> object:
         connected = connect(*args) if moment == "after connecting" else None
         os.kill(os.getpid(), signal.SIGKILL)
         return connected
 
-    reunion._connect = dying
+    reconnector._connect = dying
 
 
 def wait_for_newcomer(folder: Path, number: int, first_size: int) -> None:

@@ -120,7 +120,7 @@ class Training:
         samples = TensorDataset(torch.arange(12.0 * STEPS, dtype=torch.float64).float().view(-1, 1))
         self.loader = DataLoader(samples, batch_sampler=self.sampler)
         self.bodies_that_ended = 0
-        self.elastic = Elastic(self.model, self.optimizer, self.sampler, patience_s=20, **limits)  # type: ignore[arg-type]
+        self.elastic = Elastic(self.model, self.optimizer, self.sampler, silence_timeout_s=20, **limits)  # type: ignore[arg-type]
 
     def run(self, at: Callable[[str, int], None] = lambda moment, step: None) -> float:
         for (batch,) in self.elastic.batches(self.loader):
@@ -282,7 +282,7 @@ def test_the_end_of_an_epoch_puts_nothing_back() -> None:
     def rank_body(rank: int) -> object:
         model = DistributedDataParallel(torch.nn.BatchNorm1d(1), process_group=groups[rank])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        elastic = Elastic(model, optimizer, ElasticSampler(8, 8), patience_s=20)
+        elastic = Elastic(model, optimizer, ElasticSampler(8, 8), silence_timeout_s=20)
         for _ in elastic.batches([0]):
             with elastic.step():
                 model(torch.arange(4.0).view(-1, 1)).square().sum().backward()
@@ -328,7 +328,7 @@ def test_what_a_step_changed_is_put_back_before_it_is_done_again() -> None:
         model = DistributedDataParallel(torch.nn.BatchNorm1d(1), process_group=groups[rank])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sampler = ElasticSampler(8, 8)
-        elastic = Elastic(model, optimizer, sampler, patience_s=20)
+        elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20)
         for _ in elastic.batches([0]):
             with elastic.step():
                 if rank == 0:
@@ -412,10 +412,16 @@ def test_a_newcomer_gets_what_is_stateful_and_one_for_whom_there_is_no_sample_wa
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
         sampler = ElasticSampler(24, 3, shuffle=False)
-        patience_s = 60.0 if number < 2 else 10.0
+        silence_timeout_s = 60.0 if number < 2 else 10.0
         try:
             elastic = Elastic(
-                model, optimizer, sampler, stateful=[scheduler], patience_s=60, give_up_s=patience_s, admit_every=1
+                model,
+                optimizer,
+                sampler,
+                stateful=[scheduler],
+                silence_timeout_s=60,
+                give_up_s=silence_timeout_s,
+                admit_every=1,
             )
         except CollectiveTimeout:
             assert over.wait(60)

@@ -55,7 +55,7 @@ def lose_one(make: Callable[[FakeNccl, InProcessGroup], tuple[ProcessGroup, Nccl
         broken._engine._connections._communicators[0]._raw.break_down(error)
         with pytest.raises(TransportError, match="A rank of the group died"):
             work.wait(20)
-        shrunk = group.shrink(patience_s=20)
+        shrunk = group.shrink(silence_timeout_s=20)
         now = shrunk.groups["cuda"] if isinstance(shrunk, PerDeviceGroup) else shrunk
         found = shrunk.members, shrunk.rank, now.members, summed(now, 1.0 + rank)
         with pytest.raises(GroupClosedError):

@@ -2,7 +2,7 @@
 
 from .contract.call_observer import ObservedCall, observe_calls
 from .contract.object_exchange import all_gather_bytes, are_same_on_all_ranks, broadcast_object
-from .contract.process_group import DEFAULT_PATIENCE_S
+from .contract.process_group import DEFAULT_SILENCE_TIMEOUT_S
 from .contract.reduce_op import Reduction
 from .contract.reserved_tags import TRACE_CLOCK
 from .default_group.coalescing import DEFAULT_BUFFER_BYTES
@@ -13,7 +13,7 @@ from .torch_internals import disable_dynamo, disable_dynamo_here
 
 __all__ = [
     "DEFAULT_BUFFER_BYTES",
-    "DEFAULT_PATIENCE_S",
+    "DEFAULT_SILENCE_TIMEOUT_S",
     "TRACE_CLOCK",
     "AlgorithmThresholds",
     "ObservedCall",

@@ -22,7 +22,7 @@ from syncline.collectives import (
     TransportError,
     exchange_objects,
 )
-from syncline.collectives.internal import DEFAULT_PATIENCE_S, broadcast_object, expect_losses, replace_default_group
+from syncline.collectives.internal import DEFAULT_SILENCE_TIMEOUT_S, broadcast_object, expect_losses, replace_default_group
 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
@@ -110,7 +110,7 @@ class Elastic:
             state. In the same order on all ranks.
         min_ranks: with fewer ranks the training ends.
         max_failures: so many ranks may be lost in all; None for any number.
-        patience_s: see `ProcessGroup.shrink`.
+        silence_timeout_s: see `ProcessGroup.shrink`.
         give_up_s: how long one recovery may take, in seconds; and how long a newcomer waits to be let in.
         admit_every: after so many applied steps newcomers are let in, where the group can (`ProcessGroup.missing_for_admit`).
 
@@ -139,7 +139,7 @@ class Elastic:
         stateful: Iterable[Stateful] = (),
         min_ranks: int = 1,
         max_failures: int | None = None,
-        patience_s: float = DEFAULT_PATIENCE_S,
+        silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S,
         give_up_s: float = 300.0,
         admit_every: int = 10,
     ) -> None:
@@ -157,7 +157,7 @@ class Elastic:
             raise InvalidArgumentError(f"expected admit_every of at least 1, found {admit_every}")
         if max_failures is not None and max_failures < 0:
             raise InvalidArgumentError(f"expected max_failures of at least 0, or None for any number, found {max_failures}")
-        for name, seconds in (("patience_s", patience_s), ("give_up_s", give_up_s)):
+        for name, seconds in (("silence_timeout_s", silence_timeout_s), ("give_up_s", give_up_s)):
             if not seconds > 0:
                 raise InvalidArgumentError(f"expected {name} above 0 seconds, found {seconds}")
         if not group.is_waiting and not 1 <= min_ranks <= group.size:
@@ -167,7 +167,7 @@ class Elastic:
         self._sampler = sampler
         self._min_ranks = min_ranks
         self._max_failures = max_failures
-        self._patience_s = patience_s
+        self._silence_timeout_s = silence_timeout_s
         self._give_up_s = give_up_s
         self._phase = _Phase.BETWEEN_STEPS
         self._holders = holders_of_buffers(model.module)
@@ -336,7 +336,7 @@ class Elastic:
         while not present:
             self._check_hope(began_s, error)
             try:
-                present = self._meet(lambda: self._group.shrink(patience_s=self._patience_s))
+                present = self._meet(lambda: self._group.shrink(silence_timeout_s=self._silence_timeout_s))
             except TransportError as again:
                 error = again
         self._check_limits()
@@ -417,7 +417,7 @@ class Elastic:
         self._phase = _Phase.JOINING
         logger.info("waiting to be let in")
         try:
-            present = self._meet(lambda: self._group.admit(patience_s=self._give_up_s))
+            present = self._meet(lambda: self._group.admit(silence_timeout_s=self._give_up_s))
         except TransportError as error:
             if self._group.is_waiting:
                 raise
@@ -429,7 +429,7 @@ class Elastic:
 
     def _admit_newcomers(self) -> None:
         """Let those in who wait. On ranks where the agreement failed, `shrink` takes the place of `admit`."""
-        present = self._meet(lambda: self._group.admit(patience_s=self._patience_s, limit=self._vacancies))
+        present = self._meet(lambda: self._group.admit(silence_timeout_s=self._silence_timeout_s, limit=self._vacancies))
         self._check_limits()
         self._settle(max(present.values()))
         logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)

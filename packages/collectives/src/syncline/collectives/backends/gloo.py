@@ -36,9 +36,9 @@ from ..startup.meeting import meet
 from ..startup.registry import load_backend
 from ..startup.rendezvous import loopback_host, store_at, store_of_running_job, tcp_store_of_rank_0
 from ..stores import AsTorchStore, FromTorchStore, Store
-from ..survivors.reunion import Generation
+from ..survivors.reconnector import Generation
 from ..survivors.shrinkable_group import ShrinkableGroup
-from .gloo_reunion import Connect, GlooReunion, Job, admit_lack, store_lack
+from .gloo_reconnector import Connect, GlooReconnector, Job, admit_lack, store_lack
 
 # The store may outlive a group (torchrun's does), so every connection writes under a number of its own; all ranks connect
 # equally often.
@@ -300,8 +300,8 @@ class GlooBackend(Backend):
         transport = connect(store, rank, size, request.group_name, Deadline(request.timeout_s), host)
         generation, lack = Generation(0, tuple(range(size)), rank), store_lack(request, size)
         job = Job(size, _options(request))
-        reunion = GlooReunion(store, generation, job, _connect_again(request, store, host), lack, admit_lack(request))
-        return _started(transport, reunion, request)
+        reconnector = GlooReconnector(store, generation, job, _connect_again(request, store, host), lack, admit_lack(request))
+        return _started(transport, reconnector, request)
 
 
 def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
@@ -314,14 +314,14 @@ def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
     else:
         met_in = store_of_running_job(request.init_method or "", request.timeout_s)
     store = _numbered(met_in)
-    reunion = GlooReunion.of_newcomer(store, _options(request), _connect_again(request, store, None), request.timeout_s)
+    reconnector = GlooReconnector.of_newcomer(store, _options(request), _connect_again(request, store, None), request.timeout_s)
     alone = connect(dist.HashStore(), 0, 1, request.group_name, Deadline(request.timeout_s))
-    return _started(alone, reunion, request)
+    return _started(alone, reconnector, request)
 
 
-def _started(transport: GlooTransport, reunion: GlooReunion, request: ConnectRequest) -> ShrinkableGroup:
+def _started(transport: GlooTransport, reconnector: GlooReconnector, request: ConnectRequest) -> ShrinkableGroup:
     options = {"name": request.group_name, "timeout_s": request.timeout_s, "check_calls": request.check_calls}
-    group = ShrinkableGroup(transport, reunion, **options)
+    group = ShrinkableGroup(transport, reconnector, **options)
     group.start(_options(request), request.stall_warning_s)
     return group
 

@@ -20,9 +20,9 @@ from ..host.reduction import reduce_in_rank_order, reduce_into
 from ..host.transport import Request, Transport
 from ..startup.backend import Backend, ConnectRequest
 from ..stores import InMemoryStore, Store
-from ..survivors.reunion import WAITING, Generation
+from ..survivors.reconnector import WAITING, Generation
 from ..survivors.shrinkable_group import ShrinkableGroup
-from ..survivors.store_reunion import StoreReunion
+from ..survivors.store_reconnector import StoreReconnector
 
 
 class SharedState:
@@ -294,7 +294,7 @@ class _Receiving(Request):
         return self._source
 
 
-class InProcessReunion(StoreReunion):
+class InProcessReconnector(StoreReconnector):
     """Members are threads, who meet in the memory that they share.
 
     Args:
@@ -309,10 +309,10 @@ class InProcessReunion(StoreReunion):
         self._first_size = first_size
         self._states = states
 
-    def newcomer(self) -> InProcessReunion:
+    def newcomer(self) -> InProcessReconnector:
         """That of a thread that comes later."""
-        me = self._waiting_room.take_number()
-        return InProcessReunion(self.store, Generation(WAITING, (me,), me), self._first_size, self._states)
+        me = self._join_queue.take_number()
+        return InProcessReconnector(self.store, Generation(WAITING, (me,), me), self._first_size, self._states)
 
     @override
     def has_ended(self, member: int) -> bool:
@@ -327,16 +327,16 @@ class InProcessReunion(StoreReunion):
 class InProcessGroup(ShrinkableGroup):
     """A group of threads, one of which may be lost on purpose."""
 
-    _reunion: InProcessReunion
+    _reconnector: InProcessReconnector
 
     def lose(self) -> None:
         """From now on this rank counts as a process that was killed: for tests of what the others do. It must call no more."""
-        self._reunion.store.set(f"ended/{self._generation.me}", b"")
+        self._reconnector.store.set(f"ended/{self._generation.me}", b"")
         self.abort()
 
     def newcomer(self) -> InProcessGroup:
         """The group of one more thread, which waits to be let in: for tests. Any thread may call it."""
-        return InProcessGroup(InProcessTransport(SharedState(1), 0), self._reunion.newcomer(), **self._options)
+        return InProcessGroup(InProcessTransport(SharedState(1), 0), self._reconnector.newcomer(), **self._options)
 
 
 def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) -> list[InProcessGroup]:
@@ -351,7 +351,7 @@ def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) 
     return [
         InProcessGroup(
             InProcessTransport(states[0], rank),
-            InProcessReunion(store, Generation(0, members, rank), size, states),
+            InProcessReconnector(store, Generation(0, members, rank), size, states),
             name=name,
             timeout_s=timeout_s,
         )

@@ -79,10 +79,10 @@ class PerDeviceGroup(DelegatingGroup):
         return self._host.members
 
     @override
-    def _shrink(self, patience_s: float) -> ProcessGroup:
+    def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
         for group in self._others():
             group.abort()
-        host = self._host.shrink(patience_s=patience_s)
+        host = self._host.shrink(silence_timeout_s=silence_timeout_s)
         return PerDeviceGroup(
             {device: host if group is self._host else group.beside(host) for device, group in self.groups.items()}
         )

@@ -13,7 +13,7 @@ from .group_exchanges import GroupExchanges
 from .profiling import recorded
 from .work import Work
 
-DEFAULT_PATIENCE_S = 30.0
+DEFAULT_SILENCE_TIMEOUT_S = 30.0
 """How long survivors wait for a silent rank, in seconds, unless told otherwise."""
 
 
@@ -133,7 +133,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
             "init_method='file:///shared/folder', or save checkpoints and let the launcher start the job again"
         )
 
-    def shrink(self, *, patience_s: float = DEFAULT_PATIENCE_S) -> ProcessGroup:
+    def shrink(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S) -> ProcessGroup:
         """Make a new group of the ranks that live, after a `TransportError`. A collective of these ranks; aborts this group.
 
         All survivors get the same members, in the order of their ranks here, also if another rank dies meanwhile. Of this
@@ -141,7 +141,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         done on others: agree on that in the new group.
 
         Args:
-            patience_s: how long to wait for a rank that does not call and of whom nobody knows that it has ended, in seconds.
+            silence_timeout_s: how long to wait for a rank that does not call and is not known to have ended, in seconds.
                 Then it is given up: when it comes back, its `shrink` raises `RankGivenUpError`. MPI gives up no rank that
                 lives: there `shrink` fails then, and may be called again.
 
@@ -157,7 +157,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         lack = self.missing_for_shrink()
         if lack is not None:
             raise BackendUnavailableError(f"shrink on {self.place()}: {lack}")
-        return self._shrink(patience_s)
+        return self._shrink(silence_timeout_s)
 
     def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for those who do
         """Whether the ranks of this group meet in that group of the host, so that `beside` can connect them again."""
@@ -190,7 +190,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         """How many processes wait to be let in. Each rank may find another number; cost: some reads of the store."""
         return 0
 
-    def admit(self, *, patience_s: float = DEFAULT_PATIENCE_S, limit: int | None = None) -> ProcessGroup:
+    def admit(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S, limit: int | None = None) -> ProcessGroup:
         """Make a new group of the members of this one and of those who wait to be let in. A collective; aborts this group.
 
         A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`), on which it calls `admit`
@@ -199,7 +199,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         sub-groups and its memory nothing may be used again.
 
         Args:
-            patience_s: for members as in `shrink`; for a newcomer how long it waits to be let in.
+            silence_timeout_s: for members as in `shrink`; for a newcomer how long it waits to be let in.
             limit: let in at most so many, those first who came first; the others wait on. None lets all in.
 
         Returns:
@@ -215,7 +215,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         lack = self.missing_for_admit()
         if lack is not None:
             raise BackendUnavailableError(f"admit on {self.place()}: {lack}")
-        return self._admit(patience_s, limit)
+        return self._admit(silence_timeout_s, limit)
 
     # ---- the end ----
 
@@ -235,10 +235,10 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
     @abstractmethod
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None: ...
 
-    def _shrink(self, patience_s: float) -> ProcessGroup:
+    def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
         raise NotImplementedError  # of a group for whose shrinking nothing is missing
 
-    def _admit(self, patience_s: float, limit: int | None) -> ProcessGroup:
+    def _admit(self, silence_timeout_s: float, limit: int | None) -> ProcessGroup:
         raise NotImplementedError  # of a group for whose newcomers nothing is missing
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:  # noqa: ARG002 - for those who can

@@ -13,44 +13,44 @@ from ..contract.process_group import ProcessGroup
 from ..errors import GroupClosedError, StoreError, TransportError
 from ..host.host_group import HostGroup
 from ..host.transport import Transport
-from .reunion import Reunion
+from .reconnector import Reconnector
 
 
 class ShrinkableGroup(HostGroup):
     """A `HostGroup` that knows how its members meet again.
 
-    The rank on which a collective fails raises an alarm through the reunion, where that has a way (a store has; MPI itself
+    The rank on which a collective fails raises an alarm through the reconnector, where that has a way (a store has; MPI itself
     tells the ranks). The others look for it when a collective takes long, so all leave a broken group soon, also those whom no
     connection tells of the loss.
 
     Args:
-        transport: connects the members of the reunion's generation.
-        reunion: how they meet again.
+        transport: connects the members of the reconnector's generation.
+        reconnector: how they meet again.
         options: as for `HostGroup`.
     """
 
-    def __init__(self, transport: Transport, reunion: Reunion, **options: Any) -> None:
-        generation = reunion.generation
+    def __init__(self, transport: Transport, reconnector: Reconnector, **options: Any) -> None:
+        generation = reconnector.generation
         super().__init__(
             transport,
             generation.rank,
             len(generation.members),
             liveness=transport.liveness,
-            calls=reunion.calls(),
+            calls=reconnector.calls(),
             **options,
         )
-        self._reunion = reunion
+        self._reconnector = reconnector
         self._generation = generation
         self._options = options
         self._is_replaced = False
 
     @override
     def missing_for_shrink(self) -> str | None:
-        return self._reunion.missing()
+        return self._reconnector.missing()
 
     @override
     def missing_for_admit(self) -> str | None:
-        return self._reunion.missing_for_admit()
+        return self._reconnector.missing_for_admit()
 
     @property
     @override
@@ -64,20 +64,20 @@ class ShrinkableGroup(HostGroup):
 
     @override
     def newcomers(self) -> int:
-        return 0 if self.is_waiting or self.missing_for_admit() is not None else len(self._reunion.newcomers())
+        return 0 if self.is_waiting or self.missing_for_admit() is not None else len(self._reconnector.newcomers())
 
     @override
-    def _shrink(self, patience_s: float) -> ProcessGroup:
+    def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
         self._check_is_latest("shrink")
-        self._reunion.raise_alarm(self._reunion.generation, f"rank {self.rank} has called shrink")
+        self._reconnector.raise_alarm(self._reconnector.generation, f"rank {self.rank} has called shrink")
         self.abort()
-        return self._replaced(self._reunion.shrink(patience_s))
+        return self._replaced(self._reconnector.shrink(silence_timeout_s))
 
     @override
-    def _admit(self, patience_s: float, limit: int | None) -> ProcessGroup:
+    def _admit(self, silence_timeout_s: float, limit: int | None) -> ProcessGroup:
         self._check_is_latest("admit")
-        transport = self._reunion.admit(
-            patience_s, limit
+        transport = self._reconnector.admit(
+            silence_timeout_s, limit
         )  # all members have come to it: only now nobody needs this group any more
         self.abort()
         return self._replaced(transport)
@@ -87,7 +87,7 @@ class ShrinkableGroup(HostGroup):
             raise GroupClosedError(f"{call} on {self.place()}: there is a newer group already; call it on that one")
 
     def _replaced(self, transport: Transport) -> ProcessGroup:
-        newer = type(self)(transport, self._reunion, **self._options)
+        newer = type(self)(transport, self._reconnector, **self._options)
         self._is_replaced = True
         if self._calls is not None:
             self._calls.is_closed = True  # in order: the new group takes its place
@@ -100,10 +100,10 @@ class ShrinkableGroup(HostGroup):
         return super()._reason_to_give_up() or self._alarm()
 
     def _alarm(self) -> TransportError | None:
-        if self._reunion.missing() is not None:
+        if self._reconnector.missing() is not None:
             return None
         with suppress(StoreError):  # a group that needs no store goes on without it
-            why = self._reunion.alarm(self._generation)
+            why = self._reconnector.alarm(self._generation)
             return None if why is None else TransportError(f"another rank says that this collective will not finish: {why}")
         return None
 
@@ -112,7 +112,7 @@ class ShrinkableGroup(HostGroup):
         try:
             super()._fail(error, call, sequence, deadline)
         except BaseException as failure:
-            if self._reunion.missing() is None:
+            if self._reconnector.missing() is None:
                 with suppress(StoreError):
-                    self._reunion.raise_alarm(self._generation, str(failure))
+                    self._reconnector.raise_alarm(self._generation, str(failure))
             raise

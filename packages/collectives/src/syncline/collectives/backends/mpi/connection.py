@@ -22,7 +22,7 @@ from .fault_tolerance import revoked_on_failure
 from .job_abort import ExitBarrier, abort_on_uncaught
 from .library import library_name
 from .node.node_transport import NodeTransport
-from .reunion import MPIReunion
+from .reconnector import MPIReconnector
 from .transport import MPITransport
 
 
@@ -37,10 +37,10 @@ def connect(request: ConnectRequest) -> HostGroup:
     exit_barrier = _exit_barrier()
     device = cuda_runtime() if request.wants("cuda") else None
     connect = functools.partial(_transport, request, world.bcast(request.thresholds), device, exit_barrier.liveness)
-    reunion = MPIReunion(world.Dup(), connect, exit_barrier.departures, request.group_name)
+    reconnector = MPIReconnector(world.Dup(), connect, exit_barrier.departures, request.group_name)
     group = ShrinkableGroup(
-        reunion.transport,
-        reunion,
+        reconnector.transport,
+        reconnector,
         name=request.group_name,
         timeout_s=request.timeout_s,
         device=device,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -15,7 +14,6 @@ from ...contract.deadline import Deadline
 from ...contract.layout import bytes_of
 from ...contract.reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction, divide
 from ...contract.running_call import RunningCall
-from ...errors import DisagreementError
 from ...failures.stall_watch import StatusPost
 from ...host.reduction import core_op, reduce_in_rank_order
 from ...host.transport import Request, Transport
@@ -23,7 +21,8 @@ from ...host.wire_tag import wire_tag
 from .call_verifier import CallVerifier
 from .datatypes import memory, mpi_reduction
 from .fault_tolerance import failed_ranks, is_fault_tolerant, revoke
-from .library import Tag, library_name, mpi_errors, wait
+from .library import Tag, library_name, mpi_errors
+from .request import MPIRequest
 from .ring_all_reduce import DTYPES as RING_DTYPES
 from .ring_all_reduce import RingAllReduce
 from .status_post import MPIStatusPost
@@ -395,70 +394,6 @@ class MPITransport(Transport):
         """The communicator's non-blocking form of a collective."""
         start: Callable[..., MPI.Request] = getattr(self._communicator, f"I{name.lower()}")
         return self._starters.setdefault(name, start)
-
-
-class MPIRequest(Request):
-    """A non-blocking MPI send or receive; keeps its tensor alive until it is over, also when the request is dropped before.
-
-    MPI reads or writes the tensor whenever the other rank comes. A receive that was given up is not cancelled: its message may
-    be on its way, and would be taken by the next receive.
-    """
-
-    _abandoned: ClassVar[deque[tuple[MPI.Request, torch.Tensor]]] = deque()
-
-    def __init__(self, request: MPI.Request, tensor: torch.Tensor, *, receives: bool = False) -> None:
-        self._request = request
-        self._receives = receives
-        self._tensor = tensor
-        self._status = MPI.Status()
-        self._over = False
-
-    @override
-    def wait(self, deadline: Deadline) -> None:
-        if not self._over:
-            with mpi_errors():
-                wait(self._request, deadline, self._status)
-            self._end()
-
-    @override
-    def test(self) -> bool:
-        if not self._over:
-            with mpi_errors():
-                is_over = self._request.Test(self._status)
-            if is_over:
-                self._end()
-        return self._over
-
-    def __del__(self) -> None:
-        if not self._over:
-            self._abandoned.append((self._request, self._tensor))  # no call of MPI: it may be any thread, at any time
-
-    @classmethod
-    def free_abandoned(cls) -> None:
-        """Let go of the tensors of requests that were dropped and are over by now."""
-        for _ in range(len(cls._abandoned)):
-            try:
-                entry = cls._abandoned.popleft()
-            except IndexError:  # another thread does the same
-                return
-            try:
-                is_over = entry[0].Test()
-            except MPI.Exception:
-                is_over = False  # nobody knows
-            if not is_over:
-                cls._abandoned.append(entry)
-
-    def _end(self) -> None:
-        self._over = True
-        if self._receives and self._status.Get_count(MPI.BYTE) != self._tensor.nbytes:
-            raise DisagreementError(
-                f"rank {self._status.Get_source()} sent {self._status.Get_count(MPI.BYTE)} bytes, this rank expects "
-                f"{self._tensor.nbytes}; make both sides pass as many elements"
-            )
-
-    @override
-    def source(self) -> int | None:
-        return self._status.Get_source() if self._over else None
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

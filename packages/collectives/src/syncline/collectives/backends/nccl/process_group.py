@@ -160,12 +160,12 @@ class NcclGroup(ProcessGroup):
         return made
 
     @override
-    def _shrink(self, patience_s: float) -> ProcessGroup:
+    def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
         """The host group finds out who is left: NCCL only tells that something failed."""
         host = self._connector.rendezvous.group
         assert host is not None
         self._engine.abort()
-        return self.beside(host.shrink(patience_s=patience_s))
+        return self.beside(host.shrink(silence_timeout_s=silence_timeout_s))
 
     # ---- the end ----
 

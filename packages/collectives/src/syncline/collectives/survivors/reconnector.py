@@ -1,4 +1,4 @@
-"""Reunion: from a group that lost members to the connection of those that are left."""
+"""Reconnector: from a group that lost members to the connection of those that are left."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Generation:
         return self.members.index(self.me)
 
 
-class Reunion(ABC):
+class Reconnector(ABC):
     """How the members of a group meet again; one for each backend.
 
     Args:
@@ -72,14 +72,14 @@ class Reunion(ABC):
         """Those who wait to be let in."""
         return ()
 
-    def admit(self, patience_s: float, limit: int | None = None) -> Transport:
+    def admit(self, silence_timeout_s: float, limit: int | None = None) -> Transport:
         """As `shrink`, with those who wait, or the first so many of them. A newcomer calls it to wait.
 
         Raises:
             CollectiveTimeout: nobody let this newcomer in.
             RankLostError: those who could have are all gone.
         """
-        raise NotImplementedError  # of a reunion for whose newcomers nothing is missing
+        raise NotImplementedError  # of a reconnector for whose newcomers nothing is missing
 
     def calls(self) -> GroupCalls | None:
         """Count the calls of this generation's group, and say who has left; None where nobody tells. Called once for each."""
@@ -93,7 +93,7 @@ class Reunion(ABC):
         return None
 
     @abstractmethod
-    def shrink(self, patience_s: float) -> Transport:
+    def shrink(self, silence_timeout_s: float) -> Transport:
         """Connect those that are left; `generation` is theirs from then on. Every survivor calls it, and again if it fails.
 
         Raises:

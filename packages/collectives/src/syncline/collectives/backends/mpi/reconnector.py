@@ -13,7 +13,7 @@ from ...errors import CollectiveTimeout, TransportError
 from ...failures.detached_call import DetachedCall
 from ...host.departures import Departures, GroupCalls
 from ...host.transport import Transport
-from ...survivors.reunion import MOST_ATTEMPTS, Generation, Reunion
+from ...survivors.reconnector import MOST_ATTEMPTS, Generation, Reconnector
 from .fault_tolerance import missing_for_shrink, revoke
 from .library import mapped, mpi_errors
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("syncline.collectives")
 Connect = Callable[[MPI.Intracomm, Sequence[int]], Transport]
 
 
-class MPIReunion(Reunion):
+class MPIReconnector(Reconnector):
     """Members are ranks of MPI_COMM_WORLD.
 
     Note [Shrinking by ULFM]
@@ -36,7 +36,7 @@ class MPIReunion(Reunion):
            after `MOST_ATTEMPTS` times with the same members all of them give up
 
     All four run on one thread of their own (`DetachedCall`), because a call of MPI cannot be ended: 1 comes before 2 on every
-    rank, 4 after 3, and whoever called `shrink` waits for that thread, and not longer than `patience_s`. If `shrink` is called
+    rank, 4 after 3, and whoever called `shrink` waits for that thread, at most for `silence_timeout_s`. If `shrink` is called
     again, it goes on waiting for the same thread, or, if that ended with an error, goes on with the communicator that the last
     step 2 gave: a rank never shrinks a communicator twice.
 
@@ -75,13 +75,13 @@ class MPIReunion(Reunion):
         return self._departures.group(name, self.generation.members)
 
     @override
-    def shrink(self, patience_s: float) -> Transport:
+    def shrink(self, silence_timeout_s: float) -> Transport:
         if self._meeting is None:
             self._meeting = DetachedCall(self._meet, nullcontext, "syncline-mpi-shrink")
-        if not self._meeting.done.wait(patience_s):
+        if not self._meeting.done.wait(silence_timeout_s):
             raise CollectiveTimeout(
-                f"MPI did not bring the ranks that are left together within {patience_s:g} s: a rank lives that does not call "
-                "shrink. MPI gives up no rank that lives; end it, or call shrink again"
+                f"MPI did not bring the ranks that are left together within {silence_timeout_s:g} s: a rank lives that does "
+                "not call shrink. MPI gives up no rank that lives; end it, or call shrink again"
             )
         meeting, self._meeting = self._meeting, None
         self.generation = meeting.result()

@@ -20,9 +20,9 @@ from ..startup.backend import ConnectRequest
 from ..stores import AsTorchStore, FromTorchStore, PrefixStore, Store
 from ..stores.polling import poll
 from ..stores.store import as_keys, key_timeout
-from ..survivors.reunion import WAITING, Generation
-from ..survivors.store_reunion import StoreReunion
-from ..survivors.waiting_room import WaitingRoom
+from ..survivors.join_queue import JoinQueue
+from ..survivors.reconnector import WAITING, Generation
+from ..survivors.store_reconnector import StoreReconnector
 
 Connect = Callable[[Generation, Liveness, dist.Store, float], Transport]
 
@@ -68,7 +68,7 @@ class Job:
     options: Mapping[str, bool]
 
 
-class GlooReunion(StoreReunion):
+class GlooReconnector(StoreReconnector):
     """Members are processes; each leaves in the store who it is, so that those on its machine know when it has ended.
 
     Args:
@@ -101,7 +101,7 @@ class GlooReunion(StoreReunion):
                 self.store.set(_JOB, json.dumps(asdict(job)))
 
     @classmethod
-    def of_newcomer(cls, store: dist.Store, options: Mapping[str, bool], connect: Connect, timeout_s: float) -> GlooReunion:
+    def of_newcomer(cls, store: dist.Store, options: Mapping[str, bool], connect: Connect, timeout_s: float) -> GlooReconnector:
         """That of a process that came later.
 
         Raises:
@@ -115,7 +115,7 @@ class GlooReunion(StoreReunion):
                 f"this process joins a job whose ranks were given {job.options}, and was given {dict(options)}; call "
                 "init_process_group alike"
             )
-        me = WaitingRoom(FromTorchStore(store), job.size).take_number()
+        me = JoinQueue(FromTorchStore(store), job.size).take_number()
         return cls(store, Generation(WAITING, (me,), me), job, connect)
 
     @override

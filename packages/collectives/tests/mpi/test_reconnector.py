@@ -11,9 +11,9 @@ pytest.importorskip("mpi4py")
 
 from syncline.collectives import TransportError
 from syncline.collectives.backends.mpi import fault_tolerance
-from syncline.collectives.backends.mpi import reunion as module
-from syncline.collectives.backends.mpi.reunion import MPIReunion
-from syncline.collectives.survivors.reunion import MOST_ATTEMPTS, Generation
+from syncline.collectives.backends.mpi import reconnector as module
+from syncline.collectives.backends.mpi.reconnector import MPIReconnector
+from syncline.collectives.survivors.reconnector import MOST_ATTEMPTS, Generation
 
 PATIENCE_S = 20.0
 
@@ -54,41 +54,41 @@ class Connecting:
         return MagicMock(name=f"transport over {communicator.number}")
 
 
-def a_reunion(connect: Connecting) -> MPIReunion:
-    return MPIReunion(Communicator(), connect, MagicMock(), "default")  # type: ignore[arg-type]
+def a_reconnector(connect: Connecting) -> MPIReconnector:
+    return MPIReconnector(Communicator(), connect, MagicMock(), "default")  # type: ignore[arg-type]
 
 
 def test_whatever_keeps_a_rank_from_connecting_the_others_are_told() -> None:
     connect = Connecting(OSError("no memory to share"))
-    reunion = a_reunion(connect)
-    reunion.shrink(PATIENCE_S)
+    reconnector = a_reconnector(connect)
+    reconnector.shrink(PATIENCE_S)
     assert [(over.number, over.told) for over in connect.over] == [(0, []), (1, [0]), (2, [1])]
-    assert reunion.generation.number == 2
+    assert reconnector.generation.number == 2
 
 
 def test_members_that_never_connect_are_told_why() -> None:
-    reunion = a_reunion(Connecting(*(OSError(f"no memory to share, {number}") for number in range(MOST_ATTEMPTS + 1))))
+    reconnector = a_reconnector(Connecting(*(OSError(f"no memory to share, {number}") for number in range(MOST_ATTEMPTS + 1))))
     words = r"the ranks \[0, 2\] of the job live, and could not connect: no memory to share, 3"
     with pytest.raises(TransportError, match=words):
-        reunion.shrink(PATIENCE_S)
+        reconnector.shrink(PATIENCE_S)
 
 
 def test_a_second_shrink_goes_on_where_the_first_has_failed() -> None:
     connect = Connecting(*(OSError("no memory to share") for _ in range(MOST_ATTEMPTS + 1)))
-    reunion = a_reunion(connect)
+    reconnector = a_reconnector(connect)
     with pytest.raises(TransportError):
-        reunion.shrink(PATIENCE_S)
-    reunion.shrink(PATIENCE_S)
+        reconnector.shrink(PATIENCE_S)
+    reconnector.shrink(PATIENCE_S)
     assert [over.number for over in connect.over] == list(range(len(connect.over))), "no communicator is shrunk twice"
 
 
 def test_who_connected_in_vain_gives_its_transport_up(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [0, 1]  # another rank could not connect at first
     monkeypatch.setattr(Communicator, "Agree", lambda self, flag: answers.pop(0))
-    reunion = a_reunion(connect := Connecting())
+    reconnector = a_reconnector(connect := Connecting())
     made: list[Any] = []
-    monkeypatch.setattr(reunion, "_connect", lambda *given: made.append(connect(*given)) or made[-1])
-    assert reunion.shrink(PATIENCE_S) is made[1]
+    monkeypatch.setattr(reconnector, "_connect", lambda *given: made.append(connect(*given)) or made[-1])
+    assert reconnector.shrink(PATIENCE_S) is made[1]
     made[0].abort.assert_called_once_with()
     made[1].abort.assert_not_called()
 

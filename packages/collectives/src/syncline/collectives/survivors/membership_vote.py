@@ -1,4 +1,4 @@
-"""RollCall: the members of a group agree, in a store, on who is left, and on who comes in."""
+"""MembershipVote: the members of a group agree, in a store, on who is left, and on who comes in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nobody() -> Sequence[int]:
     return ()
 
 
-class RollCall:
+class MembershipVote:
     """One agreement on who follows one generation of a group.
 
     Note [Who is left]
@@ -32,9 +32,9 @@ class RollCall:
     store has keys of its own::
 
         1. each survivor sets here/<its number>
-        2. it waits until each member has set its key or has certainly ended, at most `patience_s`; if more members run and
-           are silent then than have come, it is those that came who give up: perhaps only their connections broke, and the
-           others compute on
+        2. it waits until each member has set its key or has certainly ended, at most `silence_timeout_s`; if more members run
+           and are silent then than have come, it is those that came who give up: perhaps only their connections broke, and
+           the others compute on
         3. it proposes those that have set their keys, by one compare_set of the key "members"; the first proposal holds
         4. it reads what holds. Who is not in it was given up, and ends itself
 
@@ -65,11 +65,11 @@ class RollCall:
         self._has_ended = has_ended
         self._is_running = is_running
 
-    def agree(self, patience_s: float, newcomers: Newcomers = nobody) -> tuple[int, ...]:
+    def agree(self, silence_timeout_s: float, newcomers: Newcomers = nobody) -> tuple[int, ...]:
         """Those on whom all survivors agree, in the order of the members, newcomers behind. Every survivor calls it.
 
         Args:
-            patience_s: how long to wait for a member that is silent, in seconds.
+            silence_timeout_s: how long to wait for a member that is silent, in seconds.
             newcomers: whom to propose beside the members; each survivor may say another thing, as one proposal holds.
 
         Raises:
@@ -77,10 +77,10 @@ class RollCall:
             StoreError: the store itself is lost.
         """
         self._store.set(f"here/{self._me}", b"")
-        poll(self._is_settled, Deadline(patience_s))
+        poll(self._is_settled, Deadline(silence_timeout_s))
         present = self._present()
         if not self._store.check([DECISION]):
-            self._check_outnumbered(present, patience_s)
+            self._check_outnumbered(present, silence_timeout_s)
         proposed = json.dumps([*present, *newcomers()])
         agreed = tuple(json.loads(self._store.compare_set(DECISION, "", proposed)))
         if self._me not in agreed:
@@ -90,15 +90,15 @@ class RollCall:
             )
         return agreed
 
-    def _check_outnumbered(self, present: Sequence[int], patience_s: float) -> None:
+    def _check_outnumbered(self, present: Sequence[int], silence_timeout_s: float) -> None:
         """Half are enough: the store has one decision, so two halves cannot both go on."""
         silent = [member for member in self._members if member not in present and self._is_running(member)]
         if len(present) < len(silent):
             self._store.delete_key(f"here/{self._me}")
             raise RankGivenUpError(
-                f"only the members {list(present)} came within {patience_s:g} s, while {silent} run and said nothing: so few "
-                f"do not go on without so many. Let member {self._me} end; the others go on when they notice. If they may "
-                "compute for longer than that, pass a larger patience_s"
+                f"only the members {list(present)} came within {silence_timeout_s:g} s, while {silent} run and said nothing: "
+                f"so few do not go on without so many. Let member {self._me} end; the others go on when they notice. If they "
+                "may compute for longer than that, pass a larger silence_timeout_s"
             )
 
     def _is_settled(self) -> bool:

@@ -1,4 +1,4 @@
-"""StoreReunion: members that meet again in the store in which they met at first."""
+"""StoreReconnector: members that meet again in the store in which they met at first."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..contract.running_call import RunningCall
 from ..errors import TransportError
 from ..host.transport import Transport
 from ..stores import PrefixStore, Store
-from .reunion import MOST_ATTEMPTS, Generation, Reunion
-from .roll_call import Newcomers, RollCall, nobody
-from .waiting_room import WaitingRoom
+from .join_queue import JoinQueue
+from .membership_vote import MembershipVote, Newcomers, nobody
+from .reconnector import MOST_ATTEMPTS, Generation, Reconnector
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -26,8 +26,8 @@ CONNECT_S = 15.0
 _MOST_ALARM_BYTES = 2000
 
 
-class StoreReunion(Reunion):
-    """A `RollCall` agrees on the members, and the backend connects them; see Note [Who is left].
+class StoreReconnector(Reconnector):
+    """A `MembershipVote` agrees on the members, and the backend connects them; see Note [Who is left].
 
     Args:
         store: what all members reach, and what outlives each of them.
@@ -38,7 +38,7 @@ class StoreReunion(Reunion):
     def __init__(self, store: Store, generation: Generation, first_size: int) -> None:
         super().__init__(generation)
         self.store = store
-        self._waiting_room = WaitingRoom(store, first_size)
+        self._join_queue = JoinQueue(store, first_size)
 
     @abstractmethod
     def has_ended(self, member: int) -> bool:
@@ -76,22 +76,22 @@ class StoreReunion(Reunion):
 
     @override
     def newcomers(self) -> Sequence[int]:
-        return [number for number in self._waiting_room.waiting() if not self.has_ended(number)]
+        return [number for number in self._join_queue.waiting() if not self.has_ended(number)]
 
     @override
-    def shrink(self, patience_s: float) -> Transport:
-        return self._meet_again(patience_s, nobody)
+    def shrink(self, silence_timeout_s: float) -> Transport:
+        return self._meet_again(silence_timeout_s, nobody)
 
     @override
-    def admit(self, patience_s: float, limit: int | None = None) -> Transport:
-        return self._meet_again(patience_s, lambda: self.newcomers()[:limit])
+    def admit(self, silence_timeout_s: float, limit: int | None = None) -> Transport:
+        return self._meet_again(silence_timeout_s, lambda: self.newcomers()[:limit])
 
-    def _meet_again(self, patience_s: float, newcomers: Newcomers) -> Transport:
-        """Who dies meanwhile is left out of the next generation. Each round takes `patience_s + CONNECT_S` at most."""
+    def _meet_again(self, silence_timeout_s: float, newcomers: Newcomers) -> Transport:
+        """Who dies meanwhile is left out of the next generation. Each round takes `silence_timeout_s + CONNECT_S` at most."""
         attempts = 0
         while True:
             now = self.generation
-            self.generation = self._after(now, patience_s, newcomers)
+            self.generation = self._after(now, silence_timeout_s, newcomers)
             attempts = attempts + 1 if self.generation.members == now.members else 1
             logger.debug("member %d: generation %d is %s", now.me, self.generation.number, self.generation.members)
             try:
@@ -102,11 +102,13 @@ class StoreReunion(Reunion):
                 if attempts == MOST_ATTEMPTS:
                     raise TransportError(f"the members {list(now.members)} live, and could not connect: {error}") from error
 
-    def _after(self, now: Generation, patience_s: float, newcomers: Newcomers) -> Generation:
+    def _after(self, now: Generation, silence_timeout_s: float, newcomers: Newcomers) -> Generation:
         if now.is_waiting:
-            return self._waiting_room.wait(now.me, patience_s, self.has_ended)
-        members = RollCall(self._keys(now), now.members, now.me, self.has_ended, self.is_running).agree(patience_s, newcomers)
-        self._waiting_room.leave(set(members) - set(now.members))
+            return self._join_queue.wait(now.me, silence_timeout_s, self.has_ended)
+        members = MembershipVote(self._keys(now), now.members, now.me, self.has_ended, self.is_running).agree(
+            silence_timeout_s, newcomers
+        )
+        self._join_queue.leave(set(members) - set(now.members))
         return now.next(members)
 
     def _connected(self, generation: Generation) -> Transport:

@@ -1,4 +1,4 @@
-"""WaitingRoom: processes that came later wait, in a store, until the members of a group let them in."""
+"""JoinQueue: processes that came later wait, in a store, until the members of a group let them in."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..contract.deadline import Deadline
 from ..errors import CollectiveTimeout, RankLostError
 from ..stores import PrefixStore, Store
 from ..stores.polling import poll
-from .reunion import Generation
-from .roll_call import DECISION, HasEnded
+from .membership_vote import DECISION, HasEnded
+from .reconnector import Generation
 
 
-class WaitingRoom:
+class JoinQueue:
     """Where newcomers get a number, and leave word that they wait.
 
     Note [How a newcomer comes in]
@@ -57,11 +57,11 @@ class WaitingRoom:
         for number in numbers:
             self._store.delete_key(_waiting(number))
 
-    def wait(self, me: int, patience_s: float, has_ended: HasEnded) -> Generation:
+    def wait(self, me: int, silence_timeout_s: float, has_ended: HasEnded) -> Generation:
         """The first generation with this newcomer.
 
         Raises:
-            CollectiveTimeout: the members did not let it in within `patience_s` seconds.
+            CollectiveTimeout: the members did not let it in within `silence_timeout_s` seconds.
             RankLostError: they have all ended.
         """
         self._store.set(_waiting(me), b"")
@@ -73,7 +73,7 @@ class WaitingRoom:
                 known = known.next(decided)
             return me in known.members or all(has_ended(member) for member in known.members)
 
-        in_time = poll(is_over, Deadline(patience_s))
+        in_time = poll(is_over, Deadline(silence_timeout_s))
         if me in known.members:
             return known
         self.leave([me])
@@ -82,8 +82,9 @@ class WaitingRoom:
                 f"the job that this process came to join has ended: all its processes {list(known.members)} are gone", ()
             )
         raise CollectiveTimeout(
-            f"the members {list(known.members)} of the job did not let this process in within {patience_s:g} s (timeout): they "
-            "call `admit`, or train with `Elastic`, which does; do they wait for something, or have they finished?"
+            f"the members {list(known.members)} of the job did not let this process in within {silence_timeout_s:g} s "
+            "(timeout): they call `admit`, or train with `Elastic`, which does; do they wait for something, or have they "
+            "finished?"
         )
 
     def _decided(self, generation: Generation) -> tuple[int, ...] | None:
