@@ -24,7 +24,7 @@ _BEFORE, _AFTER = SCRIPTS["train.py"].split("    step += 1\n")
 SCRIPTS["train.py"] = f"import time\n{_BEFORE}    step += 1\n    time.sleep(0.02)\n{_AFTER}"
 PYTHON = Path(sys.executable).parent
 FOR_EVER = str(10**9)
-JOB_S = 90.0  # longer than the time limit of train.py, which names the rank that is missing
+JOB_S = 120.0  # to load torch, and the time limit of train.py: a group that waits for a rank names it
 _ENDED = (
     "BOOT_FAIL",
     "CANCELLED",
