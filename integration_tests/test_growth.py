@@ -8,11 +8,12 @@ import mpi_runtimes
 from benchmarks import growth
 from benchmarks.growth_formulas import FORMULAS, Job
 from commands import ToolError
+from test_support.full_run import cases
 
 pytestmark = pytest.mark.launch
 
 
-@pytest.mark.parametrize(("per_host", "sizes"), [(1, (2, 4)), (2, (4,))])
+@pytest.mark.parametrize(("per_host", "sizes"), cases([(1, (4,)), (2, (4,))], in_full=[(1, (2, 8))]))
 def test_formulas_over_mpi_hold_for_real_ranks(per_host: int, sizes: tuple[int, ...]) -> None:
     try:
         mpi_runtimes.find("mpich")

@@ -1,4 +1,4 @@
-"""How many cores other programs took while something was measured; Linux."""
+"""How many cores other programs took while something was measured, and how many were left; Linux."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ class ProcessorTimes:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         ticks = computed_ticks(Path("/proc/stat").read_text())
         return cls(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), children.ru_utime + children.ru_stime)
+
+
+def idle_s() -> float:
+    """Seconds that the cores of this machine have been idle since it started, all together; to a hundredth."""
+    return idle_ticks(Path("/proc/stat").read_text()) / os.sysconf("SC_CLK_TCK")
+
+
+def idle_ticks(stat: str) -> int:
+    """Of idling and of waiting for a disk, from the first line of /proc/stat."""
+    return sum(map(int, stat.split("\n", 1)[0].split()[4:6]))
 
 
 def computed_ticks(stat: str) -> int:

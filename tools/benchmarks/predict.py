@@ -79,14 +79,25 @@ def _keep(figures: Mapping[str, Any], path: Path | None) -> None:
 
 
 def _show(figures: Mapping[str, Any]) -> None:
-    rows = [("wire", "hosts", "measured, ms", "predicted, ms", "error", "all-reduce of 2 MiB, ms", "modelled, ms")]
+    rows = [
+        (
+            "wire",
+            "hosts",
+            "measured, ms",
+            "predicted, ms",
+            "error",
+            "all-reduce of 2 MiB, ms",
+            "modelled, ms",
+            "cores idle in it",
+        )
+    ]
     for rate, kept in figures.items():
         for count, measured in kept["measured"].items():
             predicted = kept["predicted_s"][count]
             error = f"{100 * (predicted / measured['step_s'] - 1):+.1f} %"
             times = (measured["step_s"], predicted), (measured["all_reduce_s"], kept["all_reduce_s"][count])
             (step, expected), (alone, modelled) = ([f"{1e3 * seconds:.1f}" for seconds in pair] for pair in times)
-            rows.append((rate, str(count), step, expected, error, alone, modelled))
+            rows.append((rate, str(count), step, expected, error, alone, modelled, f"{measured['idle_cores']:.2f}"))
         print(
             f"{rate}: {1e6 * kept['latency_s']:.0f} us, {8e-6 * kept['bandwidth']:.0f} Mbit/s; "
             f"alone {1e3 * kept['alone_s']:.1f} ms; {told([one['cores_of_others'] for one in kept['measured'].values()])}"

@@ -17,6 +17,7 @@ import torch
 from syncline.collectives import ProcessGroup, destroy_process_group, exchange_objects, init_process_group
 from syncline.ddp import DistributedDataParallel
 
+from .other_load import idle_s
 from .sleeping import SleepingModel
 
 _LAYERS, _LAYER_BYTES, _FORWARD_S, _BACKWARD_S, _OPTIMIZER_S = 8, 1 << 20, 0.003, 0.010, 0.010
@@ -42,24 +43,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _train(model, _FIRST_STEPS)
     with nullcontext() if options.trace is None else model.trace(options.trace):
         times = _train(model, options.steps)
-    found = exchange_objects((statistics.median(times), _all_reduce_s(group)), group=group)
+    found = exchange_objects((statistics.median(times), *_all_reduce(group)), group=group)
     if group.rank == 0:
-        step_s, all_reduce_s = map(max, zip(*found, strict=True))
-        options.json.write_text(json.dumps({"step_s": step_s, "all_reduce_s": all_reduce_s}))
+        step_s, all_reduce_s, idle_cores = map(max, zip(*found, strict=True))
+        kept = {"step_s": step_s, "all_reduce_s": all_reduce_s, "idle_cores": idle_cores}
+        options.json.write_text(json.dumps(kept))
     destroy_process_group()
     return 0
 
 
-def _all_reduce_s(group: ProcessGroup) -> float:
-    """Seconds of an all-reduce of a bucket's size, in the median."""
+def _all_reduce(group: ProcessGroup) -> tuple[float, float]:
+    """Seconds of an all-reduce of a bucket's size, in the median, and how many cores of the machine were idle meanwhile."""
     tensor = group.allocate(BUCKET_BYTES // 4, torch.float32, torch.device("cpu")).zero_()
-    times = []
+    times, idle_before_s, began_s = [], idle_s(), time.perf_counter()
     for _ in range(_TRIALS):
         group.barrier()
         began = time.perf_counter()
         group.all_reduce(tensor)
         times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return statistics.median(times), (idle_s() - idle_before_s) / (time.perf_counter() - began_s)
 
 
 def _train(model: torch.nn.Module, steps: int) -> list[float]:

@@ -28,8 +28,8 @@ from math import log2
 
 from syncline.collectives.backends.mpi.node.copy_in_copy_out import SLOT_BYTES, SLOTS
 from syncline.collectives.host.host_group import MOST_PLANS
+from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 
-_EAGER_BYTES = 192 << 10
 _TURNS = 2
 _VIEW_BYTES = 1 << 10
 _MPI_SEGMENT_BYTES = 16 << 20
@@ -69,7 +69,7 @@ def resident_parts(load: Load, threshold_bytes: int) -> Mapping[str, int]:
     in_hand = 2 * load.threads * _SMALL_BLOCKS * threshold_bytes
     return {
         **handed_out_parts(load),
-        "shared": load.groups * load.ranks * (SLOTS * SLOT_BYTES + _TURNS * _EAGER_BYTES),
+        "shared": load.groups * load.ranks * (SLOTS * SLOT_BYTES + _TURNS * AlgorithmThresholds.eager_bytes),
         "MPI": load.ranks * _MPI_SEGMENT_BYTES,
         "allocator": int(in_hand * log2(threshold_bytes / _GRANULE_BYTES)),
     }

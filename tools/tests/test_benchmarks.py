@@ -37,7 +37,7 @@ from benchmarks.deferral import Deferral, deferred_hook
 from benchmarks.exposure import Compared
 from benchmarks.latency_breakdown import Breakdown
 from benchmarks.memory import can_be_measured, kib_in, peak_bytes
-from benchmarks.other_load import ProcessorTimes, computed_ticks, cores_of_others
+from benchmarks.other_load import ProcessorTimes, computed_ticks, cores_of_others, idle_ticks
 from benchmarks.report import Report
 from benchmarks.skipped_sync import smoothed, synchronizes
 from benchmarks.sleeping_steps import bits_per_s, forced_exposure_s
@@ -406,10 +406,10 @@ from pathlib import Path
 
 from benchmarks import hooks, hosts_job, paper, step, waiting
 
-folder, chosen = Path(sys.argv[1]), sys.argv[2:]
+folder, steps, chosen = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
 hosts_job.DEVICE = "lo"  # there is no wire here
 for name, main, words in (
-    ("step", step.main, []),
+    ("step", step.main, ["--parts", *steps]),
     ("paper", paper.main, []),
     ("hooks", hooks.main, ["--parts", "mlp"]),
     ("waiting", waiting.main, []),
@@ -420,6 +420,7 @@ for name, main, words in (
 """
 # Those that measure over many models, or draw a dozen pictures, take a minute; what they are made of is tested on its own.
 PLAYED = full_run.cases(["step", "hooks", "waiting", "hosts"], in_full=["paper"])
+STEPS = [*step.PARTS] if full_run.FULL else ["cases", "buckets", "record"]
 in_full = pytest.mark.skipif(not full_run.FULL, reason="takes long: dev.py test --full, or SYNCLINE_TEST_FULL=1")
 
 
@@ -432,7 +433,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two ranks have left what they told, kept and drawn."""
     folder = tmp_path_factory.mktemp("played")
     runtime = mpi_runtimes.find("mpich")
-    words = (*runtime.command(2), sys.executable, "-c", TWO_RANKS, folder, *PLAYED)
+    words = (*runtime.command(2), sys.executable, "-c", TWO_RANKS, folder, ",".join(STEPS), *PLAYED)
     done = subprocess.run(words, env=environment(**runtime.env), capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     (folder / "told").write_text(done.stdout)
@@ -451,10 +452,11 @@ def drawn_by(name: str, folder: Path) -> set[str]:
 
 def test_steps_are_told_kept_and_drawn(played: Path) -> None:
     kept = kept_by("step", played)
-    assert kept.keys() == {"environment", "verdicts", *step.PARTS}
+    assert kept.keys() == {"environment", "verdicts", *STEPS}
     assert kept["environment"]["world_size"] == 2
     contenders = {"ours", "ours, views", "torch", "torch, views", "none"}
-    for part in ("cases", "unused"):
+    compared = {"cases", "unused"} & set(STEPS)
+    for part in compared:
         assert len(kept[part]["cases"]) == 8
         assert all(case["steps"].keys() == contenders for case in kept[part]["cases"].values())
         assert kept[part]["exposed_ratio"]["ours"]["cases"] == 8
@@ -463,9 +465,9 @@ def test_steps_are_told_kept_and_drawn(played: Path) -> None:
         assert found["steps"].keys() == {"not recorded", "not recorded, again", "recorded"}
         assert found["buckets"] >= 1
     judged = [sum(target.what in line for line in kept["verdicts"]) for target in (STEP, EXPOSED, MEMORY)]
-    assert judged == [4, 4, 2 if can_be_measured() else 0]
+    assert judged == [2 * len(compared), 2 * len(compared), 2 if "memory" in STEPS and can_be_measured() else 0]
     assert all(line in (played / "told").read_text() for line in kept["verdicts"])
-    assert drawn_by("step", played) == {"cases", "unused", "buckets"}
+    assert drawn_by("step", played) == {"buckets", *compared}
 
 
 def test_recording_adds_few_calls_to_a_step_whatever_its_length() -> None:
@@ -478,6 +480,7 @@ def test_what_other_programs_took_is_the_machines_time_without_ones_own() -> Non
     assert cores_of_others(ProcessorTimes(5.0, 100.0, 1.0), ProcessorTimes(15.0, 113.0, 10.0)) == pytest.approx(0.4)
     assert cores_of_others(ProcessorTimes(5.0, 100.0, 1.0), ProcessorTimes(15.0, 101.0, 3.0)) == 0.0
     assert computed_ticks("cpu  10 2 30 400 50 6 70 8\ncpu0 1 1 1 1") == 42
+    assert idle_ticks("cpu  10 2 30 400 50 6 70 8\ncpu0 1 1 1 1") == 450
 
 
 @in_full

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import growth
 from benchmarks.growth_counting import Counts
 from benchmarks.growth_formulas import FORMULAS, Fit, Formula, Job, fit
+from test_support.full_run import cases
 
 
 @pytest.mark.parametrize(("ranks", "rounds"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (64, 6), (10_000, 14)])
@@ -49,7 +50,7 @@ def test_a_wrong_formula_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[1][-1] == "WRONG"
 
 
-@pytest.mark.parametrize(("per_host", "sizes"), [(1, (2, 4)), (2, (4,))])
+@pytest.mark.parametrize(("per_host", "sizes"), cases([(1, (4,)), (2, (4,))], in_full=[(1, (2, 8))]))
 def test_formulas_over_gloo_hold_for_real_ranks(per_host: int, sizes: tuple[int, ...]) -> None:
     found = {ranks: growth.count("gloo", Job(ranks, per_host)) for ranks in sizes}
     rows, is_right = growth.compared("gloo", found, per_host)

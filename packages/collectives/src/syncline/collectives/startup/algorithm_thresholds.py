@@ -25,7 +25,7 @@ class AlgorithmThresholds:
             as there are nodes. Never: where the network reduces by itself, or the MPI library is tuned for it.
     """
 
-    eager_bytes: int = 192 << 10
+    eager_bytes: int = 512 << 10
     window_bytes: int = 128 << 10
     staged_bytes: int = 32 << 10
     ring_bytes: int = 256 << 10
