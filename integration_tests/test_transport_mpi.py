@@ -90,3 +90,12 @@ def test_a_receive_that_was_dropped_keeps_its_memory_until_the_message_has_come(
     assert memory() is None
     transport.start_recv(torch.ones(1), 0, 8).wait(Deadline(30))
     transport.close()
+
+
+def test_a_part_of_a_transport_for_a_device_is_for_it_too() -> None:
+    whole = MPITransport(MPI.COMM_WORLD.Dup(), on_device=True)
+    part = whole.subset(list(range(MPI.COMM_WORLD.Get_size())), "part", 1, Deadline(30))
+    assert isinstance(part, MPITransport)
+    assert part._on_device
+    part.close()
+    whole.close()

@@ -575,7 +575,7 @@ def _add_full(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
-    width = min(cores() + 2, 4)  # some wait more than they compute
+    width = min(cores() + 1, 4)  # some wait more than they compute
     parser.add_argument("--jobs", type=_at_least_one, default=width, metavar="N", help=f"side by side (default here: {width})")
 
 

@@ -1,6 +1,6 @@
 """How well `syncline predict` does: predicted and measured steps on 2, 4 and 8 emulated hosts, from a trace of 2 of them.
 
-    sudo python3 tools/dev.py bench predict [--rates 200mbit 1gbit] [--hosts 2 4 8] [--json PATH]
+    sudo python3 tools/dev.py bench predict [--rates 200mbit 1gbit] [--hosts 2 4 8] [--backward-ms 25] [--json PATH]
 
 Needs Linux, root and iproute2, and starts MPICH's mpiexec itself. Each host has one rank. The model's layers sleep instead of
 computing, as a processor does that waits for an accelerator: so 8 ranks fit on 2 cores, and what could be hidden is known.
@@ -9,8 +9,9 @@ computing, as a processor does that waits for an accelerator: so 8 ranks fit on 
 2. The same training is measured on each number of hosts. A step is the median of the times from one forward to the next, on the
    slowest rank. All-reduces of one bucket's size, with nothing beside them, tell whether the network is as modelled there.
 
-Eight hosts at 1 Gbit/s keep two cores busy, so other programs must not want them: how many cores those took is said with the
-table. The rates can be measured one at a time (two minutes each, where nothing else runs).
+Eight hosts that all-reduce at 1 Gbit/s keep two cores busy, so other programs must not want them: how many cores those took,
+and how many were idle, is said with the table. With `--backward-ms 10` the cores limit such a training, and not the wires. The
+rates can be measured one at a time (two minutes each, where nothing else runs).
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="2 to 8 (default: 2 4 8)")
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"], help="of each wire, as tc has it")
     parser.add_argument("--steps", type=session.at_least_one, default=20, metavar="N", help="measured steps (default: 20)")
+    parser.add_argument(
+        "--backward-ms", type=float, default=25.0, metavar="MS", help="a layer's backward sleeps so long (default: %(default)g)"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures to this file")
     options = parser.parse_args(arguments)
     try:
@@ -112,7 +116,7 @@ def _measure(
     found: dict[int, dict[str, float]] = {}
     for count in sorted({_TRACED, *options.hosts}):
         words: list[str | Path] = [sys.executable, "-m", "benchmarks.predict_job", "--steps", str(options.steps)]
-        words += ["--json", folder / "steps.json"]
+        words += ["--backward-ms", str(options.backward_ms), "--json", folder / "steps.json"]
         before = ProcessorTimes.now()
         with EmulatedHosts(rate, count) as hosts:
             if count == _TRACED:

@@ -20,7 +20,7 @@ from syncline.ddp import DistributedDataParallel
 from .other_load import idle_s
 from .sleeping import SleepingModel
 
-_LAYERS, _LAYER_BYTES, _FORWARD_S, _BACKWARD_S, _OPTIMIZER_S = 8, 1 << 20, 0.003, 0.010, 0.010
+_LAYERS, _LAYER_BYTES, _FORWARD_S, _OPTIMIZER_S = 8, 1 << 20, 0.003, 0.010
 BUCKET_BYTES = 2 << 20
 _TRIALS = 10
 _FIRST_STEPS = 4  # buckets are built anew, connections are made
@@ -30,13 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Every rank of the job calls it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--backward-ms", type=float, required=True)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--trace", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     group = init_process_group()
     model = DistributedDataParallel(
-        SleepingModel(_LAYERS, _LAYER_BYTES, _FORWARD_S, _BACKWARD_S),
+        SleepingModel(_LAYERS, _LAYER_BYTES, _FORWARD_S, 1e-3 * options.backward_ms),
         bucket_cap_mb=BUCKET_BYTES / 2**20,
         gradient_as_bucket_view=True,
     )

@@ -17,7 +17,7 @@ def test_the_parts_are_those_of_the_note() -> None:
     parts = resident_parts(LOAD, 128 << 10)
     assert parts["tensors"] == 3 * 6 * 16_000_000
     assert parts["copies"] == 3 * 4 * 16_000_000
-    assert parts["shared"] == 4 * 4 * (3 * MIB + 384 * 1024)
+    assert parts["shared"] == 4 * 4 * (3 * MIB + 2 * 512 * 1024)
     assert parts["allocator"] == 6 * 16 * (128 << 10) * 13
     assert {name: parts[name] for name in handed_out_parts(LOAD)} == handed_out_parts(LOAD)
 

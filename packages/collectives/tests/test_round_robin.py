@@ -35,6 +35,26 @@ def test_each_collective_goes_to_the_next_group() -> None:
     in_turn.close()
 
 
+def test_barriers_and_comparisons_of_calls_are_those_of_every_group() -> None:
+    groups = [in_process.connect(ConnectRequest(None, None, None, None, 5.0)) for _ in range(3)]
+    asked: list[tuple[int, str]] = []
+
+    def note(number: int, name: str, *, async_op: bool) -> Any:
+        asked.append((number, name))
+        return groups[number].all_reduce(torch.ones(1), async_op=async_op)
+
+    for number, group in enumerate(groups):
+        group.verify_calls = partial(note, number, "verify_calls")  # type: ignore[method-assign]
+        group.barrier = partial(note, number, "barrier")  # type: ignore[method-assign]
+    in_turn = RoundRobinGroup(groups)
+    in_turn.barrier()
+    work = in_turn.verify_calls(async_op=True)
+    assert work is not None
+    work.wait()
+    assert asked == [(number, name) for name in ("barrier", "verify_calls") for number in range(3)]
+    in_turn.close()
+
+
 def groups_in_turn(group: ProcessGroup, number: int) -> RoundRobinGroup:
     parts = [group.split(0) for _ in range(number)]
     return RoundRobinGroup([part for part in parts if part is not None])

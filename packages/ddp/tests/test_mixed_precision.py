@@ -351,3 +351,25 @@ def test_a_copy_computes_with_its_own_parameters() -> None:
         assert all(p.grad is not None and bool(p.grad.any()) for p in copied.parameters())
     finally:
         destroy_process_group()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtypes", [{"reduce_dtype": FP16}, {"param_dtype": BF16}])
+def test_complex_gradients_are_averaged_in_their_own_dtype(dtypes: dict[str, torch.dtype]) -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor([1 + 1j, 2 - 1j]))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return (self.weight * inputs).real.sum()
+
+    def body(group: ProcessGroup) -> torch.Tensor:
+        model = DistributedDataParallel(Scaled(), process_group=group, mixed_precision=MixedPrecision(**dtypes))
+        model(torch.tensor([1 + 2j, 3 - 4j]) * (group.rank + 1)).backward()
+        gradient = model.module.weight.grad
+        assert isinstance(gradient, torch.Tensor)
+        return gradient
+
+    for gradient in run_ranks(2, body):
+        assert torch.equal(gradient, torch.tensor([1.5 - 3j, 4.5 + 6j]))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives import DisagreementError, GroupClosedError, InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm
 from syncline.ddp.dedicated_group import dedicated_group
@@ -473,3 +473,32 @@ def test_copies_and_pickles() -> None:
     run_ranks(1, body)
     layer = pickle.loads(pickle.dumps(SyncBatchNorm(CHANNELS, momentum=None)))
     assert (layer.process_group, layer.momentum) == (None, None)
+
+
+def test_layers_are_compared_anew_in_another_group() -> None:
+    """A rank that comes later has a layer that was compared with nobody, and must find the others doing the same."""
+
+    def body(group: ProcessGroup) -> None:
+        layer = SyncBatchNorm(CHANNELS, process_group=group)
+        layer(torch.randn(4, CHANNELS))
+        later = group.split(0)
+        assert later is not None
+        layer.process_group = later
+        (layer if group.rank == 0 else SyncBatchNorm(CHANNELS, process_group=later))(torch.randn(4, CHANNELS))
+
+    run_ranks(2, body)
+
+
+def test_a_dedicated_group_ends_with_its_group() -> None:
+    def body(group: ProcessGroup) -> None:
+        for end in ("close", "abort"):
+            part = group.split(0)
+            assert part is not None
+            dedicated = dedicated_group(part)
+            dedicated.barrier()
+            group.barrier()
+            getattr(part, end)()
+            with pytest.raises(GroupClosedError):
+                dedicated.barrier()
+
+    run_ranks(2, body)

@@ -107,3 +107,12 @@ def test_a_wrapped_hook_that_returns_no_tensor_fails_its_future() -> None:
             bf16_compress_wrapper(nothing)(None, FakeBucket(gradients(0), group)).wait()
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [fp16_compress_hook, bf16_compress_hook, fp16_compress_wrapper(allreduce_hook), bf16_compress_wrapper(allreduce_hook)],
+)
+def test_complex_gradients_are_refused_for_a_cast_would_lose_half_of_them(hook: Any) -> None:
+    with pytest.raises(MisuseError, match=r"of a floating-point dtype to cast to .*, found torch.complex64"):
+        reduced(1, hook, lambda _: [torch.tensor([1 + 2j])])

@@ -14,6 +14,7 @@ from syncline.collectives.backends.mpi import fault_tolerance
 from syncline.collectives.backends.mpi import reconnector as module
 from syncline.collectives.backends.mpi.reconnector import MPIReconnector
 from syncline.collectives.survivors.reconnector import MOST_ATTEMPTS, Generation
+from syncline.collectives.survivors.shrinkable_group import ShrinkableGroup
 
 PATIENCE_S = 20.0
 
@@ -24,6 +25,10 @@ class Communicator:
     def __init__(self, number: int = 0) -> None:
         self.number = number
         self.told: list[int] = []
+        self.is_free = False
+
+    def Free(self) -> None:  # noqa: N802 - MPI's name
+        self.is_free = True
 
     def Shrink(self) -> Communicator:  # noqa: N802 - MPI's name
         return Communicator(self.number + 1)
@@ -64,6 +69,13 @@ def test_whatever_keeps_a_rank_from_connecting_the_others_are_told() -> None:
     reconnector.shrink(PATIENCE_S)
     assert [(over.number, over.told) for over in connect.over] == [(0, []), (1, [0]), (2, [1])]
     assert reconnector.generation.number == 2
+
+
+def test_a_group_that_is_closed_gives_its_communicator_back() -> None:
+    reconnector = a_reconnector(Connecting())
+    group = ShrinkableGroup(MagicMock(liveness=None, compares_every_call=True), reconnector, timeout_s=1.0)
+    group.close()
+    assert reconnector._communicator.is_free  # type: ignore[attr-defined]
 
 
 def test_members_that_never_connect_are_told_why() -> None:

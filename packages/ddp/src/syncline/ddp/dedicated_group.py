@@ -30,6 +30,7 @@ def dedicated_group(group: ProcessGroup) -> ProcessGroup:
         dedicated = _dedicated_groups.get(key)
     if dedicated is None:
         dedicated = _make_dedicated_group(group)
+        group.end_together(dedicated)
         with _lock:
             _dedicated_groups[key] = dedicated
     return dedicated

@@ -62,8 +62,13 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
 
 
 def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook: average in another dtype. Extra memory: the bucket in that dtype."""
+    """A communication hook: average in another dtype, or in its own what is not of floating point (complex numbers).
+
+    Extra memory: the bucket in that dtype.
+    """
     buffer = bucket.buffer()
+    if not buffer.is_floating_point():
+        return bucket.process_group().all_reduce(buffer, ReduceOp.AVG, async_op=True).get_future().then(lambda _: buffer)
     work = bucket.process_group().all_reduce(buffer.to(dtype), ReduceOp.AVG, async_op=True)
     return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,9 @@ from .torch_internals import own_modules
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+# Which layers were compared in a group. Ranks that meet in another one, perhaps with a newcomer, compare again.
+_compared_layers: weakref.WeakKeyDictionary[ProcessGroup, weakref.WeakSet[SyncBatchNorm]] = weakref.WeakKeyDictionary()
 
 # The layers whose forward is plain batch normalisation, which conversion replaces.
 _PLAIN_FORWARDS = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
@@ -71,7 +75,6 @@ class SyncBatchNorm(_BatchNorm):
         if not bias:
             self.register_parameter("bias", None)
         self.process_group = process_group
-        self._is_compared = False
 
     @classmethod
     def convert_sync_batchnorm(
@@ -108,7 +111,6 @@ class SyncBatchNorm(_BatchNorm):
         converted = cls.__new__(cls)
         converted.__dict__.update(layer.__dict__)
         converted.process_group = getattr(layer, "process_group", None) if process_group is None else process_group
-        converted._is_compared = False
         return converted
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -139,7 +141,7 @@ class SyncBatchNorm(_BatchNorm):
     @disable_dynamo  # a compiler cannot look into a collective
     def _normalize_together(self, inputs: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         self._check_input_dim(inputs)
-        if not self._is_compared:
+        if self not in _compared_layers.get(group, ()):
             self._compare_layers(inputs, group)
         statistics = gather_statistics(statistics_of(inputs.detach()), group)
         if statistics.count < 2:
@@ -159,7 +161,7 @@ class SyncBatchNorm(_BatchNorm):
                     f"the ranks normalise different batches ({group.place()}): {versions[0]} on rank 0, {version} on rank "
                     f"{rank}. Build the same model on every rank, and let all of them run the same layers"
                 )
-        self._is_compared = True
+        _compared_layers.setdefault(group, weakref.WeakSet()).add(self)
 
     def _track(self, statistics: BatchStatistics) -> None:
         assert self.num_batches_tracked is not None

@@ -7,11 +7,13 @@ import ctypes
 import itertools
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -70,6 +72,7 @@ class GlooTransport(Transport):
         self.liveness = liveness
         self._store = store
         self._host = host
+        self._subsets: Counter[str] = Counter()  # how many of each name and members were made
         _open.add(self)
 
     def describe(self) -> str:
@@ -139,9 +142,12 @@ class GlooTransport(Transport):
         return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
 
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
-        """Another Gloo group, which meets in the same store under its own name."""
+        """Another Gloo group, which meets in the same store, where no other of its name and members has met."""
         rank = list(members).index(self._group.rank)
-        return connect(self._store, rank, len(members), name, deadline, self._host)
+        group = f"{name}/{crc32(repr(list(members)).encode()):x}"
+        self._subsets[group] += 1
+        store = dist.PrefixStore(f"{group}/{self._subsets[group]}", self._store)
+        return connect(store, rank, len(members), name, deadline, self._host)
 
     def outlive(self, store: dist.Store, timeout_s: float) -> None:
         """After connecting under a shorter limit: let subsets meet in this store, and collectives take so many seconds."""

@@ -10,6 +10,7 @@ import torch
 from typing_extensions import override
 
 from ..contract.process_group import ProcessGroup
+from ..contract.work import FutureWork, Work, join_futures
 from ..errors import InvalidArgumentError, MisuseError
 from ..host.serial_group import SerialGroup
 from .delegating_group import DelegatingGroup, close_all
@@ -61,6 +62,24 @@ class RoundRobinGroup(DelegatingGroup):
         super().set_timeout(timeout_s)
         for group in self.groups:
             group.set_timeout(timeout_s)
+
+    @override
+    def verify_calls(self, *, async_op: bool = False) -> Work | None:
+        """In each of the groups: each has an order of its own."""
+        works = [work for group in self.groups if (work := group.verify_calls(async_op=True)) is not None]
+        return self._together(works, "verify_calls", async_op) if works else None
+
+    @override
+    def _barrier(self, async_op: bool) -> Work:
+        """In each of the groups: it is over when all are here, and compares the calls of all."""
+        return self._together([group.barrier(async_op=True) for group in self.groups], "barrier", async_op)
+
+    def _together(self, works: Sequence[Work], name: str, async_op: bool) -> Work:
+        future = join_futures([work.get_future() for work in works], [])
+        together = FutureWork(future, [], lambda: f"{name} on {self.place()}")
+        if not async_op:
+            together.wait()
+        return together
 
     @override
     def close(self) -> None:

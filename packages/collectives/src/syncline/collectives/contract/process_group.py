@@ -124,6 +124,12 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         """
         return None
 
+    def end_together(self, companion: ProcessGroup) -> None:
+        """Close another group of the same ranks when this one is closed, and abort it when this one is aborted.
+
+        Groups that are made of groups, and those of torch, do nothing here: theirs end with the process.
+        """
+
     # ---- after a loss ----
 
     def missing_for_shrink(self) -> str | None:

@@ -11,7 +11,7 @@ from ..contract import checks
 from ..contract.call_observer import observers
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
-from ..contract.layout import flat, in_plain_order, mark_written
+from ..contract.layout import flat, in_plain_order
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import ReduceOp, Reduction
 from ..contract.running_call import RunningCall
@@ -106,7 +106,6 @@ class HostGroup(HostExchanges):
             else:
                 plan.run(wire, wire, running.deadline)
             copy_back(wire, tensor)
-            mark_written(tensor)
 
         return self._issue(call, [tensor], (), body, async_op)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..contract.layout import flat, in_plain_order
+from ..contract.layout import flat, in_plain_order, mark_written
 
 
 def flat_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -15,8 +15,10 @@ def flat_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_back(wire: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Write the copy in plain order back to the tensor that it stands for."""
-    if wire is not tensor:
+    """Write the copy in plain order back to the tensor that it stands for; autograd learns that the tensor was written."""
+    if wire is tensor:
+        mark_written(tensor)
+    else:
         tensor.copy_(wire)
 
 

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from threading import get_ident
 from typing import Any, NoReturn
 
@@ -108,6 +108,7 @@ class SerialGroup(ProcessGroup):
         self._callbacks = CallbackOrder()
         self._splits_made = itertools.count()
         self._closed = False
+        self._companions: list[ProcessGroup] = []
         self._first_failure: BaseException | None = None
         self._in_flight: set[PendingWork] = set()
         self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, int], KeptPlan] = {}
@@ -196,11 +197,23 @@ class SerialGroup(ProcessGroup):
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
         if self._closed:
             return
-        try:
+        with ExitStack() as ending:  # from the last one on, also after one that raises
+            ending.callback(self._close)
+            for companion in self._companions:
+                ending.callback(self._end, companion)
             if self._first_failure is None:
                 self._verify_at_close()
-        finally:
-            self._close()
+
+    def _end(self, companion: ProcessGroup) -> None:
+        """Nobody may come to close the companion of a group that has failed."""
+        if self._first_failure is None:
+            companion.close()
+        else:
+            companion.abort()
+
+    @override
+    def end_together(self, companion: ProcessGroup) -> None:
+        self._companions.append(companion)
 
     def _verify_at_close(self) -> None:
         """A rank that does not come is no failure: it may have ended without closing its groups, or still compute."""
@@ -231,11 +244,14 @@ class SerialGroup(ProcessGroup):
         self._plans.clear()
         self._progress.stop()
         if drained and self._first_failure is None:
-            self._transport.close()
+            self._close_transport()
             if self._calls is not None:
                 self._calls.is_closed = True
         else:
             self._transport.abort()
+
+    def _close_transport(self) -> None:
+        self._transport.close()
 
     def _stop_watching(self) -> None:
         if self._stall_watch is not None:
@@ -249,6 +265,8 @@ class SerialGroup(ProcessGroup):
         self._closed = True
         self._stop_watching()
         self._plans.clear()
+        for companion in self._companions:
+            companion.abort()
         failure = self._first_failure = self._first_failure or self._aborted()
         running = self._deadline  # another thread may just end that call
         if running is not None:

@@ -81,6 +81,9 @@ class Reconnector(ABC):
         """
         raise NotImplementedError  # of a reconnector for whose newcomers nothing is missing
 
+    def close(self) -> None:  # noqa: B027 - most have nothing to give back
+        """Give back what it met by; nobody meets any more. All members call it, after the group's transport was closed."""
+
     def calls(self) -> GroupCalls | None:
         """Count the calls of this generation's group, and say who has left; None where nobody tells. Called once for each."""
         return None

@@ -96,6 +96,11 @@ class ShrinkableGroup(HostGroup):
         return newer
 
     @override
+    def _close_transport(self) -> None:
+        super()._close_transport()
+        self._reconnector.close()
+
+    @override
     def _reason_to_give_up(self) -> TransportError | None:
         return super()._reason_to_give_up() or self._alarm()
 

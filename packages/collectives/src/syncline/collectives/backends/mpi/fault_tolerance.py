@@ -36,10 +36,11 @@ def failed_ranks(communicator: MPI.Comm) -> list[int]:
     if not is_fault_tolerant():
         return []
     try:
-        failed = communicator.Get_failed()
-        return [
-            int(rank) for rank in MPI.Group.Translate_ranks(failed, list(range(failed.Get_size())), communicator.Get_group())
-        ]
+        failed, everyone = communicator.Get_failed(), communicator.Get_group()
+        ranks = MPI.Group.Translate_ranks(failed, list(range(failed.Get_size())), everyone)
+        for group in (failed, everyone):
+            group.Free()
+        return [int(rank) for rank in ranks]
     except MPI.Exception:  # it was freed meanwhile
         return []
 

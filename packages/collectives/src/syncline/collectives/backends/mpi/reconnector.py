@@ -69,6 +69,10 @@ class MPIReconnector(Reconnector):
         return missing_for_shrink()
 
     @override
+    def close(self) -> None:
+        self._communicator.Free()
+
+    @override
     def calls(self) -> GroupCalls:
         number = self.generation.number
         name = f"{self._name}/generation{number}" if number else self._name

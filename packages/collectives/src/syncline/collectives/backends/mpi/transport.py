@@ -270,7 +270,8 @@ class MPITransport(Transport):
 
     def subset(self, members: Sequence[int], name: str, number: int, deadline: Deadline) -> Transport:
         """A communicator of the members, in their order. MPI makes it without a deadline."""
-        return MPITransport(self._communicator_of(members, number), reproducible=self._reproducible)
+        communicator = self._communicator_of(members, number)
+        return MPITransport(communicator, reproducible=self._reproducible, on_device=self._on_device)
 
     def close(self) -> None:
         """Free the communicator; all ranks do."""

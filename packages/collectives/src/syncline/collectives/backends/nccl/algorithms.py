@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from ...contract.layout import flat, in_plain_order
+from ...contract.layout import flat, in_plain_order, mark_written
 from ...contract.reduce_op import Reduction
 from ...host.reduction import reduce_in_rank_order
 from .communicator import Communicator
@@ -195,5 +195,8 @@ def _unpack(block: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
 
 
 def _copy_back(wire: torch.Tensor, tensor: torch.Tensor) -> Deliver | None:
-    """What remains to be done if the wire is a copy in plain order."""
-    return None if wire is tensor else lambda: tensor.copy_(wire)
+    """What remains to be done if the wire is a copy in plain order; if it is the tensor, autograd learns that it is written."""
+    if wire is not tensor:
+        return lambda: tensor.copy_(wire)
+    mark_written(tensor)
+    return None

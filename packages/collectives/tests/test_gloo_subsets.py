@@ -1,0 +1,37 @@
+"""Groups of some ranks over Gloo, which meet in the store of the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.collectives import ProcessGroup
+from syncline.collectives.backends.gloo import connect
+from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def test_a_name_that_was_used_before_may_be_used_again() -> None:
+    """Also by other members, who do not know how often it was used."""
+    store = dist.HashStore()
+
+    def body(outer: ProcessGroup) -> list[float]:
+        transport = connect(store, outer.rank, 3, "whole", Deadline(20))
+        group = HostGroup(transport, outer.rank, 3, name="whole", timeout_s=20)
+        sums = []
+        for members in ([0, 1], [0, 1], [1, 2]):
+            if outer.rank in members:
+                part = group.subset(members, "part")
+                tensor = torch.ones(1)
+                part.all_reduce(tensor)
+                sums.append(tensor.item())
+                part.close()
+            outer.barrier()
+        group.close()
+        return sums
+
+    assert run_ranks(3, body) == [[2.0, 2.0], [2.0, 2.0, 2.0], [2.0]]
