@@ -9,7 +9,7 @@ import torch
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ReduceOp
 
-from .contract import Bucket, TensorFuture, communication_hook, group_of
+from .contract import Bucket, TensorFuture, communication_hook, floating_buffer, group_of
 
 
 @communication_hook
@@ -80,8 +80,8 @@ def _with_cast(dtype: torch.dtype, hook: Callable[[Any, Any], TensorFuture]) -> 
 
     @communication_hook
     def casting_hook(state: Any, bucket: Bucket) -> TensorFuture:
-        buffer = bucket.buffer()
-        bucket.set_buffer(_cast(buffer, dtype))
+        buffer = floating_buffer(bucket, f"to cast to {dtype}")
+        bucket.set_buffer(buffer.to(dtype))
 
         def restore(done: TensorFuture) -> torch.Tensor:
             # Whoever wraps this hook shall find the bucket as it was given.
@@ -91,13 +91,6 @@ def _with_cast(dtype: torch.dtype, hook: Callable[[Any, Any], TensorFuture]) -> 
         return hook(state, bucket).then(restore)
 
     return casting_hook
-
-
-def _cast(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A cast drops the imaginary part of complex numbers, and torch warns of that once."""
-    if not buffer.is_floating_point():
-        raise MisuseError(f"expected a bucket of a floating-point dtype to cast to {dtype}, found {buffer.dtype}")
-    return buffer.to(dtype)
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
@@ -110,8 +103,8 @@ def _tensor_of(value: Any) -> torch.Tensor:
 
 def _average_as(dtype: torch.dtype, process_group: Any, bucket: Bucket) -> TensorFuture:
     group = group_of(process_group, bucket)
-    buffer = bucket.buffer()
-    compressed = _cast(buffer, dtype)
+    buffer = floating_buffer(bucket, f"to cast to {dtype}")
+    compressed = buffer.to(dtype)
 
     def decompress(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         buffer.copy_(done.value()[0])

@@ -10,7 +10,7 @@ import torch
 from syncline.collectives import MisuseError
 
 from .compressor import Compressor, check_compressor
-from .contract import Bucket, TensorFuture, communication_hook, group_of
+from .contract import Bucket, TensorFuture, communication_hook, floating_buffer, group_of
 from .error_feedback import ErrorFeedback
 from .low_precision import math_dtype
 from .parameter_names import ParameterNames
@@ -108,9 +108,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     """
     if not isinstance(state, CompressionState):
         raise MisuseError(f"expected a CompressionState as the hook's state, found {type(state).__name__}")
-    buffer = bucket.buffer()
-    if not buffer.is_floating_point():
-        raise MisuseError(f"expected a bucket of a floating-point dtype to compress, found {buffer.dtype}")
+    buffer = floating_buffer(bucket, "to compress")
     if bucket.is_last():
         state.iter += 1
     if buffer.numel() == 0:

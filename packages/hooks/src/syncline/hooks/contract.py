@@ -60,6 +60,18 @@ def communication_hook(hook: Hook) -> Hook:
     return hook
 
 
+def floating_buffer(bucket: Bucket, purpose: str) -> torch.Tensor:
+    """The bucket's buffer; `purpose` says in words what it is for.
+
+    Raises:
+        MisuseError: it is of integers, or complex, of which a cast would drop the imaginary part.
+    """
+    buffer = bucket.buffer()
+    if not buffer.is_floating_point():
+        raise MisuseError(f"expected a bucket of a floating-point dtype {purpose}, found {buffer.dtype}")
+    return buffer
+
+
 def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
     """The group over which a hook communicates.
 

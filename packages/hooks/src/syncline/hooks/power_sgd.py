@@ -10,7 +10,7 @@ import torch
 from syncline.collectives import MisuseError, ProcessGroup, ReduceOp
 
 from .allreduce import allreduce_hook
-from .contract import Bucket, TensorFuture, communication_hook, group_of
+from .contract import Bucket, TensorFuture, communication_hook, floating_buffer, group_of
 from .error_feedback import ErrorFeedback
 from .low_precision import math_dtype
 from .low_rank import MatrixPlan, plan_matrix
@@ -58,8 +58,7 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
     """What both variants have in common: the plain start, counting steps, and bad input."""
     if not isinstance(state, PowerSGDState):
         raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")
-    if not bucket.buffer().is_floating_point():
-        raise MisuseError(f"expected a bucket of a floating-point dtype for PowerSGD, found {bucket.buffer().dtype}")
+    floating_buffer(bucket, "for PowerSGD")
     # In plain steps, too: a run that is resumed numbers its parameters in its first step, and shall find the same numbers.
     state.names.of(bucket)
     if not state.compresses:
