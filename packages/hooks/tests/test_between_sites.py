@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncline.collectives import ProcessGroup
+from syncline.collectives import MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.hooks import Sites, bf16_between_sites_hook
 from syncline.hooks.testing import FakeBucket
@@ -61,3 +61,12 @@ def test_buckets_cross_in_order() -> None:
             expected = sum((term / 4).bfloat16().float() for term in inside).bfloat16().float()
             assert torch.equal(first[6 * step + number], expected)
     assert all(torch.equal(mine, theirs) for other in others for mine, theirs in zip(first, other, strict=True))
+
+
+def test_complex_gradients_are_refused_for_a_cast_would_lose_half_of_them() -> None:
+    def body(group: ProcessGroup) -> None:
+        bucket = FakeBucket([torch.tensor([1 + 2j])], group)
+        with pytest.raises(MisuseError, match=r"of a floating-point dtype to cast to torch\.bfloat16, found torch\.complex64"):
+            bf16_between_sites_hook(Sites(group, str(group.rank)), bucket)
+
+    run_ranks(2, body)

@@ -6,7 +6,7 @@ import torch
 
 from syncline.collectives import ReduceOp
 
-from .contract import Bucket, TensorFuture, communication_hook
+from .contract import Bucket, TensorFuture, communication_hook, floating_buffer
 from .sites import Sites
 
 
@@ -28,7 +28,7 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     Cost, for n elements of float32 and S sites: an all-reduce and a broadcast of 4 n bytes inside; each site sends
     4 n (S-1)/S bytes, half of what float32 takes. 2 n bytes of extra memory on the first rank of a site.
     """
-    buffer = bucket.buffer()
+    buffer = floating_buffer(bucket, "to cast to torch.bfloat16")
 
     def cross(_: object) -> torch.Tensor:
         if sites.between is not None:
