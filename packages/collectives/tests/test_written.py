@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import ProcessGroup, TorchGroup
-from syncline.collectives.backends.gloo import GlooTransport
+from syncline.collectives import ProcessGroup
+from syncline.collectives.backends.gloo import connect
+from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 
@@ -19,11 +20,9 @@ Call = Callable[[ProcessGroup, torch.Tensor], object]
 """Writes the tensor on rank 0, from rank 1."""
 
 
-def over_gloo(outer: ProcessGroup, store: dist.Store, kept: list[object]) -> HostGroup:
+def over_gloo(outer: ProcessGroup, store: dist.Store) -> HostGroup:
     """Gloo writes memory without torch's knowledge; ranks as threads that copy tensors do not."""
-    gloo = dist.ProcessGroupGloo(store, outer.rank, outer.size, dist.default_pg_timeout)
-    kept.append(gloo)  # Gloo's own thread must not drop the last reference to its group
-    transport = GlooTransport(TorchGroup(gloo, timeout_s=30), store)
+    transport = connect(store, outer.rank, outer.size, "written", Deadline(30))
     return HostGroup(transport, outer.rank, outer.size, name="written", timeout_s=30)
 
 
@@ -45,10 +44,10 @@ CALLS: dict[str, Call] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_backward_does_not_use_what_a_collective_wrote_over(call: Call) -> None:
-    store, kept = dist.HashStore(), list[object]()
+    store = dist.HashStore()
 
     def body(outer: ProcessGroup) -> None:
-        group = over_gloo(outer, store, kept)
+        group = over_gloo(outer, store)
         tensor, weight = torch.full((4,), 3.0), torch.ones(4, requires_grad=True)
         product = (tensor * weight).sum()  # saves the tensor
         call(group, tensor)
@@ -62,10 +61,10 @@ def test_a_backward_does_not_use_what_a_collective_wrote_over(call: Call) -> Non
 
 
 def test_what_is_only_read_may_be_used() -> None:
-    store, kept = dist.HashStore(), list[object]()
+    store = dist.HashStore()
 
     def body(outer: ProcessGroup) -> None:
-        group = over_gloo(outer, store, kept)
+        group = over_gloo(outer, store)
         tensor, weight = torch.full((4,), 3.0), torch.ones(4, requires_grad=True)
         product = (tensor * weight).sum()
         group.broadcast(tensor, 0)

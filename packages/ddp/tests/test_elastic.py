@@ -412,7 +412,7 @@ def test_a_newcomer_gets_what_is_stateful_and_one_for_whom_there_is_no_sample_wa
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
         sampler = ElasticSampler(24, 3, shuffle=False)
-        silence_timeout_s = 60.0 if number < 2 else 10.0
+        give_up_s = 60.0 if number < 2 else 10.0
         try:
             elastic = Elastic(
                 model,
@@ -420,7 +420,7 @@ def test_a_newcomer_gets_what_is_stateful_and_one_for_whom_there_is_no_sample_wa
                 sampler,
                 stateful=[scheduler],
                 silence_timeout_s=60,
-                give_up_s=silence_timeout_s,
+                give_up_s=give_up_s,
                 admit_every=1,
             )
         except CollectiveTimeout:

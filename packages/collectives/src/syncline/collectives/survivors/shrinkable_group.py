@@ -76,10 +76,8 @@ class ShrinkableGroup(HostGroup):
     @override
     def _admit(self, silence_timeout_s: float, limit: int | None) -> ProcessGroup:
         self._check_is_latest("admit")
-        transport = self._reconnector.admit(
-            silence_timeout_s, limit
-        )  # all members have come to it: only now nobody needs this group any more
-        self.abort()
+        transport = self._reconnector.admit(silence_timeout_s, limit)
+        self.abort()  # all members have come to `admit`: only now nobody needs this group any more
         return self._replaced(transport)
 
     def _check_is_latest(self, call: str) -> None:

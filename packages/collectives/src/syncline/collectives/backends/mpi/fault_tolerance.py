@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from mpi4py import MPI
 
 from ...startup.launch import tolerates_faults
+from .library import translated
 
 
 def is_fault_tolerant() -> bool:
@@ -36,11 +37,7 @@ def failed_ranks(communicator: MPI.Comm) -> list[int]:
     if not is_fault_tolerant():
         return []
     try:
-        failed, everyone = communicator.Get_failed(), communicator.Get_group()
-        ranks = MPI.Group.Translate_ranks(failed, list(range(failed.Get_size())), everyone)
-        for group in (failed, everyone):
-            group.Free()
-        return [int(rank) for rank in ranks]
+        return translated(communicator.Get_failed(), communicator.Get_group())
     except MPI.Exception:  # it was freed meanwhile
         return []
 

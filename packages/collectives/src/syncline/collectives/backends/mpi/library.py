@@ -58,6 +58,15 @@ def mapped(error: MPI.Exception) -> TransportError:
     return TransportError(f"{library_name()} reported: {error.Get_error_string()}")
 
 
+def translated(members: MPI.Group, whole: MPI.Group) -> list[int]:
+    """The ranks that the members of one MPI group have in another; frees both."""
+    try:
+        return [int(rank) for rank in MPI.Group.Translate_ranks(members, list(range(members.Get_size())), whole)]
+    finally:
+        members.Free()
+        whole.Free()
+
+
 def yield_cpu() -> None:
     """Give the core to another thread, if one wants it. Called between two looks for the other ranks, after a few in vain."""
     os.sched_yield()

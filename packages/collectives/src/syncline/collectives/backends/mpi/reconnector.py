@@ -15,7 +15,7 @@ from ...host.departures import Departures, GroupCalls
 from ...host.transport import Transport
 from ...survivors.reconnector import MOST_ATTEMPTS, Generation, Reconnector
 from .fault_tolerance import missing_for_shrink, revoke
-from .library import mapped, mpi_errors
+from .library import mapped, mpi_errors, translated
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -135,7 +135,5 @@ def _all_agree(communicator: MPI.Intracomm, is_connected: bool) -> bool:
 
 
 def _generation(number: int, communicator: MPI.Intracomm) -> Generation:
-    members = MPI.Group.Translate_ranks(
-        communicator.Get_group(), list(range(communicator.Get_size())), MPI.COMM_WORLD.Get_group()
-    )
-    return Generation(number, tuple(map(int, members)), MPI.COMM_WORLD.Get_rank())
+    members = translated(communicator.Get_group(), MPI.COMM_WORLD.Get_group())
+    return Generation(number, tuple(members), MPI.COMM_WORLD.Get_rank())
