@@ -10,18 +10,23 @@ import pytest
 import mpi_runtimes
 from chaos import Run, play
 from commands import ROOT, TOOLS_ON_PATH
+from test_support.full_run import cases
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "run",
-    [
-        Run("gloo", 3, "kill", 0),
-        Run("openmpi", 3, "kill", 2),
-        Run("ulfm", 3, "kill", 3),
-        Run("mpich", 3, "stop", 1),
-        Run("mpich", 3, "kill", 4),
-    ],
+    cases(
+        [
+            Run("gloo", 3, "kill", 0),
+            Run("openmpi", 3, "kill", 2),
+            Run("mpich", 3, "stop", 1),
+        ],
+        in_full=[
+            Run("ulfm", 3, "kill", 3),  # also killed in `test_elastic_runs.py`
+            Run("mpich", 3, "kill", 4),
+        ],
+    ),
     ids=lambda run: f"{run.way}-{run.ranks}-{run.what}",
 )
 def test_no_rank_waits_for_one_that_is_gone(run: Run) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from test_support.full_run import cases
+
 pytest.importorskip("sklearn", reason="install syncline-ddp[examples]")
 
 SCRIPT = Path(__file__).parents[1] / "packages" / "ddp" / "examples" / "digits" / "digits.py"
@@ -59,18 +61,18 @@ def test_two_ranks_train_and_report(tmp_path, preloaded, backend):
     assert "2/2" in ended.stderr
 
 
-def test_alone_without_a_launcher():
-    ended = start("--epochs", 1)
+def test_alone_without_a_launcher(python):
+    ended = start("--epochs", 1, python=python)
     assert ended.returncode == 0, ended.stderr
     assert "1 rank on 1 node" in ended.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
-    [
-        (("--report", "/no such folder/report.json"), "--report: /no such folder/report.json cannot be written: No such file"),
-        (("--batch-size", 97), "--batch-size: expected a multiple of the number of ranks, 2, found 97"),
-    ],
+    cases(
+        [(("--batch-size", 97), "--batch-size: expected a multiple of the number of ranks, 2, found 97")],
+        in_full=[(("--report", "/no folder/report.json"), "--report: /no folder/report.json cannot be written: No such file")],
+    ),
 )
 def test_what_cannot_be_done_is_said_once_and_before_training(preloaded, words, complaint):
     ended = start(*words, ranks=2, python=preloaded)

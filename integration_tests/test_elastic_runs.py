@@ -16,14 +16,15 @@ PATIENCE_S = 20  # of `elastic_job.py`
     "run",
     # Ranks over Gloo that are killed are also those of `test_elastic_processes.py`.
     cases(
-        [Run("ulfm", 4)],
+        [Run("ulfm", 4, epochs=2)],
         in_full=[
+            Run("ulfm", 4),
             Run("ulfm", 5, given=((3, 5, "in the collective"), (2, 5, WHILE_CONNECTING))),
             Run("gloo", 1),
             Run("gloo", 0, stops=True),
         ],
     ),
-    ids=lambda run: f"{run.way}-{'stop' if run.stops else 'kill'}-{run.seed}",
+    ids=lambda run: f"{run.way}-{'stop' if run.stops else 'kill'}-{run.seed}-{run.epochs} epochs",
 )
 def test_training_goes_on_without_the_lost_ranks(run: Run) -> None:
     outcome = play(run)

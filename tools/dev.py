@@ -18,7 +18,8 @@ import shlex
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import changed
@@ -50,6 +51,7 @@ from environment import (
     require,
 )
 from side_by_side import Ended, Job, cores, run_side_by_side
+from test_support.preloaded import OPTIMIZERS, PreloadedPython
 
 DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
 JOBS = ROOT / "integration_tests"
@@ -88,6 +90,7 @@ LONGEST = (
     "launch test_slurm",
     "unit ddp",
     "unit tools",
+    "wheels",
     "unit reducer",
     "unit hooks",
 )
@@ -211,12 +214,13 @@ def ranks(options: argparse.Namespace) -> int:
     """Run the tests under mpiexec, on every runtime and size asked for."""
     words = ["-k", options.expression] if options.expression else []
     failed = []
-    for runtime in _runtimes(options.mpi):
-        for size in options.sizes or (SIZES if options.full else DEFAULT_SIZES[runtime.name]):
-            some = () if options.full or options.sizes or words else DEFAULT_FILES.get((runtime.name, size), ())
-            paths = options.paths or [JOBS / name for name in some] or [JOBS]
-            if not _ranks_pass(runtime, size, (*words, *paths)):
-                failed.append(f"{runtime.name}, {size} ranks")
+    with _python_of_ranks() as python:
+        for runtime in _runtimes(options.mpi):
+            for size in options.sizes or (SIZES if options.full else DEFAULT_SIZES[runtime.name]):
+                some = () if options.full or options.sizes or words else DEFAULT_FILES.get((runtime.name, size), ())
+                paths = options.paths or [JOBS / name for name in some] or [JOBS]
+                if not _ranks_pass(runtime, size, python, (*words, *paths)):
+                    failed.append(f"{runtime.name}, {size} ranks")
     for case in failed:
         print(f"failed: {case}")
     return len(failed)
@@ -434,7 +438,23 @@ def _runtimes(names: Sequence[str] | None) -> list[mpi_runtimes.MpiRuntime]:
         return found
 
 
-def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, words: Sequence[str | Path]) -> bool:
+@contextmanager
+def _python_of_ranks() -> Iterator[list[str]]:
+    """The arguments that make a Python the one that a rank runs: none; or those of a fork of one that has loaded torch."""
+    if os.environ.get("SYNCLINE_TEST_FULL") == "1" or not hasattr(os, "pidfd_open"):
+        yield []
+        return
+    with tempfile.TemporaryDirectory(prefix="syncline-preloaded-") as folder:
+        server = PreloadedPython(Path(folder), OPTIMIZERS, str(PYTHON))
+        try:
+            yield server.command[1:]
+        finally:
+            server.close()
+
+
+def _ranks_pass(
+    runtime: mpi_runtimes.MpiRuntime, size: int, python: Sequence[str], words: Sequence[str | Path]
+) -> bool:
     """Rank 0 speaks for all that is well; after a failure everyone is heard, mpiexec last."""
     with tempfile.TemporaryDirectory(prefix="syncline-ranks-") as folder:
         pytest = (
@@ -449,7 +469,7 @@ def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, words: Sequence[str
             *words,
         )
         outcome = capture(
-            (*runtime.command(size), PYTHON, ROOT / "tools" / "rank_log.py", folder, *pytest),
+            (*runtime.command(size), PYTHON, ROOT / "tools" / "rank_log.py", folder, *python, *pytest),
             timeout_s=RANKS_TIMEOUT_S * (4 if os.environ.get("SYNCLINE_TEST_FULL") == "1" else 1),
             cwd=ROOT,
             env={**RANKS_ENV, **runtime.env},

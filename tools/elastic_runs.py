@@ -36,7 +36,6 @@ from environment import PYTHON
 JOB = ROOT / "packages" / "ddp" / "tests" / "elastic_job.py"
 WAYS = ("gloo", "ulfm")
 RANKS, NEWCOMERS, EPOCHS, STEPS_IN_EPOCH = 4, 2, 5, 14
-STEPS = EPOCHS * STEPS_IN_EPOCH
 MOMENTS = (
     "forward",
     "backward",
@@ -74,11 +73,17 @@ class Run:
     stops: bool = False
     joins: bool = False
     given: tuple[Kill, ...] = ()
+    epochs: int = EPOCHS
+
+    @property
+    def steps(self) -> int:
+        """How many are applied."""
+        return self.epochs * STEPS_IN_EPOCH
 
     @property
     def newcomers_at(self) -> list[int]:
         """The steps after which newcomers are let in; their numbers count on from `RANKS`."""
-        return sorted(random.Random(-1 - self.seed).sample(range(STEPS - 1), NEWCOMERS)) if self.joins else []
+        return sorted(random.Random(-1 - self.seed).sample(range(self.steps - 1), NEWCOMERS)) if self.joins else []
 
     @property
     def starters(self) -> int:
@@ -93,7 +98,7 @@ class Run:
     @property
     def kills(self) -> list[Kill]:
         """Who is lost, and when."""
-        steps = STEPS - 1 if self.joins else STEPS  # where newcomers come, the last step shall have all who finish
+        steps = self.steps - 1 if self.joins else self.steps  # where newcomers come, the last step shall have all who finish
         if self.given:
             return list(self.given)
         drawn = draw_kills(random.Random(self.seed), RANKS, steps)
@@ -101,7 +106,7 @@ class Run:
 
     def plan(self) -> dict[str, object]:
         """What the job is told."""
-        plan = {"data": "digits", "epochs": EPOCHS, "seed": self.seed, "views": self.seed % 2 == 1, "kills": self.kills}
+        plan = {"data": "digits", "epochs": self.epochs, "seed": self.seed, "views": self.seed % 2 == 1, "kills": self.kills}
         plan |= {"ranks": RANKS, "newcomers_at": self.newcomers_at}
         return plan | ({"stops": True, "timeout_s": 5, "silence_timeout_s": 3} if self.stops else {})  # nobody tells of a stop
 
@@ -208,8 +213,8 @@ def _judge(survived: dict[int, Any], outcome: Outcome) -> None:
     one = survived[min(survived)]
     outcome.digest, outcome.members, outcome.accuracy = one["digest"], one["members"], one["accuracy"]
     outcome.sizes = [len(those) for those in outcome.members]
-    if len(outcome.members) != STEPS:
-        outcome.problems.append(f"{len(outcome.members)} steps were applied, not {STEPS}")
+    if len(outcome.members) != outcome.run.steps:
+        outcome.problems.append(f"{len(outcome.members)} steps were applied, not {outcome.run.steps}")
     for rank, its in survived.items():
         if its["digest"] != outcome.digest or its["members"] != outcome.members[its["began_at"] :]:
             outcome.problems.append(f"rank {rank} differs from rank {min(survived)}")

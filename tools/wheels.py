@@ -96,15 +96,16 @@ def _tests_pass(layer: str, python: Path, home: Path, *, all_tests: bool) -> boo
     tests = home / "tests"
     shutil.copytree(ROOT / "packages" / layer / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
     # Tests that start processes of their own take long, and say nothing new here.
-    pytest = (python, "-m", "pytest", "--quiet", "-m", "not mpi and not launch", "-p", "no:cacheprovider")
+    # Assertions as they are: to have each explain itself takes as long as all else of collecting, and the source tree's do.
+    words = ("--quiet", "--assert=plain", "-m", "not mpi and not launch", "-p", "no:cacheprovider")
     support = home / "support"
     shutil.copytree(TEST_SUPPORT, support / TEST_SUPPORT.name, ignore=shutil.ignore_patterns("__pycache__"))
     settings = ("--config-file", ROOT / "pyproject.toml", "--override-ini", f"pythonpath={support}")
-    words = (*pytest, *settings, "--rootdir", home)
+    pytest = (python, "-m", "pytest", *words, *settings, "--rootdir", home)
     if all_tests:
-        return run((*words, tests), cwd=home) == 0
+        return run((*pytest, tests), cwd=home) == 0
     # All are collected, which imports all that they import; an error there fails, whatever is chosen.
-    return run((*words, "-k", " or ".join(SOME_TESTS[layer]), tests), cwd=home) == 0
+    return run((*pytest, "-k", " or ".join(SOME_TESTS[layer]), tests), cwd=home) == 0
 
 
 def _clean_environment(venv: Path) -> Path:

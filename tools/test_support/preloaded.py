@@ -44,25 +44,28 @@ class PreloadedPython:
     Args:
         folder: where its socket lies.
         modules: what it loads beside torch.
+        python: the interpreter, which sees what this one sees; or another one, which has a path of its own.
 
     Attributes:
-        command: stands for `sys.executable` under mpiexec; under a launcher other than MPICH's it is Python itself.
-        alone: stands for `sys.executable` in a command that no launcher starts.
+        command: stands for the interpreter under mpiexec; under a launcher other than MPICH's it is Python itself.
+        alone: stands for it in a command that no launcher starts.
     """
 
-    def __init__(self, folder: Path, modules: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, modules: Sequence[str] = (), python: str = sys.executable) -> None:
         path = folder / "preloaded"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(path))
         listener.listen(64)
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if python == sys.executable:
+            environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         environ["OPENBLAS_NUM_THREADS"] = (
             "1"  # numpy's library starts its threads when it is loaded, and a fork would lose them
         )
         loaded, tell = os.pipe()
         with listener:
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(listener.fileno()), str(tell), *modules],
+                [python, __file__, str(listener.fileno()), str(tell), *modules],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno(), tell],
                 env=environ,
@@ -70,7 +73,7 @@ class PreloadedPython:
         os.close(tell)
         os.read(loaded, 1)  # returns when the server has loaded them, or has ended: no test's limit has to allow for it
         os.close(loaded)
-        client = [sys.executable, "-I", "-S", str(CLIENT)]
+        client = [python, "-I", "-S", str(CLIENT)]
         self.command, self.alone = [*client, "launched", str(path)], [*client, "alone", str(path)]
 
     def close(self) -> None:
