@@ -452,9 +452,7 @@ def _python_of_ranks() -> Iterator[list[str]]:
             server.close()
 
 
-def _ranks_pass(
-    runtime: mpi_runtimes.MpiRuntime, size: int, python: Sequence[str], words: Sequence[str | Path]
-) -> bool:
+def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, python: Sequence[str], words: Sequence[str | Path]) -> bool:
     """Rank 0 speaks for all that is well; after a failure everyone is heard, mpiexec last."""
     with tempfile.TemporaryDirectory(prefix="syncline-ranks-") as folder:
         pytest = (
