@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -44,21 +43,9 @@ def connect(backend: str, *, name: str = "integration") -> ProcessGroup:
     return load_backend(backend).connect(request)
 
 
-@pytest.fixture(scope="module")
-def gloo_group() -> Iterator[ProcessGroup]:
-    group = connect("gloo")
-    yield group
-    group.close()
-
-
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_mpi_conforms(mpi_group: ProcessGroup, check: Check) -> None:
     check(mpi_group)
-
-
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-def test_gloo_over_mpi_conforms(gloo_group: ProcessGroup, check: Check) -> None:
-    check(gloo_group)
 
 
 @pytest.mark.parametrize("backend", ["mpi", "gloo"])

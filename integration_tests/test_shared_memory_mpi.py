@@ -36,6 +36,7 @@ from syncline.collectives.host.transport import Plan
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.testing import CHECKS
 from syncline.ddp import DistributedDataParallel
+from test_support.full_run import FULL
 
 pytestmark = pytest.mark.mpi
 
@@ -726,9 +727,10 @@ def test_ranks_that_overtake_one_another(path: str, small_pieces: None, monkeypa
     forgetful = random.Random(-1 - group.rank)
     _delay_synchronisation(monkeypatch, chance)
     is_long = group.size == 4 and MPI.get_vendor()[0] == "MPICH"
+    repetitions = (1000 if FULL else 400) if is_long else 20
     windows = group.allocate(4 * 307, torch.float64), group.allocate(307, torch.float64)
     elsewhere = torch.empty(4 * 307, dtype=torch.float64), torch.empty(307, dtype=torch.float64)
-    for repetition in range(1000 if is_long else 20):
+    for repetition in range(repetitions):
         large, small = windows if chance_of_all(repetition) else elsewhere
         if forgetful.random() < 0.3:  # while others may have kept theirs
             group._plans.clear()

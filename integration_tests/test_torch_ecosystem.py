@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from test_support.full_run import cases
+
 pytestmark = pytest.mark.launch
 
 SCRIPT = Path(__file__).parent / "torch_ecosystem.py"
@@ -28,7 +30,12 @@ def skip_without(package: str) -> None:
         pytest.skip(f"{package} is not installed; tools/requirements.txt lists it")
 
 
-@pytest.mark.parametrize("program", list(PROGRAMS))
+# Lightning's trainer stands on Fabric, and Transformers' on Accelerate, whose own scripts run below.
+IN_FULL = ("accelerate", "fabric")
+USUAL = [program for program in PROGRAMS if program not in IN_FULL]
+
+
+@pytest.mark.parametrize("program", cases(USUAL, in_full=IN_FULL))
 def test_like_gloo(run_job, tmp_path: Path, program: str) -> None:
     skip_without(PROGRAMS[program])
     job = run_job(2, "", str(SCRIPT), program, str(tmp_path), timeout_s=110.0)

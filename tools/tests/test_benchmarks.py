@@ -583,6 +583,7 @@ def test_the_reducers_cost_is_above_the_bare_modules_in_the_same_round() -> None
     assert overhead.ratio_to_torchs(found, "ours") == 2 / 3
 
 
+@in_full
 def test_the_reducers_cost_is_told_kept_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "overhead.json"
     assert overhead.main(["--quick", "--steps", "1", "--json", str(kept), "--plot", str(tmp_path)]) == 0
@@ -601,6 +602,7 @@ def test_the_reducers_cost_is_told_kept_and_drawn(tmp_path: Path, capsys: pytest
     assert drawn_by("overhead", tmp_path) == {"dynamic", "static", "find-unused"}
 
 
+@in_full
 def test_what_elastic_costs_is_told_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "elastic.json"
     assert elastic.main(["--quick", "--rounds", "2", "--json", str(kept)]) == 0

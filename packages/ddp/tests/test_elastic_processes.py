@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from syncline.collectives.testing.processes import run_processes
+from test_support.full_run import cases
 from test_support.preloaded import OPTIMIZERS
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(400)]
@@ -84,7 +85,9 @@ def test_a_rank_that_comes_later_has_the_bits_of_one_that_was_given_the_state(py
     assert json.loads((folder / "result-0.json").read_text())[0]["digest"] == results[0]["digest"]
 
 
-@pytest.mark.parametrize("moment", ["shrink, before connecting", "shrink, after connecting", "before the model is updated"])
+@pytest.mark.parametrize(
+    "moment", cases(["shrink, after connecting"], in_full=["shrink, before connecting", "before the model is updated"])
+)
 def test_a_rank_that_dies_while_another_is_let_in(python: list[str], tmp_path: Path, moment: str) -> None:
     plan: dict[str, object] = {"epochs": EPOCHS, "views": False, "kills": [(1, 6, moment)], "ranks": 3, "newcomers_at": [6]}
     results = run_with_newcomer(python, tmp_path / "elastic", plan, 3, [1])
@@ -94,7 +97,7 @@ def test_a_rank_that_dies_while_another_is_let_in(python: list[str], tmp_path: P
     assert results[0]["lost"] == results[2]["lost"] == [1]
 
 
-@pytest.mark.parametrize("moment", ["before connecting", "after connecting"])
+@pytest.mark.parametrize("moment", cases(["after connecting"], in_full=["before connecting"]))
 def test_a_newcomer_that_dies_while_it_is_let_in_harms_nobody(python: list[str], tmp_path: Path, moment: str) -> None:
     plan: dict[str, object] = {
         "epochs": EPOCHS,
