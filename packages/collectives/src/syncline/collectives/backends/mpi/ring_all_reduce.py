@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from mpi4py import MPI
 
+from ...contract.deadline import DEFAULT_TIMEOUT_S, Deadline
 from ...contract.reduce_op import ReduceOp
 from ...contract.running_call import RunningCall
 from ...host.reduction import reduce_into
 from .call_verifier import CallVerifier
 from .datatypes import memory
-from .library import Tag, mpi_errors
+from .eager_limit import eager_bytes
+from .library import Tag, mpi_errors, wait
 
 # A piece is reduced and passed on while the others of its part are on the wire. A part has this many, but none is small against
 # what a message costs, or too large for the caches of a processor.
 PIECES = 4
 LEAST_PIECE_BYTES = 60 << 10
-# Open MPI sends up to 64 KiB, with a header, at once, and what is larger only when the receiver has asked for it. Over TCP the
-# request waits in line behind all that its sender has sent: wire and ranks then move data in one direction at a time.
-MOST_PIECE_BYTES = 60 << 10 if MPI.get_vendor()[0] == "Open MPI" else 512 << 10
+MOST_PIECE_BYTES = 512 << 10
 # For pieces that come in before they are reduced. With less the wire waits for the reduction.
 LANDING_BYTES = 2 << 20
 DTYPES = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
@@ -40,6 +42,8 @@ class RingAllReduce:
     Why not MPI's own: MPICH's over TCP sends a part as a whole, then reduces it as a whole, so that wire and processor wait for
     each other: 25 MiB between two hosts of 1 Gbit/s took it 1.5 to 1.8 times as long (see docs/figures.md, "Between hosts").
 
+    To make one is a collective: the ranks agree on the largest piece.
+
     Args:
         communicator: on which nobody else uses `Tag.RING`.
         verifier: of that communicator.
@@ -51,6 +55,7 @@ class RingAllReduce:
         self._rank = communicator.Get_rank()
         self._size = communicator.Get_size()
         self._landing = torch.empty(LANDING_BYTES, dtype=torch.uint8)
+        self._most_piece_bytes = _agreed_piece_bytes(communicator)
 
     def run(self, tensor: torch.Tensor, op: ReduceOp, call: RunningCall) -> None:
         """Reduce in place, after all ranks have come for the same call.
@@ -60,7 +65,7 @@ class RingAllReduce:
             op: one of those between ranks (see `core_op`).
             call: of which this is a part.
         """
-        count = pieces_of_part(tensor.nbytes // self._size)
+        count = pieces_of_part(tensor.nbytes // self._size, self._most_piece_bytes)
         parts = [part.tensor_split(count) for part in tensor.tensor_split(self._size)]
         # Message n to the next rank has piece n of the route. Message n from the previous rank has piece n + count: its terms,
         # or in the second half of the steps the result.
@@ -110,7 +115,17 @@ class RingAllReduce:
         self._verifier.run(call, lambda: request, nap=True)
 
 
-def pieces_of_part(nbytes: int) -> int:
+def pieces_of_part(nbytes: int, most_piece_bytes: int) -> int:
     """Into how many pieces a part of so many bytes is divided, on all ranks alike. A pure function."""
-    size = min(max(nbytes // PIECES, LEAST_PIECE_BYTES), MOST_PIECE_BYTES)
+    size = min(max(nbytes // PIECES, LEAST_PIECE_BYTES), most_piece_bytes)
     return max(1, -(-nbytes // size))
+
+
+def _agreed_piece_bytes(communicator: MPI.Intracomm) -> int:
+    """The least of what the ranks would take: with Open MPI they may have been started with different limits."""
+    is_open_mpi = MPI.get_vendor()[0] == "Open MPI"
+    most = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, eager_bytes())) if is_open_mpi else MOST_PIECE_BYTES
+    numbers = array("q", [most])
+    with mpi_errors():
+        wait(communicator.Iallreduce(MPI.IN_PLACE, [numbers, MPI.INT64_T], MPI.MIN), Deadline(DEFAULT_TIMEOUT_S), nap=True)
+    return numbers[0]

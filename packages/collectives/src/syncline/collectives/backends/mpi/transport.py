@@ -291,8 +291,13 @@ class MPITransport(Transport):
 
     def _communicator_of(self, members: Sequence[int], number: int) -> MPI.Intracomm:
         with mpi_errors():
-            group = self._communicator.Get_group().Incl(list(members))
-            return self._communicator.Create_group(group, tag=number % _TAGS)
+            whole = self._communicator.Get_group()
+            part = whole.Incl(list(members))
+            try:
+                return self._communicator.Create_group(part, tag=number % _TAGS)
+            finally:
+                part.Free()
+                whole.Free()
 
     def _make_ring(self, ring_bytes: int) -> None:
         """For ranks that are each alone on a node."""
