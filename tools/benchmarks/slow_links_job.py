@@ -71,7 +71,8 @@ def _local_sgd(_: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, gr
 
 
 def _diloco(task: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
-    outer = DiLoCoOptimizer(optim, model.named_parameters(), group, sync_every=SYNC_EVERY, outer_momentum=task.outer_momentum)
+    rates = {"outer_lr": task.outer_lr, "outer_momentum": task.outer_momentum}
+    outer = DiLoCoOptimizer(optim, model.named_parameters(), group, sync_every=SYNC_EVERY, **rates)
 
     def synchronize() -> None:
         if outer.steps % SYNC_EVERY:
@@ -86,6 +87,7 @@ def _streaming(task: Task, model: torch.nn.Module, optim: torch.optim.Optimizer,
         model.named_parameters(),
         group,
         sync_every=SYNC_EVERY,
+        outer_lr=task.outer_lr,
         outer_momentum=task.outer_momentum,
         fragments=5,
         overlap_steps=5,
