@@ -87,7 +87,6 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "command",
     ),
     f"{COLLECTIVES}.backends.mpi": (
-        "eager_limit",
         "library",
         "datatypes",
         "fault_tolerance",

@@ -255,7 +255,7 @@ def test_the_suite_sees_another_order(check: str) -> None:
     def run_it_twenty_times() -> None:  # on a busy machine the threads may happen to keep the order
         for _ in range(20):
             shared_states.append(SharedState(2))
-            run_ranks(2, body, timeout_s=1)
+            run_ranks(2, body, timeout_s=3)
 
     with pytest.raises(
         Exception, match=r"order of collectives|met .* of the ranks|called different collectives|not called|did not return"

@@ -12,7 +12,6 @@ from ...host.host_group import HostGroup
 from ...startup.backend import Backend, ConnectRequest
 from ...startup.launch import detect_launch
 from ...startup.srun_check import srun_problem
-from .eager_limit import raise_eager_limit
 
 _START_S = 300.0
 
@@ -67,7 +66,6 @@ def _start_mpi_together_with_all_ranks() -> None:
     waits_for_others = _was_launched()
     if waits_for_others:
         faulthandler.dump_traceback_later(_START_S, exit=True)
-    raise_eager_limit()
     try:
         import mpi4py.MPI  # noqa: F401
     finally:

@@ -23,6 +23,7 @@ from .job_abort import ExitBarrier, abort_on_uncaught
 from .library import library_name
 from .node.node_transport import NodeTransport
 from .reconnector import MPIReconnector
+from .ring_all_reduce import largest_piece_bytes
 from .transport import MPITransport
 
 
@@ -36,7 +37,8 @@ def connect(request: ConnectRequest) -> HostGroup:
     _check_sizes(request, world.Get_rank(), world.Get_size())
     exit_barrier = _exit_barrier()
     device = cuda_runtime() if request.wants("cuda") else None
-    connect = functools.partial(_transport, request, world.bcast(request.thresholds), device, exit_barrier.liveness)
+    thresholds, piece_bytes = world.bcast((request.thresholds, largest_piece_bytes()))
+    connect = functools.partial(_transport, request, thresholds, piece_bytes, device, exit_barrier.liveness)
     reconnector = MPIReconnector(world.Dup(), connect, exit_barrier.departures, request.group_name)
     group = ShrinkableGroup(
         reconnector.transport,
@@ -53,6 +55,7 @@ def connect(request: ConnectRequest) -> HostGroup:
 def _transport(
     request: ConnectRequest,
     thresholds: AlgorithmThresholds | None,
+    piece_bytes: int,
     device: DeviceRuntime | None,
     liveness: Liveness,
     communicator: MPI.Intracomm,
@@ -62,7 +65,9 @@ def _transport(
     rank = communicator.Get_rank()
     duplicate = communicator.Dup()
     with revoked_on_failure(duplicate):
-        transport: Transport = NodeTransport(duplicate, reproducible=request.reproducible, thresholds=thresholds)
+        transport: Transport = NodeTransport(
+            duplicate, reproducible=request.reproducible, thresholds=thresholds, piece_bytes=piece_bytes
+        )
     direct = None
     if _all_are_cuda_aware(device, communicator):
         duplicate = communicator.Dup()

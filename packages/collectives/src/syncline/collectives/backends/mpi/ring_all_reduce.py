@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from array import array
+import os
+from collections.abc import Mapping
 
 import torch
 from mpi4py import MPI
 
-from ...contract.deadline import DEFAULT_TIMEOUT_S, Deadline
 from ...contract.reduce_op import ReduceOp
 from ...contract.running_call import RunningCall
 from ...host.reduction import reduce_into
 from .call_verifier import CallVerifier
 from .datatypes import memory
-from .eager_limit import eager_bytes
-from .library import Tag, mpi_errors, wait
+from .library import Tag, mpi_errors
 
 # A piece is reduced and passed on while the others of its part are on the wire. A part has this many, but none is small against
 # what a message costs, or too large for the caches of a processor.
 PIECES = 4
 LEAST_PIECE_BYTES = 60 << 10
 MOST_PIECE_BYTES = 512 << 10
+# Open MPI's own for what it sends over TCP at once, with its header, and what it is where it is not set.
+TCP_EAGER_LIMIT, _TCP_EAGER_BYTES, _HEADER_BYTES = "OMPI_MCA_btl_tcp_eager_limit", 64 << 10, 4 << 10
 # For pieces that come in before they are reduced. With less the wire waits for the reduction.
 LANDING_BYTES = 2 << 20
 DTYPES = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
@@ -42,20 +43,19 @@ class RingAllReduce:
     Why not MPI's own: MPICH's over TCP sends a part as a whole, then reduces it as a whole, so that wire and processor wait for
     each other: 25 MiB between two hosts of 1 Gbit/s took it 1.5 to 1.8 times as long (see docs/figures.md, "Between hosts").
 
-    To make one is a collective: the ranks agree on the largest piece.
-
     Args:
         communicator: on which nobody else uses `Tag.RING`.
         verifier: of that communicator.
+        piece_bytes: the largest piece; the same on all ranks. See `largest_piece_bytes`.
     """
 
-    def __init__(self, communicator: MPI.Intracomm, verifier: CallVerifier) -> None:
+    def __init__(self, communicator: MPI.Intracomm, verifier: CallVerifier, piece_bytes: int) -> None:
         self._communicator = communicator
         self._verifier = verifier
         self._rank = communicator.Get_rank()
         self._size = communicator.Get_size()
         self._landing = torch.empty(LANDING_BYTES, dtype=torch.uint8)
-        self._most_piece_bytes = _agreed_piece_bytes(communicator)
+        self._piece_bytes = min(piece_bytes, MOST_PIECE_BYTES)
 
     def run(self, tensor: torch.Tensor, op: ReduceOp, call: RunningCall) -> None:
         """Reduce in place, after all ranks have come for the same call.
@@ -65,7 +65,7 @@ class RingAllReduce:
             op: one of those between ranks (see `core_op`).
             call: of which this is a part.
         """
-        count = pieces_of_part(tensor.nbytes // self._size, self._most_piece_bytes)
+        count = pieces_of_part(tensor.nbytes // self._size, self._piece_bytes)
         parts = [part.tensor_split(count) for part in tensor.tensor_split(self._size)]
         # Message n to the next rank has piece n of the route. Message n from the previous rank has piece n + count: its terms,
         # or in the second half of the steps the result.
@@ -115,17 +115,20 @@ class RingAllReduce:
         self._verifier.run(call, lambda: request, nap=True)
 
 
-def pieces_of_part(nbytes: int, most_piece_bytes: int) -> int:
+def pieces_of_part(nbytes: int, piece_bytes: int) -> int:
     """Into how many pieces a part of so many bytes is divided, on all ranks alike. A pure function."""
-    size = min(max(nbytes // PIECES, LEAST_PIECE_BYTES), most_piece_bytes)
+    size = min(max(nbytes // PIECES, LEAST_PIECE_BYTES), piece_bytes)
     return max(1, -(-nbytes // size))
 
 
-def _agreed_piece_bytes(communicator: MPI.Intracomm) -> int:
-    """The least of what the ranks would take: with Open MPI they may have been started with different limits."""
-    is_open_mpi = MPI.get_vendor()[0] == "Open MPI"
-    most = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, eager_bytes())) if is_open_mpi else MOST_PIECE_BYTES
-    numbers = array("q", [most])
-    with mpi_errors():
-        wait(communicator.Iallreduce(MPI.IN_PLACE, [numbers, MPI.INT64_T], MPI.MIN), Deadline(DEFAULT_TIMEOUT_S), nap=True)
-    return numbers[0]
+def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str, str] = os.environ) -> int:
+    """The largest piece that this rank would send.
+
+    Open MPI sends over TCP at once what is within its limit, and what is larger only when the receiver has asked for it. The
+    request waits in line behind all that its sender has sent: wire and ranks then move data in one direction at a time. The
+    limit is the user's, in mpirun's words or the environment: Open MPI trusts that all ranks have the same.
+    """
+    given = environ.get(TCP_EAGER_LIMIT, "")
+    limit = int(given) if given.isascii() and given.isdigit() else _TCP_EAGER_BYTES
+    at_once = limit - _HEADER_BYTES if library == "Open MPI" else MOST_PIECE_BYTES
+    return max(LEAST_PIECE_BYTES, min(at_once, MOST_PIECE_BYTES))

@@ -16,6 +16,7 @@ from ....contract.running_call import RunningCall
 from ....host.transport import CallKind, Transport
 from ....startup.algorithm_thresholds import AlgorithmThresholds
 from ..fault_tolerance import revoke, revoked_on_failure
+from ..ring_all_reduce import largest_piece_bytes
 from ..transport import MPITransport
 from .algorithm import Algorithm, Capabilities, Operation, choose, may_be_in_window, size_of, slot_bytes
 from .copy_in_copy_out import CopyInCopyOut, StagingArea
@@ -47,6 +48,7 @@ class NodeTransport(MPITransport):
         reproducible: as for `MPITransport`. All goes by MPI then where there are several nodes: the order of what is done in a
             node and between nodes depends on who is where.
         thresholds: the same on all ranks.
+        piece_bytes: the largest piece of a ring of nodes, the same on all ranks; None: what this rank would send.
         split: says who shares memory with whom.
         ranks_on_node: how many ranks of the job there are on this node; None: those of this group.
     """
@@ -57,6 +59,7 @@ class NodeTransport(MPITransport):
         *,
         reproducible: bool = False,
         thresholds: AlgorithmThresholds | None = None,
+        piece_bytes: int | None = None,
         split: SplitByNode = split_by_node,
         ranks_on_node: int | None = None,
     ) -> None:
@@ -72,12 +75,15 @@ class NodeTransport(MPITransport):
         )
         inter_node = hierarchy.inter_node
         ring_bytes = self._thresholds.ring_bytes
+        self._piece_bytes = piece_bytes or largest_piece_bytes()
         self._between = None
         if inter_node is not None:
             with revoked_on_failure(self._private, inter_node):
-                self._between = MPITransport(inter_node, report=self._report, ring_bytes=ring_bytes)
+                self._between = MPITransport(
+                    inter_node, report=self._report, ring_bytes=ring_bytes, piece_bytes=self._piece_bytes
+                )
         if hierarchy.nodes > 1 and not shares_memory:
-            self._make_ring(ring_bytes)
+            self._make_ring(ring_bytes, self._piece_bytes)
         self._memory = NodeMemory(hierarchy, self._private, self._verifier)
         slot = slot_bytes(self._capabilities, self._thresholds)
         self._sync = GroupSync(hierarchy, self._private, self._verifier, self._memory, slot, self._ranks_on_node)
@@ -185,6 +191,7 @@ class NodeTransport(MPITransport):
             self._communicator_of(members, number),
             reproducible=self._reproducible,
             thresholds=self._thresholds,
+            piece_bytes=self._piece_bytes,
             split=self._split,
             ranks_on_node=self._ranks_on_node,
         )
