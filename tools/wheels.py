@@ -96,7 +96,8 @@ def _tests_pass(layer: str, python: Path, home: Path, *, all_tests: bool) -> boo
     tests = home / "tests"
     shutil.copytree(ROOT / "packages" / layer / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
     # Tests that start processes of their own take long, and say nothing new here.
-    # Assertions as they are: to have each explain itself takes as long as all else of collecting, and the source tree's do.
+    # Plain assertions: pytest's rewriting, which makes them explain themselves, takes as long as the rest of collecting. Those
+    # of the source tree explain the same failure.
     words = ("--quiet", "--assert=plain", "-m", "not mpi and not launch", "-p", "no:cacheprovider")
     support = home / "support"
     shutil.copytree(TEST_SUPPORT, support / TEST_SUPPORT.name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -71,8 +71,14 @@ def _local_sgd(_: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, gr
 
 
 def _diloco(task: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
-    rates = {"outer_lr": task.outer_lr, "outer_momentum": task.outer_momentum}
-    outer = DiLoCoOptimizer(optim, model.named_parameters(), group, sync_every=SYNC_EVERY, **rates)
+    outer = DiLoCoOptimizer(
+        optim,
+        model.named_parameters(),
+        group,
+        sync_every=SYNC_EVERY,
+        outer_lr=task.outer_lr,
+        outer_momentum=task.outer_momentum,
+    )
 
     def synchronize() -> None:
         if outer.steps % SYNC_EVERY:

@@ -24,7 +24,7 @@ class Task(ABC):
         lr: AdamW's at the first step; it falls to 0 along a half cosine.
         outer_lr: DiLoCo's.
         outer_momentum: DiLoCo's. The papers' 0.9 is made for hundreds of outer steps: after the 12 to 20 of these tasks it
-            still overshoots.
+            still overshoots. Both were chosen by the loss for validation.
     """
 
     name: str
@@ -64,7 +64,7 @@ class NextCharacter(Task):
 
     name = "text"
     lr = 3e-3
-    # The best on four replicas, simulated in one process, of 0.7, 0.9, 1, 1.2 and 1.4 with 0, 0.5, 0.6, 0.7, 0.8 and 0.9.
+    # With four replicas, of twelve pairs between 0.7 and 1.4, and 0 and 0.9. With the papers' pair the loss was 7 % higher.
     outer_lr = 1.0
     outer_momentum = 0.7
 
@@ -121,6 +121,7 @@ class Digits(Task):
 
     name = "digits"
     lr = 3e-3
+    # With two replicas, of 0, 0.5 and 0.9.
     outer_lr = 0.7
     outer_momentum = 0.0
 

@@ -12,5 +12,5 @@ FULL = os.environ.get("SYNCLINE_TEST_FULL") == "1"
 
 
 def cases(usual: Sequence[Value], *, in_full: Sequence[Value]) -> list[Value]:
-    """The parameters of a test whose further cases cost much, and are covered elsewhere at another number of ranks."""
+    """The parameters of a test; further cases of it cost much, and others cover most of what they see."""
     return [*usual, *(in_full if FULL else ())]

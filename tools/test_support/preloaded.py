@@ -44,7 +44,7 @@ class PreloadedPython:
     Args:
         folder: where its socket lies.
         modules: what it loads beside torch.
-        python: the interpreter, which sees what this one sees; or another one, which has a path of its own.
+        python: the interpreter. This one's server finds the modules that this process finds; another's those of its own path.
 
     Attributes:
         command: stands for the interpreter under mpiexec; under a launcher other than MPICH's it is Python itself.
