@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from syncline.collectives.startup.launch import detect_launch
-from test_support.fixtures import preloaded, preloaded_python, python
+from test_support.fixtures import preloaded, preloaded_python, pytest_collection_finish, python
 from test_support.preloaded import OPTIMIZERS
 
 PLUGIN = "syncline.collectives.testing.pytest_plugin"

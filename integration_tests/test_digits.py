@@ -44,7 +44,7 @@ def mpiexec():
     return found
 
 
-@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+@pytest.mark.parametrize("backend", cases(["mpi"], in_full=["gloo"]))
 def test_two_ranks_train_and_report(tmp_path, preloaded, backend):
     report, timeline = tmp_path / "report.json", tmp_path / "timeline.png"
     words = ("--epochs", 2, "--backend", backend, "--report", report, "--timeline", timeline)

@@ -1,7 +1,8 @@
-"""Fixtures that several folders of tests share; a `conftest.py` imports those that it offers."""
+"""Fixtures and hooks that several folders of tests share; a `conftest.py` imports those that it offers."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,12 @@ import pytest
 
 from .full_run import FULL
 from .preloaded import PreloadedPython
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays. Whoever collects garbage in a test, as the reducer does, need not search all of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from test_support.fixtures import preloaded_python, python
+from test_support.fixtures import preloaded_python, pytest_collection_finish, python
 from test_support.preloaded import OPTIMIZERS
 
 
