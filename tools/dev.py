@@ -456,12 +456,11 @@ def _python_of_ranks() -> Iterator[list[str]]:
     if os.environ.get("SYNCLINE_TEST_FULL") == "1" or not hasattr(os, "pidfd_open"):
         yield []
         return
-    with tempfile.TemporaryDirectory(prefix="syncline-preloaded-") as folder:
-        server = PreloadedPython(Path(folder), OPTIMIZERS, str(PYTHON))
-        try:
-            yield server.command[1:]
-        finally:
-            server.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="syncline-preloaded-") as folder,
+        PreloadedPython(Path(folder), OPTIMIZERS, str(PYTHON)) as server,
+    ):
+        yield server.command[1:]
 
 
 def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, python: Sequence[str], words: Sequence[str | Path]) -> bool:

@@ -91,14 +91,11 @@ def _over_gloo(ranks: int, folder: Path) -> None:
 
 def _over_mpi(ranks: int, folder: Path) -> None:
     runtime = mpi_runtimes.find("mpich")
-    python = PreloadedPython(folder)
-    try:
+    with PreloadedPython(folder) as python:
         command = [*runtime.command(ranks), *python.command, str(_JOB), "mpi", str(ranks), str(folder)]
         environ = {**os.environ, **runtime.env, **_OVER_TCP}
         if (status := subprocess.run(command, env=environ, timeout=_TIMEOUT_S).returncode) != 0:
             raise ToolError(f"{ranks} ranks over MPI ended with status {status}; see what they said above")
-    finally:
-        python.close()
 
 
 def compared(over: str, found: Mapping[int, Found], per_host: int) -> tuple[list[tuple[str, ...]], bool]:

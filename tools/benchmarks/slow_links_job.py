@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,14 +72,7 @@ def _local_sgd(_: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, gr
 
 
 def _diloco(task: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
-    outer = DiLoCoOptimizer(
-        optim,
-        model.named_parameters(),
-        group,
-        sync_every=SYNC_EVERY,
-        outer_lr=task.outer_lr,
-        outer_momentum=task.outer_momentum,
-    )
+    outer = _outer_optimizer(task, model, optim, group)
 
     def synchronize() -> None:
         if outer.steps % SYNC_EVERY:
@@ -88,19 +82,22 @@ def _diloco(task: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, gr
 
 
 def _streaming(task: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
-    outer = DiLoCoOptimizer(
+    outer = _outer_optimizer(task, model, optim, group, fragments=5, overlap_steps=5, mixing=0.5, compressor=Int8())
+    return model, outer, outer.synchronize
+
+
+def _outer_optimizer(
+    task: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup, **stream: Any
+) -> DiLoCoOptimizer:
+    return DiLoCoOptimizer(
         optim,
         model.named_parameters(),
         group,
         sync_every=SYNC_EVERY,
         outer_lr=task.outer_lr,
         outer_momentum=task.outer_momentum,
-        fragments=5,
-        overlap_steps=5,
-        mixing=0.5,
-        compressor=Int8(),
+        **stream,
     )
-    return model, outer, outer.synchronize
 
 
 CONTENDERS: dict[str, Callable[[Task, torch.nn.Module, torch.optim.Optimizer, ProcessGroup], Trainee]] = {

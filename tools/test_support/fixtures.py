@@ -33,9 +33,8 @@ def preloaded_python(
     if FULL or not hasattr(os, "pidfd_open"):
         yield None
         return
-    server = PreloadedPython(tmp_path_factory.mktemp("preloaded"), preloaded_modules)
-    yield server
-    server.close()
+    with PreloadedPython(tmp_path_factory.mktemp("preloaded"), preloaded_modules) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -76,6 +76,12 @@ class PreloadedPython:
         client = [python, "-I", "-S", str(CLIENT)]
         self.command, self.alone = [*client, "launched", str(path)], [*client, "alone", str(path)]
 
+    def __enter__(self) -> PreloadedPython:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End the server, and all that it has forked."""
         self._server.communicate()

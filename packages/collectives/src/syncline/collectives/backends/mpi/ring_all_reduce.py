@@ -55,7 +55,7 @@ class RingAllReduce:
         self._rank = communicator.Get_rank()
         self._size = communicator.Get_size()
         self._landing = torch.empty(LANDING_BYTES, dtype=torch.uint8)
-        self._piece_bytes = min(piece_bytes, MOST_PIECE_BYTES)
+        self._piece_bytes = piece_bytes
 
     def run(self, tensor: torch.Tensor, op: ReduceOp, call: RunningCall) -> None:
         """Reduce in place, after all ranks have come for the same call.

@@ -24,7 +24,7 @@ from .fault_tolerance import failed_ranks, is_fault_tolerant, revoke
 from .library import Tag, library_name, mpi_errors
 from .request import MPIRequest
 from .ring_all_reduce import DTYPES as RING_DTYPES
-from .ring_all_reduce import LEAST_PIECE_BYTES, RingAllReduce
+from .ring_all_reduce import RingAllReduce
 from .status_post import MPIStatusPost
 from .timeout_report import TimeoutReport
 
@@ -53,9 +53,6 @@ class MPITransport(Transport):
             library chooses.
         report: asks the ranks after a time-out; by default those of this communicator.
         on_device: tensors lie in the memory of a device, and MPI takes them.
-        ring_bytes: large tensors are reduced in a ring of the ranks, if a rank's part has so many bytes; None: MPI chooses.
-            Only for ranks that are each alone on a node.
-        piece_bytes: the largest piece in that ring; the same on all ranks.
     """
 
     backend_name = "mpi"
@@ -67,8 +64,6 @@ class MPITransport(Transport):
         reproducible: bool = False,
         report: TimeoutReport | None = None,
         on_device: bool = False,
-        ring_bytes: int | None = None,
-        piece_bytes: int = LEAST_PIECE_BYTES,
     ) -> None:
         self._communicator = communicator
         self._on_device = on_device
@@ -82,12 +77,21 @@ class MPITransport(Transport):
         self._starters: dict[str, Callable[..., MPI.Request]] = {}
         self._ring: RingAllReduce | None = None
         self._ring_min_bytes = 0
-        if ring_bytes is not None:
-            self._make_ring(ring_bytes, piece_bytes)
 
     def describe(self) -> str:
         """The MPI library's name and version."""
         return f"mpi: {library_name()}"
+
+    def use_ring(self, ring_bytes: int, piece_bytes: int) -> None:
+        """Reduce large tensors in a ring from now on, where MPI chose before. For ranks that are each alone on a node.
+
+        Args:
+            ring_bytes: from how many bytes of a rank's part on; the same on all ranks.
+            piece_bytes: the largest piece; the same on all ranks.
+        """
+        if self._size > 1 and not self._on_device:
+            self._ring = RingAllReduce(self._private, self._verifier, piece_bytes)
+            self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
 
     # ---- reductions ----
 
@@ -300,12 +304,6 @@ class MPITransport(Transport):
             finally:
                 part.Free()
                 whole.Free()
-
-    def _make_ring(self, ring_bytes: int, piece_bytes: int) -> None:
-        """For ranks that are each alone on a node."""
-        if self._size > 1 and not self._on_device:
-            self._ring = RingAllReduce(self._private, self._verifier, piece_bytes)
-            self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
 
     def _takes_ring(self, nbytes: int, dtype: torch.dtype) -> bool:
         """Whether an all-reduce that MPI could do is done in the ring."""

@@ -79,11 +79,10 @@ class NodeTransport(MPITransport):
         self._between = None
         if inter_node is not None:
             with revoked_on_failure(self._private, inter_node):
-                self._between = MPITransport(
-                    inter_node, report=self._report, ring_bytes=ring_bytes, piece_bytes=self._piece_bytes
-                )
+                self._between = MPITransport(inter_node, report=self._report)
+                self._between.use_ring(ring_bytes, self._piece_bytes)
         if hierarchy.nodes > 1 and not shares_memory:
-            self._make_ring(ring_bytes, self._piece_bytes)
+            self.use_ring(ring_bytes, self._piece_bytes)
         self._memory = NodeMemory(hierarchy, self._private, self._verifier)
         slot = slot_bytes(self._capabilities, self._thresholds)
         self._sync = GroupSync(hierarchy, self._private, self._verifier, self._memory, slot, self._ranks_on_node)
