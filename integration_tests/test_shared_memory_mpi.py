@@ -618,9 +618,12 @@ def test_what_torch_cannot_copy_moves_all_the_same(staged: Group, dtype: torch.d
             group.close()
 
 
-def test_another_default_device_does_no_harm() -> None:
-    group = Group().group
+@pytest.mark.parametrize(
+    "options", [{}, {"thresholds": replace(BY_MPI, ring_bytes=1), "split": alone}], ids=["one node", "a ring of nodes"]
+)
+def test_another_default_device_does_no_harm(options: dict[str, Any]) -> None:
     with torch.device("meta"):
+        group = Group(**options).group
         for numel in (5, 1_200_000):
             tensor = torch.full((numel,), 1.0, device="cpu")
             group.all_reduce(tensor)

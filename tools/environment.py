@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from commands import ROOT, ToolError, check
+from commands import ROOT, ToolError, check, run
 
 LAYERS = ("collectives", "reducer", "hooks", "ddp")
 TORCH = os.environ.get("SYNCLINE_DEV_TORCH")
@@ -44,6 +44,9 @@ class InstallSet:
     inputs: tuple[Path, ...] = ()
     home: Path = VENV
     """The virtual environment, or a plain prefix inside it, that receives it."""
+    loaded: tuple[str, ...] = ()
+    """What most runs load of it. Python compiles a module when it is first loaded: best once, before several ranks do so at the
+    same time, each for itself."""
 
     @property
     def stamp(self) -> str:
@@ -70,6 +73,7 @@ PACKAGES = InstallSet(
         *_editable("ddp", "[examples,report]"),
     ),
     tuple(ROOT / "packages" / layer / "pyproject.toml" for layer in LAYERS),
+    loaded=("numpy", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.optim"),
 )
 TOOLS = InstallSet(
     "tools",
@@ -133,7 +137,7 @@ def _install(wanted: InstallSet) -> None:
     (_STAMPS / wanted.name).unlink(missing_ok=True)
     if wanted.home != VENV:
         shutil.rmtree(wanted.home, ignore_errors=True)
-    # Python compiles a module when it is first imported; pip would compile all, and few of some 16,000 are ever used.
+    # pip would compile all modules, and few of some 16,000 are ever used.
     pip = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
     constraints = VENV / "constraints.txt"
     constraints.write_text(_constraints())
@@ -141,6 +145,8 @@ def _install(wanted: InstallSet) -> None:
         (*pip, "--constraint", constraints, *wanted.arguments),
         remedy="pip says why above; the next run takes up where this one stopped",
     )
+    if wanted.loaded:
+        run((PYTHON, "-c", f"import {', '.join(wanted.loaded)}"))  # what cannot be loaded, the tests show
     _write_stamp(wanted.name, wanted.stamp)
 
 

@@ -22,14 +22,16 @@ class Late:
         return self.tests == 60
 
 
-@pytest.mark.parametrize(("nap", "expected"), [(True, "slept"), (False, "yielded")])
-def test_a_wait_sleeps_where_it_may_and_else_yields(monkeypatch: pytest.MonkeyPatch, nap: bool, expected: str) -> None:
+@pytest.mark.parametrize(("nap", "expected", "at_once"), [(True, "slept", 15), (False, "yielded", 50)])
+def test_a_wait_sleeps_where_it_may_and_else_yields(
+    monkeypatch: pytest.MonkeyPatch, nap: bool, expected: str, at_once: int
+) -> None:
     did: list[str] = []
     monkeypatch.setattr(library.time, "sleep", lambda _: did.append("slept"))
     monkeypatch.setattr(library, "yield_cpu", lambda: did.append("yielded"))
     request: Any = Late()
     library.wait(request, Deadline(60.0), nap=nap)
-    assert did == [expected] * 9
+    assert did == [expected] * (59 - at_once)
 
 
 def test_a_wait_that_sleeps_has_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ class AlgorithmThresholds:
     eager_bytes: int = 512 << 10
     window_bytes: int = 128 << 10
     staged_bytes: int = 32 << 10
-    ring_bytes: int = 256 << 10
+    ring_bytes: int = 128 << 10
 
     def overridden(self, environ: Mapping[str, str] = os.environ) -> AlgorithmThresholds:
         """As set by environment variables, where there are any: SYNCLINE_ and an attribute's name in capitals.

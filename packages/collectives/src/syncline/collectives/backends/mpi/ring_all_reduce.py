@@ -54,7 +54,7 @@ class RingAllReduce:
         self._verifier = verifier
         self._rank = communicator.Get_rank()
         self._size = communicator.Get_size()
-        self._landing = torch.empty(LANDING_BYTES, dtype=torch.uint8)
+        self._landing = torch.empty(LANDING_BYTES, dtype=torch.uint8, device="cpu")
         self._piece_bytes = piece_bytes
 
     def run(self, tensor: torch.Tensor, op: ReduceOp, call: RunningCall) -> None:
