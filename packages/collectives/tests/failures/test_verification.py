@@ -11,7 +11,7 @@ import torch
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
 from syncline.collectives.backends.in_process import InProcessTransport, SharedState
 from syncline.collectives.contract.collective import Collective
-from syncline.collectives.host import call_verification
+from syncline.collectives.host import history_verification
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 
@@ -23,7 +23,7 @@ Body = Callable[[ProcessGroup], object]
 class Trusting(InProcessTransport):
     """Does not compare the calls, as Gloo does not."""
 
-    compares_every_call = False
+    verifies_every_call = False
 
     def _meet(self, call, value):
         return super()._meet(call._replace(collective=Collective("anything")), value)
@@ -98,7 +98,7 @@ def test_a_rank_that_never_closes_is_no_failure_of_the_others(caplog: pytest.Log
 
 
 def test_the_ranks_compare_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_verification, "VERIFY_EVERY_CALLS", 5)
+    monkeypatch.setattr(history_verification, "VERIFY_EVERY_CALLS", 5)
 
     def body(group: ProcessGroup) -> None:
         group.all_reduce(torch.ones(3), ReduceOp.SUM if group.rank else ReduceOp.MAX)

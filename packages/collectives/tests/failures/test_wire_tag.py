@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from syncline.collectives import InvalidArgumentError
-from syncline.collectives.host.split_comparison import different_splits
+from syncline.collectives.host.split_verification import different_splits
 from syncline.collectives.host.wire_tag import sized_wire_tag, wire_tag
 
 MOST = 2**31 - 1

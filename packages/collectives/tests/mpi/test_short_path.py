@@ -47,7 +47,7 @@ class BarrierSync:
 class EagerTransport(InProcessTransport):
     """Plans as the ranks of a node do, with a barrier in shared memory."""
 
-    compares_every_call = True  # type: ignore[assignment]
+    verifies_every_call = True  # type: ignore[assignment]
 
     def __init__(self, barrier: ShmBarrier) -> None:
         super().__init__(SharedState(2), 0)

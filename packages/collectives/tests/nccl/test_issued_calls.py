@@ -21,7 +21,7 @@ from syncline.collectives.contract.process_group import ProcessGroup
 from syncline.collectives.contract.reserved_tags import FIRST_NCCL_AGREEMENT, ReservedTag
 from syncline.collectives.failures.call_record import DONE, FAILED
 from syncline.collectives.failures.report import Reporter
-from syncline.collectives.host import call_verification
+from syncline.collectives.host import history_verification
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.testing.ranks import run_ranks
 from test_support.fake_nccl_group import run_on_fakes
@@ -141,7 +141,7 @@ def test_close_tells_of_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls_are_compared_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_verification, "VERIFY_EVERY_CALLS", 3)
+    monkeypatch.setattr(history_verification, "VERIFY_EVERY_CALLS", 3)
 
     def body(group: NcclGroup) -> None:
         group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)

@@ -130,7 +130,7 @@ class InProcessTransport(Transport):
 
     @property
     @override
-    def compares_every_call(self) -> bool:
+    def verifies_every_call(self) -> bool:
         """When the ranks meet."""
         return True
 

@@ -12,7 +12,7 @@ class ReservedTag(int):
 
 #: The messages of NCCL groups that agree over a host group: one of these for each topic.
 FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS = FIRST_RESERVED, 700
-RANK_AGREEMENT = ReservedTag(32_764)
+CONTROL = ReservedTag(32_764)
 MONITORED_BARRIER = ReservedTag(32_765)
 TRACE_CLOCK = ReservedTag(32_766)
 

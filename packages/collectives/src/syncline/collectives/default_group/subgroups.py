@@ -8,9 +8,9 @@ from datetime import timedelta
 from ..contract.deadline import seconds
 from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError
-from .agreement import check_agreement
 from .default_group import get_default_group, resolve_group
 from .non_member import NonMember
+from .request_verification import verify_request
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | None = None) -> ProcessGroup | NonMember:
@@ -30,7 +30,7 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | N
     world = get_default_group()
     chosen = sorted(range(world.size) if ranks is None else ranks)
     _check_ranks(chosen, world.size)
-    check_agreement(world, f"new_group({chosen})")
+    verify_request(world, f"new_group({chosen})")
     made = world.split(0 if world.rank in chosen else None, timeout_s=_timeout_s(timeout, world))
     return NonMember(f"new_group({chosen})", chosen, world.rank) if made is None else made
 
@@ -53,7 +53,7 @@ def new_subgroups(
         raise InvalidArgumentError(
             f"expected a group_size that divides the {parent.size} ranks of group '{parent.name}', found {group_size}"
         )
-    check_agreement(parent, f"new_subgroups({group_size})")
+    verify_request(parent, f"new_subgroups({group_size})")
     made = parent.split(parent.rank // group_size, timeout_s=_timeout_s(timeout, parent))
     assert made is not None
     ranks = list(parent.ranks)
@@ -75,7 +75,7 @@ def new_subgroups_by_enumeration(
     world = get_default_group()
     lists = [sorted(entry) for entry in ranks_per_subgroup_list]
     _check_ranks([rank for entry in lists for rank in entry], world.size)
-    check_agreement(world, f"new_subgroups_by_enumeration({lists})")
+    verify_request(world, f"new_subgroups_by_enumeration({lists})")
     color = next((number for number, entry in enumerate(lists) if world.rank in entry), None)
     made = world.split(color, timeout_s=_timeout_s(timeout, world))
     everyone = [rank for entry in lists for rank in entry]

@@ -36,9 +36,9 @@ class DeviceDispatchTransport(Transport):
 
     @property
     @override
-    def compares_every_call(self) -> bool:
+    def verifies_every_call(self) -> bool:
         """As the host transport does; a direct one compares each call, for MPI takes CUDA memory in blocking calls only."""
-        return self._host.compares_every_call
+        return self._host.verifies_every_call
 
     @override
     def status_post(self) -> StatusPost | None:

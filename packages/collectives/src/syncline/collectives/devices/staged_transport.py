@@ -33,9 +33,9 @@ class StagedTransport(Transport):
         self._abandoned: list[torch.Tensor] = []
 
     @property
-    def compares_every_call(self) -> bool:
+    def verifies_every_call(self) -> bool:
         """As the host transport does."""
-        return self._host.compares_every_call
+        return self._host.verifies_every_call
 
     @override
     def status_post(self) -> StatusPost | None:

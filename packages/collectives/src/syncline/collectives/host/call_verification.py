@@ -1,120 +1,33 @@
-"""CallVerification: whether the ranks of a group have made the same calls, found out now and then."""
+"""Whether all ranks are about to do the same."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import NamedTuple
+from zlib import crc32
 
-from ..contract.deadline import Deadline
-from ..errors import DisagreementError, TransportError
-from ..failures.call_digest import CallDigest
-from ..failures.call_record import CallRecord
-from ..failures.divergence import find_divergence
-from ..failures.flight_recorder import FlightRecorder
-from .rank_agreement import RankAgreement, texts_for_error
+import torch
 
-#: The ranks compare after every so many calls, if nothing else made them compare.
-VERIFY_EVERY_CALLS = 1000
-_LAST_CALLS = 12
-_MOST_BYTES = 8192
+from ..contract.collective import different_calls
+from ..contract.running_call import RunningCall
+from .packing import empty_block
+from .transport import Transport
+
+_SIGNATURE_BYTES = 512
 
 
-class CallsSoFar(NamedTuple):
-    """What is compared: the digest of the calls that were begun until a moment, and how many they were."""
+def verify_call(transport: Transport, size: int, call: RunningCall) -> None:
+    """Gather what all ranks are about to do: eight bytes of each, and the signatures only where these differ.
 
-    value: int
-    calls: int
-
-
-class CallVerification:
-    """The digest of the calls that this rank has begun, and its comparison with those of the others.
-
-    Note [Verification of calls]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Where a transport does not compare each call before it runs, ranks that make different calls may succeed, with wrong
-    results. So each rank keeps a digest of all calls in their total order, and the ranks compare digest and count at a barrier,
-    when the group is closed, after every `VERIFY_EVERY_CALLS` calls, and at the end of each backward that a reducer reduces.
-    What is compared of a call is in `Collective.digest`. Not seen: two calls of one signature in swapped order, for nothing
-    tells one from the other. Sends and receives have no place in the order; their transports compare sizes.
-
-    Args:
-        agreement: carries the messages.
-        rank: this rank.
-        recorder: of the group; says what the last calls were.
+    Raises:
+        DisagreementError: they are about to do different things; names them.
     """
-
-    def __init__(self, agreement: RankAgreement, rank: int, recorder: FlightRecorder) -> None:
-        self._agreement = agreement
-        self._rank = rank
-        self._recorder = recorder
-        self._digest = CallDigest()
-
-    def add(self, call: int) -> None:
-        """The call of that digest begins."""
-        self._digest.add(call)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the ranks compare after the call that was added last."""
-        return self._digest.count % VERIFY_EVERY_CALLS == 0
-
-    def so_far(self) -> CallsSoFar:
-        """The calls until now, for a comparison that runs later."""
-        return CallsSoFar(self._digest.value, self._digest.count)
-
-    def verify(self, deadline: Deadline, calls: CallsSoFar | None = None) -> None:
-        """Compare with the other ranks. A collective, with a place in the total order.
-
-        Args:
-            deadline: until when the others shall have come.
-            calls: what to compare; by default all until now.
-
-        Cost: of a `TransportAgreement` ceil(log2(size)) messages of 32 bytes, one after the other.
-
-        Raises:
-            DisagreementError: they have made different calls; on all ranks.
-            TimeoutError: another rank did not come.
-        """
-        value, count = self.so_far() if calls is None else calls
-        numbers = self._agreement.maximum((value, -value, count, -count), deadline)
-        if numbers[0] != -numbers[1] or numbers[2] != -numbers[3]:
-            raise DisagreementError(self._explain(numbers, count, deadline))
-
-    def _explain(self, numbers: Sequence[int], count: int, deadline: Deadline) -> str:
-        records = self._recorder.records()
-        last = [record for record in records if record.position is not None and record.position < count][-_LAST_CALLS:]
-        while len(_as_text(last).encode()) > _MOST_BYTES:
-            last = last[1:]
-        histories = {self._rank: last}
-        with suppress(TimeoutError, TransportError):  # what is known is said, whatever becomes of the others
-            texts = texts_for_error(self._agreement, _as_text(last), _MOST_BYTES, deadline)
-            histories = {rank: _from_text(text) for rank, text in enumerate(texts)}
-        return different_sequences(histories, -numbers[3], numbers[2])
-
-
-def _as_text(records: Sequence[CallRecord]) -> str:
-    return json.dumps([record.as_dict() for record in records])
-
-
-def _from_text(text: str) -> list[CallRecord]:
-    return [CallRecord.from_dict(entry) for entry in json.loads(text)]
-
-
-def different_sequences(histories: dict[int, list[CallRecord]], fewest: int, most: int) -> str:
-    """What is wrong, in words. A pure function.
-
-    Args:
-        histories: for each rank its last calls.
-        fewest: how many calls the rank made that made the fewest.
-        most: the same for the most.
-    """
-    counts = f"{fewest} calls each" if fewest == most else f"between {fewest} and {most} calls"
-    divergence = find_divergence(histories)
-    where = "they parted before the calls that are remembered" if divergence is None else divergence.sentence
-    lists = "; ".join(f"rank {rank}: {', '.join(map(str, calls[-4:])) or 'none'}" for rank, calls in sorted(histories.items()))
-    return (
-        f"the ranks called different collectives, and results since then are wrong ({counts}). {where}. Make every rank issue "
-        f"the same calls in the same order. The last calls: {lists}"
-    )
+    mine = torch.tensor([crc32(call.collective.signature().encode())], device="cpu")
+    digests = empty_block(mine, size)
+    transport.all_gather(digests, mine, call)
+    if digests.eq(mine).all():
+        return
+    padded = call.collective.signature().encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
+    line = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+    lines = empty_block(line, size)
+    transport.all_gather(lines, line, call)
+    rows = lines.view(size, _SIGNATURE_BYTES)
+    raise different_calls([bytes(row.tolist()).decode(errors="replace").strip() for row in rows])

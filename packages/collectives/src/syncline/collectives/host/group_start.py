@@ -8,12 +8,12 @@ from zlib import crc32
 
 from ..contract.deadline import Deadline
 from ..errors import CollectiveTimeout, DisagreementError
-from .rank_agreement import RankAgreement, texts_for_error
+from .control_messages import ControlMessages, texts_for_error
 
 _MOST_BYTES = 1024
 
 
-def agree_on_start(agreement: RankAgreement, rank: int, size: int, options: Mapping[str, object], deadline: Deadline) -> str:
+def agree_on_start(messages: ControlMessages, rank: int, size: int, options: Mapping[str, object], deadline: Deadline) -> str:
     """Compare options that change what the ranks communicate, by messages that do not depend on them. A collective.
 
     Cost: ceil(log2(size)) messages from each rank, one after the other.
@@ -28,9 +28,9 @@ def agree_on_start(agreement: RankAgreement, rank: int, size: int, options: Mapp
     text = options_in_words(options)
     digest = crc32(text.encode())
     try:
-        largest, negative, started_ns = agreement.maximum((digest, -digest, time.time_ns()), deadline)
+        largest, negative, started_ns = messages.maximum((digest, -digest, time.time_ns()), deadline)
         if largest != -negative:
-            said = texts_for_error(agreement, text, _MOST_BYTES, deadline)
+            said = texts_for_error(messages, text, _MOST_BYTES, deadline)
             raise DisagreementError(different_options(said))
     except TimeoutError as error:
         raise CollectiveTimeout(

@@ -15,7 +15,7 @@ from ..errors import TransportError
 from .explained_request import ExplainedRequest
 from .packing import copy_back, flat_copy
 from .serial_group import SerialGroup
-from .split_comparison import compare_splits
+from .split_verification import verify_splits
 from .transfer import TransferWork
 from .transport import Request
 
@@ -29,7 +29,7 @@ class HostExchanges(SerialGroup):
         def body(running: RunningCall) -> None:
             counts = [entry.numel() for entry in outputs]
             sent = [entry.numel() for entry in inputs]
-            self._compare_splits(counts, sent, running)
+            self._verify_splits(counts, sent, running)
             received = torch.empty(sum(counts), dtype=inputs[0].dtype, device=inputs[0].device)
             packed = torch.cat([flat_copy(entry) for entry in inputs])
             self._transport.all_to_all(received, packed, counts, sent, running)
@@ -47,15 +47,15 @@ class HostExchanges(SerialGroup):
         def body(running: RunningCall) -> None:
             wire = in_plain_order(output)
             counts, sent = [rows * row for rows in output_splits], [rows * row for rows in input_splits]
-            self._compare_splits(counts, sent, running)
+            self._verify_splits(counts, sent, running)
             self._transport.all_to_all(flat(wire), flat_copy(tensor), counts, sent, running)
             copy_back(wire, output)
 
         return self._issue(call, [output], [tensor], body, async_op)
 
-    def _compare_splits(self, expected: list[int], sent: list[int], running: RunningCall) -> None:
+    def _verify_splits(self, expected: list[int], sent: list[int], running: RunningCall) -> None:
         if self.size > 1:
-            compare_splits(self._transport, expected, sent, running)
+            verify_splits(self._transport, expected, sent, running)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
         call = Collective("send", tensor, detail=f"dst={dst}, tag={tag}")

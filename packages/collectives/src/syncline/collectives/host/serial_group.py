@@ -29,15 +29,15 @@ from ..failures.report import Reporter, reported
 from ..failures.report_signal import report_on_signal
 from ..failures.stall_watch import StallWatch, watch_for_stalls
 from ..failures.watchdog import watch
-from .call_comparison import compare_calls
-from .call_verification import CallVerification
+from .call_verification import verify_call
 from .callback_order import CallbackOrder
+from .control_messages import TransportMessages
 from .departures import GroupCalls
 from .device_runtime import Body, DeviceRuntime, StreamOrder
 from .group_start import agree_on_start
 from .group_work import GroupWork
+from .history_verification import HistoryVerification
 from .progress import Progress
-from .rank_agreement import TransportAgreement
 from .runnable import IssuedCall, KeptPlan, Runnable
 from .transport import Transport
 
@@ -118,9 +118,9 @@ class SerialGroup(ProcessGroup):
         self.losses_are_expected = False
         self._stall_warning_s = 0.0
         self._stall_watch: StallWatch | None = None
-        is_compared = size == 1 or check_calls or transport.compares_every_call
+        is_verified = size == 1 or check_calls or transport.verifies_every_call
         self._verification = (
-            None if is_compared else CallVerification(TransportAgreement(transport, rank, size), rank, self.recorder)
+            None if is_verified else HistoryVerification(TransportMessages(transport, rank, size), rank, self.recorder)
         )
         if liveness is not None:
             watch(self)
@@ -149,8 +149,8 @@ class SerialGroup(ProcessGroup):
         Raises:
             DisagreementError: the ranks were given different options.
         """
-        agreement = TransportAgreement(self._transport, self.rank, self.size)
-        job = agree_on_start(agreement, self.rank, self.size, options, Deadline(self.timeout_s))
+        messages = TransportMessages(self._transport, self.rank, self.size)
+        job = agree_on_start(messages, self.rank, self.size, options, Deadline(self.timeout_s))
         reporter = Reporter(job, self.rank, self.size)
         self.report_to(reporter)
         self.warn_of_stalls(stall_warning_s)
@@ -299,7 +299,7 @@ class SerialGroup(ProcessGroup):
         if order is not None:
             body = order.around(body)
         if self._check_calls and is_numbered:
-            body = self._after_comparison(body)
+            body = self._verified_first(body)
         issued_call = IssuedCall(call, body, tensors)
         if not async_op and self._progress.run_here(self._run, issued_call, None, entry):
             if order is not None:
@@ -322,12 +322,12 @@ class SerialGroup(ProcessGroup):
         owned = [tensor for tensor in tensors if device.owns(tensor)]
         return device.order(owned) if owned else None
 
-    def _after_comparison(self, body: Body) -> Body:
-        def compared(running: RunningCall) -> None:
-            compare_calls(self._transport, self.size, running)
+    def _verified_first(self, body: Body) -> Body:
+        def verified(running: RunningCall) -> None:
+            verify_call(self._transport, self.size, running)
             body(running)
 
-        return compared
+        return verified
 
     def _run_plan(self, kept: KeptPlan, tensor: torch.Tensor) -> None:
         """Issue a call by a kept plan, and run it; see Note [Plans]."""

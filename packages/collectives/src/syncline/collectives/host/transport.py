@@ -101,7 +101,7 @@ class Transport(ABC):
     liveness: Liveness | None = None
 
     @property
-    def compares_every_call(self) -> bool:
+    def verifies_every_call(self) -> bool:
         """Whether the ranks compare each collective before it runs; the same on all ranks. If not, the group compares later."""
         return False
 

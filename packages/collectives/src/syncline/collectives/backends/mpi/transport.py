@@ -381,7 +381,7 @@ class MPITransport(Transport):
 
         CUDA memory is only given to the blocking form: Open MPI crashes in the other.
         """
-        if nbytes >= PRESYNC_MIN_BYTES or self._on_device or self.compares_every_call:
+        if nbytes >= PRESYNC_MIN_BYTES or self._on_device or self.verifies_every_call:
             self._verify(call)
 
     def _verify(self, call: RunningCall) -> None:

@@ -109,12 +109,12 @@ class Engine:
 
     # ---- the comparison of calls; see Note [Comparison over NCCL] in `issued_calls` ----
 
-    def compare_calls_beside(self) -> None:
+    def verify_calls_beside(self) -> None:
         """Compare them beside the step; this is where a step ends."""
         with self._lock:
             self._calls.compare_now_and_then()
 
-    def compare_calls(self) -> None:
+    def verify_calls(self) -> None:
         """Compare them now, on all ranks.
 
         Raises:

@@ -13,7 +13,7 @@ from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...errors import DisagreementError, SynclineError, TransportError
 from ...failures.flight_recorder import Entry, FlightRecorder
-from ...host.call_verification import CallsSoFar, CallVerification
+from ...host.history_verification import CallsSoFar, HistoryVerification
 from ...host.progress import Progress
 from .connector import Connector
 from .failure import Failure
@@ -31,8 +31,8 @@ _exiting = threading.Event()
 atexit.register(_exiting.set)
 
 
-class RendezvousAgreement:
-    """A `RankAgreement` by the messages by which the ranks also find one another; see `Rendezvous.agree`.
+class RendezvousMessages:
+    """A `ControlMessages` by the messages by which the ranks also find one another; see `Rendezvous.agree`.
 
     Cost: two messages for each rank but the first, which sends and receives them all.
     """
@@ -42,7 +42,7 @@ class RendezvousAgreement:
         self._numbers = itertools.count()
 
     def maximum(self, numbers: Sequence[int], deadline: Deadline) -> list[int]:
-        """As `RankAgreement`; a rank that does not come is a `TransportError`."""
+        """As `ControlMessages`; a rank that does not come is a `TransportError`."""
         decision = self._agree({"numbers": list(numbers)}, _largest, deadline)
         return list(decision["numbers"])
 
@@ -80,9 +80,9 @@ class IssuedCalls:
 
     Note [Comparison over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    NCCL does not compare calls: ranks that disagree get wrong sums, or wait for ever. So a digest of the calls is compared as
-    Note [Verification of calls] in `host.call_verification` says, by messages on the host, which the GPU takes no part in. They
-    are exchanged on a thread of the group, one comparison after the other. A step does not wait for them: what is found ends
+    NCCL does not compare calls: ranks that disagree get wrong sums, or wait for ever. So the ranks verify them as Note
+    [Verification of calls] in `host.history_verification` says, by messages on the host, which the GPU takes no part in. They
+    are exchanged on a thread of the group, one verification after the other. A step does not wait for them: what is found ends
     the group, and whoever asks it for something next gets the error. A barrier that is waited for, and `close`, wait for the
     comparison, too, `close` for `_CLOSE_S` seconds at most. Among more than `_COMPARED_EACH_TIME` ranks, only one backward in
     so many is compared.
@@ -114,7 +114,7 @@ class IssuedCalls:
         self._requests = 0
         self._every = -(-len(connector.ranks) // _COMPARED_EACH_TIME)
         is_alone = len(connector.ranks) == 1
-        self._verification = None if is_alone else CallVerification(RendezvousAgreement(connector), connector.rank, recorder)
+        self._verification = None if is_alone else HistoryVerification(RendezvousMessages(connector), connector.rank, recorder)
         self._progress = Progress(f"syncline-nccl-calls-{connector.name}-rank{connector.rank}")
 
     def begin(self, call: Collective, entry: Entry) -> None:
@@ -159,7 +159,7 @@ class IssuedCalls:
         """No more comparisons."""
         self._progress.stop()
 
-    def _run(self, verification: CallVerification, comparison: Comparison, timeout_s: float) -> None:
+    def _run(self, verification: HistoryVerification, comparison: Comparison, timeout_s: float) -> None:
         try:
             if self._failure() is None:
                 limit_s = min(timeout_s, _CLOSE_S) if self._is_closing else timeout_s

@@ -118,9 +118,9 @@ class NcclGroup(ProcessGroup):
     def verify_calls(self, *, async_op: bool = False) -> Work | None:
         """As the base. With `async_op` nobody waits: see Note [Comparison over NCCL] in `issued_calls`."""
         if async_op:
-            self._engine.compare_calls_beside()
+            self._engine.verify_calls_beside()
             return None
-        self._engine.compare_calls()
+        self._engine.verify_calls()
         return FinishedWork([])
 
     # ---- after a loss ----

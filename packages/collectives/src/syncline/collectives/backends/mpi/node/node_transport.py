@@ -90,7 +90,7 @@ class NodeTransport(MPITransport):
         self._node_reduction = NodeReduction(hierarchy, self._between, self._memory, self._sync, self._size)
 
     @property
-    def compares_every_call(self) -> bool:
+    def verifies_every_call(self) -> bool:
         """On one node: in shared memory that costs next to nothing."""
         return self._capabilities.nodes == 1 and self._capabilities.has_barrier
 
@@ -119,7 +119,7 @@ class NodeTransport(MPITransport):
         is_native = operation is Operation.ALL_REDUCE and kind.op is not None and self._native(kind.dtype, kind.op) is not None
         chosen = choose(operation, size, self._capabilities, self._thresholds, is_native=is_native)
         request = PlanRequest(kind, operation, size, call, self._sync)
-        plan: NodePlan = MpiPlan(request, self._by_mpi(operation, kind), verifies_all=self.compares_every_call)
+        plan: NodePlan = MpiPlan(request, self._by_mpi(operation, kind), verifies_all=self.verifies_every_call)
         if is_native and self._takes_ring(size.whole, kind.dtype):
             plan.chosen = Algorithm.RING
         if chosen is Algorithm.EAGER:

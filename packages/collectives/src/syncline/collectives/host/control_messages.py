@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same numbers, found out beside the collectives of a group: by messages between two ranks.
+"""What the ranks of a group tell one another beside its collectives: by messages between two ranks.
 
 Collectives of ranks that have made different calls may meet one another, and garble both. Messages with a tag of their own
 meet their like whatever else the ranks do.
@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 
 from ..contract.deadline import Deadline
-from ..contract.reserved_tags import RANK_AGREEMENT
+from ..contract.reserved_tags import CONTROL
 from ..errors import TransportError
 from .transport import Transport
 
 
-class RankAgreement(Protocol):
+class ControlMessages(Protocol):
     """What the ranks of a group tell one another, beside its collectives. All ranks ask the same, in the same order."""
 
     def maximum(self, numbers: Sequence[int], deadline: Deadline) -> list[int]:
@@ -32,7 +32,7 @@ class RankAgreement(Protocol):
         """What each rank says, by rank: of each the first `nbytes` bytes. For errors; raises the same."""
 
 
-class TransportAgreement:
+class TransportMessages:
     """By messages of a transport.
 
     Args:
@@ -55,15 +55,15 @@ class TransportAgreement:
         return texts_of_ranks(self._transport, self._rank, self._size, text, nbytes, deadline)
 
 
-def texts_for_error(agreement: RankAgreement, text: str, nbytes: int, deadline: Deadline) -> list[str]:
-    """`agreement.texts` for an error that all ranks are about to raise.
+def texts_for_error(messages: ControlMessages, text: str, nbytes: int, deadline: Deadline) -> list[str]:
+    """`messages.texts` for an error that all ranks are about to raise.
 
     Nobody returns, and ends the connections of all by leaving, before everybody has heard. Whether everybody has may stay
     unknown; what the ranks said is known nevertheless.
     """
-    said = agreement.texts(text, nbytes, deadline)
+    said = messages.texts(text, nbytes, deadline)
     with suppress(TimeoutError, TransportError):
-        agreement.maximum((0,), deadline)
+        messages.maximum((0,), deadline)
     return said
 
 
@@ -83,8 +83,8 @@ def maximum_over_ranks(transport: Transport, rank: int, size: int, numbers: Sequ
     while step < size:
         theirs = torch.empty_like(mine)
         before, after = (rank - step) % size, (rank + step) % size
-        receiving = transport.start_recv(theirs, before, RANK_AGREEMENT)
-        sending = transport.start_send(mine, after, RANK_AGREEMENT)
+        receiving = transport.start_recv(theirs, before, CONTROL)
+        sending = transport.start_send(mine, after, CONTROL)
         try:
             receiving.wait(deadline)
             sending.wait(deadline)
@@ -106,8 +106,8 @@ def texts_of_ranks(transport: Transport, rank: int, size: int, text: str, nbytes
     rows = [torch.empty_like(mine) for _ in range(size)]
     rows[rank] = mine
     others = [(rank + step) % size for step in range(1, size)]
-    requests = [transport.start_recv(rows[peer], peer, RANK_AGREEMENT) for peer in others]
-    requests += [transport.start_send(mine, peer, RANK_AGREEMENT) for peer in others]
+    requests = [transport.start_recv(rows[peer], peer, CONTROL) for peer in others]
+    requests += [transport.start_send(mine, peer, CONTROL) for peer in others]
     for request in requests:
         request.wait(deadline)
     return [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]

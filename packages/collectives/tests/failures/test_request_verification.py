@@ -9,7 +9,7 @@ import pytest
 from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.backends.in_process import InProcessTransport, SharedState
 from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.default_group.agreement import check_agreement
+from syncline.collectives.default_group.request_verification import verify_request
 from syncline.collectives.host.group_start import agree_on_start
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.ranks
 @pytest.mark.parametrize("size", [2, 3])
 def test_other_members_are_named_on_all_ranks(size: int) -> None:
     def body(group: ProcessGroup) -> None:
-        check_agreement(group, "new_group([0])")
+        verify_request(group, "new_group([0])")
         with pytest.raises(DisagreementError) as caught:
-            check_agreement(group, "new_group([0, 1])" if group.rank == 1 else "new_group([0])")
+            verify_request(group, "new_group([0, 1])" if group.rank == 1 else "new_group([0])")
         assert "rank 0: new_group([0]); rank 1: new_group([0, 1])" in str(caught.value)
         group.barrier()
 
@@ -34,9 +34,9 @@ def test_a_request_may_name_more_ranks_than_are_gathered() -> None:
     members = list(range(1000))
 
     def body(group: ProcessGroup) -> None:
-        check_agreement(group, f"new_group({members})")
+        verify_request(group, f"new_group({members})")
         with pytest.raises(DisagreementError) as caught:
-            check_agreement(group, f"new_group({members[: 1000 - group.rank]})")
+            verify_request(group, f"new_group({members[: 1000 - group.rank]})")
         assert len(str(caught.value)) < 2 * 1024 + 300
 
     run_ranks(2, body)

@@ -13,7 +13,7 @@ from .packing import empty_block
 from .transport import Transport
 
 
-def compare_splits(
+def verify_splits(
     transport: Transport,
     output_counts: Sequence[int],
     input_counts: Sequence[int],

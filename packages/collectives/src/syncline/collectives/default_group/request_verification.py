@@ -11,7 +11,7 @@ from ..errors import DisagreementError
 _MOST_BYTES = 1024
 
 
-def check_agreement(group: ProcessGroup, request: str) -> None:
+def verify_request(group: ProcessGroup, request: str) -> None:
     """Compare what the ranks of a group ask for. A collective of the group.
 
     Cost: an all_reduce of 16 bytes; only if the texts differ, two all-gathers, of the first 1024 bytes of each. (A request may
