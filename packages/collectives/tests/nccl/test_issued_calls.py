@@ -153,7 +153,7 @@ def test_calls_are_compared_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_many_ranks_compare_some_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(issued_calls, "_COMPARED_EACH_TIME", 1)
+    monkeypatch.setattr(issued_calls, "_VERIFIED_EACH_TIME", 1)
 
     def body(group: NcclGroup) -> None:
         group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)

@@ -107,29 +107,29 @@ class Engine:
         self._watchdog.stop()
         self._calls.stop()
 
-    # ---- the comparison of calls; see Note [Comparison over NCCL] in `issued_calls` ----
+    # ---- the verification of calls; see Note [Verification over NCCL] in `issued_calls` ----
 
     def verify_calls_beside(self) -> None:
-        """Compare them beside the step; this is where a step ends."""
+        """Verify them beside the step; this is where a step ends."""
         with self._lock:
-            self._calls.compare_now_and_then()
+            self._calls.verify_now_and_then()
 
     def verify_calls(self) -> None:
-        """Compare them now, on all ranks.
+        """Verify them now, on all ranks.
 
         Raises:
             DisagreementError: they differ.
-            TransportError: a rank did not come to compare them.
+            TransportError: a rank did not come.
         """
         with self._lock:
-            comparison = self._calls.compare()
-        if comparison is None:
+            pending = self._calls.verify()
+        if pending is None:
             return
-        comparison.is_over.wait()
+        pending.is_over.wait()
         if self._watchdog.failure is not None:
             raise self._watchdog.failure.report()
-        if comparison.error is not None:
-            raise comparison.error.reworded(f"the comparison of calls on {self._place()}: {comparison.error}")
+        if pending.error is not None:
+            raise pending.error.reworded(f"the comparison of calls on {self._place()}: {pending.error}")
 
     # ---- collectives ----
 

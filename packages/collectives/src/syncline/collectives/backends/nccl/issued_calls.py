@@ -1,4 +1,4 @@
-"""IssuedCalls: the record of a group's calls, and its comparison with those of the other ranks."""
+"""IssuedCalls: the record of a group's calls, and whether the other ranks made the same."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ logger = logging.getLogger("syncline.collectives")
 # How long a rank that closes a group waits for the others, to compare what they have called. Short, for nothing says that
 # a rank has failed, and will not come.
 _CLOSE_S = 5.0
-# Up to so many ranks compare after each backward; of more, one rank would receive too many messages in one step.
-_COMPARED_EACH_TIME = 16
+# Up to so many ranks verify after each backward; of more, one rank would receive too many messages in one step.
+_VERIFIED_EACH_TIME = 16
 # A thread inside a store when the interpreter is taken down would crash the process; `Progress` waits for it until then.
 _exiting = threading.Event()
 atexit.register(_exiting.set)
@@ -60,8 +60,8 @@ def _largest(said: list[Payload]) -> Payload:
     return {"numbers": [max(column) for column in zip(*(entry["numbers"] for entry in said), strict=True)]}
 
 
-class Comparison:
-    """One comparison with the other ranks, which runs on a thread.
+class PendingVerification:
+    """One verification by all ranks, which runs on a thread.
 
     Attributes:
         calls: what is compared.
@@ -76,16 +76,16 @@ class Comparison:
 
 
 class IssuedCalls:
-    """Records what is issued on this rank, and compares it with the other ranks.
+    """Records what is issued on this rank, and verifies it with the other ranks.
 
-    Note [Comparison over NCCL]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Note [Verification over NCCL]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     NCCL does not compare calls: ranks that disagree get wrong sums, or wait for ever. So the ranks verify them as Note
     [Verification of calls] in `host.history_verification` says, by messages on the host, which the GPU takes no part in. They
     are exchanged on a thread of the group, one verification after the other. A step does not wait for them: what is found ends
     the group, and whoever asks it for something next gets the error. A barrier that is waited for, and `close`, wait for the
-    comparison, too, `close` for `_CLOSE_S` seconds at most. Among more than `_COMPARED_EACH_TIME` ranks, only one backward in
-    so many is compared.
+    verification, too, `close` for `_CLOSE_S` seconds at most. Among more than `_VERIFIED_EACH_TIME` ranks, only one backward in
+    so many is verified.
 
     Calls are recorded and digested in the order in which they are put on the stream. A CUDA graph is recorded when it is
     captured; its replays are not.
@@ -93,7 +93,7 @@ class IssuedCalls:
     Args:
         connector: lets the ranks talk on the host.
         recorder: of the group.
-        timeout_s: how long a comparison may take; asked for each.
+        timeout_s: how long a verification may take; asked for each.
         failure: what has ended the group, or None.
         fail: ends it.
     """
@@ -112,7 +112,7 @@ class IssuedCalls:
         self._fail = fail
         self._is_closing = False
         self._requests = 0
-        self._every = -(-len(connector.ranks) // _COMPARED_EACH_TIME)
+        self._every = -(-len(connector.ranks) // _VERIFIED_EACH_TIME)
         is_alone = len(connector.ranks) == 1
         self._verification = None if is_alone else HistoryVerification(RendezvousMessages(connector), connector.rank, recorder)
         self._progress = Progress(f"syncline-nccl-calls-{connector.name}-rank{connector.rank}")
@@ -124,57 +124,57 @@ class IssuedCalls:
         if verification is not None and entry[0] is not None:
             verification.add(call.digest())
             if verification.is_due:
-                self.compare()
+                self.verify()
 
-    def compare_now_and_then(self) -> None:
-        """Compare, unless the group has so many ranks that this time is left out. All ranks call it equally often."""
+    def verify_now_and_then(self) -> None:
+        """Verify, unless the group has so many ranks that this time is left out. All ranks call it equally often."""
         self._requests += 1
         if self._requests % self._every == 0:
-            self.compare()
+            self.verify()
 
-    def compare(self) -> Comparison | None:
-        """Compare the calls until now with the other ranks', on a thread; None if there is nobody to compare with."""
+    def verify(self) -> PendingVerification | None:
+        """Verify the calls until now, on a thread; None if there is no other rank."""
         verification = self._verification
         if verification is None:
             return None
-        comparison = Comparison(verification.so_far())
-        if not self._progress.enqueue(partial(self._run, verification, comparison, self._timeout_s())):
-            comparison.is_over.set()  # the group has been closed
-        return comparison
+        pending = PendingVerification(verification.so_far())
+        if not self._progress.enqueue(partial(self._run, verification, pending, self._timeout_s())):
+            pending.is_over.set()  # the group has been closed
+        return pending
 
     def close(self) -> None:
-        """Compare a last time, and wait for it.
+        """Verify a last time, and wait for it.
 
         Raises:
             BaseException: what ended the group, if that is a difference that was found.
         """
         self._is_closing = True
         if self._failure() is None and self._verification is not None and self._verification.so_far().calls:
-            comparison = self.compare()
-            assert comparison is not None
-            comparison.is_over.wait()
+            pending = self.verify()
+            assert pending is not None
+            pending.is_over.wait()
         self._progress.stop()
 
     def stop(self) -> None:
-        """No more comparisons."""
+        """No more verifications."""
         self._progress.stop()
 
-    def _run(self, verification: HistoryVerification, comparison: Comparison, timeout_s: float) -> None:
+    def _run(self, verification: HistoryVerification, pending: PendingVerification, timeout_s: float) -> None:
         try:
             if self._failure() is None:
                 limit_s = min(timeout_s, _CLOSE_S) if self._is_closing else timeout_s
-                verification.verify(Deadline(limit_s, self._reason_to_give_up), comparison.calls)
+                verification.verify(Deadline(limit_s, self._reason_to_give_up), pending.calls)
         except DisagreementError as error:
             self._fail(error)
         except SynclineError as error:
             # The rank that did not come has not issued what this one has, or has ended without a word. If a collective waits
             # for it, that will time out.
-            comparison.error = error
+            pending.error = error
             logger.info("group '%s': calls were not compared: %s", self.recorder.group_name, error)
         except BaseException as error:  # noqa: BLE001 - it would be lost on this thread
             self._fail(error)
         finally:
-            comparison.is_over.set()
+            pending.is_over.set()
 
     def _reason_to_give_up(self) -> TransportError | None:
         if _exiting.is_set():

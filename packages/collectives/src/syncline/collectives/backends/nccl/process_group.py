@@ -116,7 +116,7 @@ class NcclGroup(ProcessGroup):
 
     @override
     def verify_calls(self, *, async_op: bool = False) -> Work | None:
-        """As the base. With `async_op` nobody waits: see Note [Comparison over NCCL] in `issued_calls`."""
+        """As the base. With `async_op` nobody waits: see Note [Verification over NCCL] in `issued_calls`."""
         if async_op:
             self._engine.verify_calls_beside()
             return None
