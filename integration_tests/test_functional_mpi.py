@@ -9,7 +9,7 @@ import torch
 
 import syncline.collectives as sc
 from syncline.collectives import InvalidArgumentError, MisuseError, NonMember, ProcessGroup
-from syncline.collectives.failures.divergence import ranks_in_words
+from syncline.collectives.contract.statements import ranks_in_words
 
 pytestmark = pytest.mark.mpi
 

@@ -35,7 +35,6 @@ OPTIMIZERS = ("torch._dynamo",)
 CLIENT = Path(__file__).with_name("preloaded_client.py")
 _MESSAGE_BYTES = 1 << 20
 _FILES = 8
-_ABOVE = 200  # where files are kept until those of the server are closed
 
 
 class PreloadedPython:
@@ -140,7 +139,8 @@ class _Server:
             for file in files:
                 os.close(file)
             return None
-        kept = [fcntl.fcntl(file, fcntl.F_DUPFD, _ABOVE) for file in files]
+        above = max(program["numbers"]) + 1  # where they are kept until the server's own files are closed
+        kept = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
         for file in files:
             os.close(file)
         self._close_all()

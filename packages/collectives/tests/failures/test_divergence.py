@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.collectives.failures.call_record import DONE, CallRecord
-from syncline.collectives.failures.divergence import find_divergence, ranks_in_words, runs
+from syncline.collectives.failures.divergence import find_divergence
 
 NAMES = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
 
@@ -43,6 +43,12 @@ def history(letters: str, first: int = 1) -> list[CallRecord]:
             "rank 0 skipped broadcast #2 (it called all_gather(float32[2]) #2 at train.py:2); ranks 1, 2",
         ),
         (["aa", "ab"], 2, "rank 1 called broadcast(float32[2]) #2 at train.py:2; rank 0 called all_reduce(float32[2]) #2"),
+        (
+            ["ab", "aga", "aga", "aga", "ab", "ab", "ab", "ab"],
+            2,
+            "ranks 1, 2, 3 called all_gather(float32[2]) #2 at train.py:2; ranks 0, 4-7 called broadcast(float32[2]) #2",
+        ),
+        (["a", "a", "", ""], 1, "ranks 2, 3 have not come to all_reduce #1; ranks 0, 1"),
         (["a", ""], 1, "rank 1 has not come to all_reduce #1; rank 0"),
     ],
 )
@@ -60,18 +66,3 @@ def test_only_what_all_remember_is_compared() -> None:
 def test_calls_that_have_not_begun_are_no_difference() -> None:
     queued = [CallRecord(5, None, "barrier", "", (), "", None, "", "queued", 0.0, "?")]
     assert find_divergence({0: history("a") + queued, 1: history("a")}) is None
-
-
-@pytest.mark.parametrize(
-    ("ranks", "found", "words"),
-    [
-        ([3], [(3, 3)], "rank 3"),
-        ([0, 1, 2], [(0, 2)], "ranks 0, 1, 2"),
-        ([0, 1, 2, 3], [(0, 3)], "ranks 0-3"),
-        ([0, 1, 3, 5, 6, 7, 8, 9], [(0, 1), (3, 3), (5, 9)], "ranks 0, 1, 3, 5-9"),
-        ([rank for rank in range(10_000) if rank != 17], [(0, 16), (18, 9999)], "ranks 0-16, 18-9999"),
-    ],
-)
-def test_ranks_in_words(ranks: list[int], found: list[tuple[int, int]], words: str) -> None:
-    assert runs(ranks) == found
-    assert ranks_in_words(ranks) == words

@@ -9,6 +9,7 @@ import pytest
 from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.backends.in_process import InProcessTransport, SharedState
 from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.contract.statements import Statements
 from syncline.collectives.default_group.request_verification import verify_request
 from syncline.collectives.host.group_start import agree_on_start
 from syncline.collectives.host.host_group import HostGroup
@@ -51,7 +52,7 @@ def test_other_options_are_named_on_all_ranks(size: int, tmp_path, monkeypatch: 
         group = HostGroup(InProcessTransport(shared_state, outer.rank), outer.rank, size, timeout_s=10)
         group.start({"check_calls": False})
         if size > 1:
-            with pytest.raises(DisagreementError, match=r"rank 0: check_calls=False; rank 1: check_calls=True"):
+            with pytest.raises(DisagreementError, match=r"ranks? 0.*: check_calls=False; rank 1: check_calls=True"):
                 group.start({"check_calls": outer.rank == 1})
         outer.barrier()
 
@@ -88,10 +89,10 @@ def test_who_hears_first_does_not_leave_before_the_others_have_heard() -> None:
             asked.append(f"maximum of {len(numbers)}")
             return [number + 1 for number in numbers]
 
-        def texts(self, text: str, nbytes: int, deadline: Deadline) -> list[str]:
-            asked.append("texts")
-            return [text, "other"]
+        def statements(self, text: str, deadline: Deadline) -> Statements:
+            asked.append("statements")
+            return Statements.of([text, "other"])
 
     with pytest.raises(DisagreementError, match="rank 1: other"):
         agree_on_start(Recorded(), 0, 2, {"check_calls": True}, Deadline(10))
-    assert asked == ["maximum of 3", "texts", "maximum of 1"]
+    assert asked == ["maximum of 3", "statements", "maximum of 1"]

@@ -10,7 +10,7 @@ import pytest
 
 from syncline.collectives import RankLostError, TransportError
 from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.failures.watchdog import END_LOOKS, INTERRUPT_LOOKS, CallEscalation, Step, Watchdog
+from syncline.collectives.failures.watchdog import END_LOOKS, INTERRUPT_LOOKS, NOTICED_LOOKS, CallEscalation, Step, Watchdog
 
 
 class Group:
@@ -61,7 +61,15 @@ def test_a_call_that_nobody_ends_is_interrupted_and_then_the_process_ends() -> N
 def test_a_thread_that_has_noticed_ends_its_call_itself() -> None:
     deadline = Deadline(1e-9)
     assert deadline.expired()
-    assert set(steps(CallEscalation(), lambda: deadline, 50)) == {Step.NOTHING}
+    assert set(steps(CallEscalation(), lambda: deadline, NOTICED_LOOKS)) == {Step.NOTHING}
+
+
+def test_a_thread_that_has_noticed_and_does_not_come_back_ends_with_the_process() -> None:
+    deadline = Deadline(1e-9)
+    assert deadline.expired()
+    found = steps(CallEscalation(), lambda: deadline, 2 * NOTICED_LOOKS)
+    assert found.index(Step.END) == NOTICED_LOOKS
+    assert found.count(Step.NOTHING) == len(found) - 1
 
 
 def test_a_lost_rank_cancels_the_call_that_runs() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import DisagreementError
 from .reduce_op import Reduction
+from .statements import Statements
 
 
 class Collective(NamedTuple):
@@ -61,7 +62,7 @@ def digest(name: str, dtype: torch.dtype | None, op: Reduction | None, root: int
 
 def different_calls(signatures: Sequence[str]) -> DisagreementError:
     """The error when ranks, in order, called collectives with these signatures."""
-    calls = "; ".join(f"rank {rank}: {signature}" for rank, signature in enumerate(signatures))
+    calls = Statements.of(signatures).in_words()
     return DisagreementError(f"the ranks called different collectives ({calls}); make every rank issue the same ones")
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..contract.statements import ranks_in_words
 from .call_record import CallRecord
 
 Calls = Mapping[int, CallRecord]
-
-_LISTED_RUN = 3  # so many neighbours are shown one by one
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,13 @@ def _sentence(position: int, placed: Mapping[int, Calls]) -> str:
     usual = _usual_call(position, placed)
     same = [rank for rank, calls in placed.items() if position in calls and calls[position].key == usual.key]
     following = placed[same[0]].get(position + 1)
-    others = ", ".join(
-        _deviation(rank, usual, following, calls.get(position), calls.get(position + 1))
-        for rank, calls in placed.items()
-        if rank not in same
-    )
-    return f"{others}; {ranks_in_words(same)} called {usual}"
+    others: dict[tuple[str, str], list[int]] = {}
+    for rank, calls in placed.items():
+        if position not in calls or calls[position].key != usual.key:
+            words = _deviation(usual, following, calls.get(position), calls.get(position + 1))
+            others.setdefault(words, []).append(rank)
+    said = (f"{ranks_in_words(ranks)} {of_one if len(ranks) == 1 else of_many}" for (of_one, of_many), ranks in others.items())
+    return f"{', '.join(said)}; {ranks_in_words(same)} called {usual}"
 
 
 def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
@@ -74,44 +74,14 @@ def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
 
 
 def _deviation(
-    rank: int, usual: CallRecord, following: CallRecord | None, mine: CallRecord | None, my_next: CallRecord | None
-) -> str:
+    usual: CallRecord, following: CallRecord | None, mine: CallRecord | None, my_next: CallRecord | None
+) -> tuple[str, str]:
+    """What a rank did that did not make the usual call: as said of one rank, and of several."""
+    place = f"{usual.name} #{usual.position}"
     if mine is None:
-        return f"rank {rank} has not come to {usual.name} #{usual.position}"
+        return f"has not come to {place}", f"have not come to {place}"
     if following is not None and mine.key == following.key and mine.key != usual.key:
-        return f"rank {rank} skipped {usual.name} #{usual.position} (it called {mine})"
+        return f"skipped {place} (it called {mine})", f"skipped {place} (they called {mine})"
     if my_next is not None and my_next.key == usual.key:
-        return f"rank {rank} made a call that the others did not, {mine}"
-    return f"rank {rank} called {mine}"
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """In words: "rank 3", "ranks 0, 1, 2", or "ranks 0-16, 18-9999" where more than three follow one another.
-
-    Args:
-        ranks: ascending.
-    """
-    parts = [str(first) if first == last else f"{first}-{last}" for first, last in _shown(runs(ranks))]
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(parts)}"
-
-
-def runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """The first and the last of each run of neighbours: [(0, 2), (4, 4)] for 0, 1, 2, 4.
-
-    Args:
-        ranks: ascending.
-    """
-    found: list[tuple[int, int]] = []
-    for rank in ranks:
-        first = found.pop()[0] if found and found[-1][1] == rank - 1 else rank
-        found.append((first, rank))
-    return found
-
-
-def _shown(found: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Short runs as single ranks."""
-    for first, last in found:
-        if last - first < _LISTED_RUN:
-            yield from ((rank, rank) for rank in range(first, last + 1))
-        else:
-            yield first, last
+        return (f"made a call that the others did not, {mine}",) * 2
+    return (f"called {mine}",) * 2

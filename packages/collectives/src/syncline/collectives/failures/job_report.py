@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..contract.statements import ranks_in_words
 from ..errors import InvalidArgumentError
 from .call_record import DONE, CallRecord
-from .divergence import find_divergence, ranks_in_words
+from .divergence import find_divergence
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .divergence import ranks_in_words
+from ..contract.statements import ranks_in_words
 from .flight_recorder import FlightRecorder
 
 logger = logging.getLogger("syncline.collectives")

@@ -11,8 +11,9 @@ A call of a group runs on one thread: the caller's, or the group's progress thre
    the time was up, or the deadline was cancelled, if the calling thread has not noticed, it has the library end the
    call (`interrupt`: ULFM revokes the communicator). The library then returns with an error, and the thread goes on as in 1.
 3. *The watchdog, by ending the process.* `END_LOOKS` looks after the time was up, if the thread still has not come back, no
-   error can be raised in it. The watchdog writes the group's report, prints which call it is, who is waited for and the
-   stacks of all threads, and ends the process with status `END_STATUS`; the launcher ends the job.
+   error can be raised in it. The same `NOTICED_LOOKS` looks after it has noticed: it asks the other ranks why then, and sits in
+   the library again. The watchdog writes the group's report, prints which call it is, who is waited for and the stacks of all
+   threads, and ends the process with status `END_STATUS`; the launcher ends the job.
 
 Looks are counted rather than seconds: a process that was stopped as a whole and goes on gets its time.
 
@@ -51,6 +52,7 @@ PERIOD_S = 0.2
 _STOP_S = 5.0
 INTERRUPT_LOOKS = 3
 END_LOOKS = 11
+NOTICED_LOOKS = 100
 END_STATUS = 70  # EX_SOFTWARE of sysexits.h
 
 
@@ -88,13 +90,17 @@ class CallEscalation:
     def __init__(self) -> None:
         self._deadline: Deadline | None = None
         self._looks_over = 0
+        self._looks_noticed = 0
 
     def look(self, deadline: Deadline | None) -> Step:
         """One look at the call with that deadline; None: no call runs."""
         if deadline is None or deadline is not self._deadline:
-            self._deadline, self._looks_over = deadline, 0
+            self._deadline, self._looks_over, self._looks_noticed = deadline, 0, 0
             return Step.NOTHING
-        if deadline.was_noticed or deadline.remaining_s() > 0.0:
+        if deadline.was_noticed:
+            self._looks_noticed += 1
+            return Step.END if self._looks_noticed == NOTICED_LOOKS else Step.NOTHING
+        if deadline.remaining_s() > 0.0:
             return Step.NOTHING
         self._looks_over += 1
         if self._looks_over == INTERRUPT_LOOKS:

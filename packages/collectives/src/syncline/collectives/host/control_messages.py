@@ -6,7 +6,7 @@ meet their like whatever else the ranks do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -14,6 +14,7 @@ import torch
 
 from ..contract.deadline import Deadline
 from ..contract.reserved_tags import CONTROL
+from ..contract.statements import Statements
 from ..errors import TransportError
 from .transport import Transport
 
@@ -28,8 +29,8 @@ class ControlMessages(Protocol):
             TimeoutError: another rank did not come; a `TransportError` where the messages fail with one.
         """
 
-    def texts(self, text: str, nbytes: int, deadline: Deadline) -> list[str]:
-        """What each rank says, by rank: of each the first `nbytes` bytes. For errors; raises the same."""
+    def statements(self, text: str, deadline: Deadline) -> Statements:
+        """What the ranks say. For errors; raises the same."""
 
 
 class TransportMessages:
@@ -50,18 +51,18 @@ class TransportMessages:
         """As `maximum_over_ranks`."""
         return maximum_over_ranks(self._transport, self._rank, self._size, numbers, deadline)
 
-    def texts(self, text: str, nbytes: int, deadline: Deadline) -> list[str]:
-        """As `texts_of_ranks`."""
-        return texts_of_ranks(self._transport, self._rank, self._size, text, nbytes, deadline)
+    def statements(self, text: str, deadline: Deadline) -> Statements:
+        """As `statements_of_ranks`."""
+        return statements_of_ranks(self._transport, self._rank, self._size, text, deadline)
 
 
-def texts_for_error(messages: ControlMessages, text: str, nbytes: int, deadline: Deadline) -> list[str]:
-    """`messages.texts` for an error that all ranks are about to raise.
+def statements_for_error(messages: ControlMessages, text: str, deadline: Deadline) -> Statements:
+    """`messages.statements` for an error that all ranks are about to raise.
 
     Nobody returns, and ends the connections of all by leaving, before everybody has heard. Whether everybody has may stay
     unknown; what the ranks said is known nevertheless.
     """
-    said = messages.texts(text, nbytes, deadline)
+    said = messages.statements(text, deadline)
     with suppress(TimeoutError, TransportError):
         messages.maximum((0,), deadline)
     return said
@@ -70,44 +71,59 @@ def texts_for_error(messages: ControlMessages, text: str, nbytes: int, deadline:
 def maximum_over_ranks(transport: Transport, rank: int, size: int, numbers: Sequence[int], deadline: Deadline) -> list[int]:
     """For each place the largest number of any rank. A collective of all ranks; none returns before all have called.
 
-    Dissemination: in round k each rank tells the one that is 2**k after it the largest that it knows. The maximum is the same
-    however often a number is told, so any number of ranks is served.
-
     Cost: ceil(log2(size)) messages from each rank, one after the other.
 
     Raises:
         TimeoutError: another rank did not come.
     """
     mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    step = 1
-    while step < size:
+    for before, after in _rounds(rank, size):
         theirs = torch.empty_like(mine)
-        before, after = (rank - step) % size, (rank + step) % size
-        receiving = transport.start_recv(theirs, before, CONTROL)
-        sending = transport.start_send(mine, after, CONTROL)
-        try:
-            receiving.wait(deadline)
-            sending.wait(deadline)
-        except TimeoutError as error:
-            raise TimeoutError(f"rank {before} did not come, or waits itself ({error})") from error
+        _exchange(transport, mine, after, theirs, before, deadline)
         mine = torch.maximum(mine, theirs)
-        step *= 2
     return [int(number) for number in mine.tolist()]
 
 
-def texts_of_ranks(transport: Transport, rank: int, size: int, text: str, nbytes: int, deadline: Deadline) -> list[str]:
-    """What each rank says, by rank: of each the first `nbytes` bytes. A collective; each rank tells each other. For errors.
+def statements_of_ranks(transport: Transport, rank: int, size: int, text: str, deadline: Deadline) -> Statements:
+    """What the ranks say. A collective of all ranks; for errors.
+
+    Cost: 2 ceil(log2(size)) messages from each rank, one after the other: lengths, and what was heard so far, see
+    `Statements.packed`.
 
     Raises:
         TimeoutError: another rank did not come.
     """
-    padded = text.encode()[:nbytes].ljust(nbytes)
-    mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
-    rows = [torch.empty_like(mine) for _ in range(size)]
-    rows[rank] = mine
-    others = [(rank + step) % size for step in range(1, size)]
-    requests = [transport.start_recv(rows[peer], peer, CONTROL) for peer in others]
-    requests += [transport.start_send(mine, peer, CONTROL) for peer in others]
-    for request in requests:
-        request.wait(deadline)
-    return [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
+    said = Statements()
+    said.add(text, [rank])
+    for before, after in _rounds(rank, size):
+        mine = torch.frombuffer(bytearray(said.packed().encode()), dtype=torch.uint8)
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
+        _exchange(transport, torch.tensor([mine.numel()], device="cpu"), after, length, before, deadline)
+        theirs = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
+        _exchange(transport, mine, after, theirs, before, deadline)
+        said.add_packed(bytes(theirs.tolist()).decode())
+    return said
+
+
+def _rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
+    """Who tells this rank what it knows, and whom this rank tells, round by round. A pure function.
+
+    Dissemination: in round k each rank tells the one that is 2**k after it. What is told twice must do no harm; then any
+    number of ranks is served.
+    """
+    step = 1
+    while step < size:
+        yield (rank - step) % size, (rank + step) % size
+        step *= 2
+
+
+def _exchange(
+    transport: Transport, mine: torch.Tensor, after: int, theirs: torch.Tensor, before: int, deadline: Deadline
+) -> None:
+    receiving = transport.start_recv(theirs, before, CONTROL)
+    sending = transport.start_send(mine, after, CONTROL)
+    try:
+        receiving.wait(deadline)
+        sending.wait(deadline)
+    except TimeoutError as error:
+        raise TimeoutError(f"rank {before} did not come, or waits itself ({error})") from error

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from zlib import crc32
 
 from ..contract.deadline import Deadline
+from ..contract.statements import Statements
 from ..errors import CollectiveTimeout, DisagreementError
-from .control_messages import ControlMessages, texts_for_error
-
-_MOST_BYTES = 1024
+from .control_messages import ControlMessages, statements_for_error
 
 
 def agree_on_start(messages: ControlMessages, rank: int, size: int, options: Mapping[str, object], deadline: Deadline) -> str:
@@ -30,8 +29,7 @@ def agree_on_start(messages: ControlMessages, rank: int, size: int, options: Map
     try:
         largest, negative, started_ns = messages.maximum((digest, -digest, time.time_ns()), deadline)
         if largest != -negative:
-            said = texts_for_error(messages, text, _MOST_BYTES, deadline)
-            raise DisagreementError(different_options(said))
+            raise DisagreementError(different_options(statements_for_error(messages, text, deadline)))
     except TimeoutError as error:
         raise CollectiveTimeout(
             f"rank {rank} of {size} has connected, but not all ranks compared their options: {error}"
@@ -49,11 +47,13 @@ def name_of_run(started_ns: int) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(started_ns // 10**9))}-{started_ns % 10**9 // 1000:06d}"
 
 
-def different_options(said: list[str]) -> str:
+def different_options(said: Statements) -> str:
     """What is wrong, in words. A pure function.
 
     Args:
-        said: the options of each rank, by rank.
+        said: the options of the ranks.
     """
-    ranks = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
-    return f"the ranks were given different options ({ranks}); pass the same to init_process_group on all, and in the site file"
+    options = said.in_words()
+    return (
+        f"the ranks were given different options ({options}); pass the same to init_process_group on all, and in the site file"
+    )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..contract.deadline import Deadline
+from ..contract.statements import Statements
 from ..errors import DisagreementError, TransportError
 from ..failures.call_digest import CallDigest
-from ..failures.call_record import CallRecord
+from ..failures.call_record import DONE, CallRecord
 from ..failures.divergence import find_divergence
 from ..failures.flight_recorder import FlightRecorder
-from .control_messages import ControlMessages, texts_for_error
+from .control_messages import ControlMessages, statements_for_error
 
 #: The ranks verify after every so many calls, if nothing else made them.
 VERIFY_EVERY_CALLS = 1000
@@ -87,34 +89,37 @@ class HistoryVerification:
         last = [record for record in records if record.position is not None and record.position < count][-_LAST_CALLS:]
         while len(_as_text(last).encode()) > _MOST_BYTES:
             last = last[1:]
-        histories = {self._rank: last}
+        histories: dict[int, Sequence[CallRecord]] = {self._rank: last}
         with suppress(TimeoutError, TransportError):  # what is known is said, whatever becomes of the others
-            texts = texts_for_error(self._messages, _as_text(last), _MOST_BYTES, deadline)
-            histories = {rank: _from_text(text) for rank, text in enumerate(texts)}
+            said = statements_for_error(self._messages, _as_text(last), deadline)
+            histories = {rank: calls for text, ranks in said.ranks.items() for calls in [_from_text(text)] for rank in ranks}
         return different_sequences(histories, -numbers[3], numbers[2])
 
 
 def _as_text(records: Sequence[CallRecord]) -> str:
-    return json.dumps([record.as_dict() for record in records])
+    """The same of all ranks that made the same calls."""
+    return json.dumps([replace(record, number=None, state=DONE, issued_at=0.0).as_dict() for record in records])
 
 
 def _from_text(text: str) -> list[CallRecord]:
     return [CallRecord.from_dict(entry) for entry in json.loads(text)]
 
 
-def different_sequences(histories: dict[int, list[CallRecord]], fewest: int, most: int) -> str:
+def different_sequences(histories: Mapping[int, Sequence[CallRecord]], fewest: int, most: int) -> str:
     """What is wrong, in words. A pure function.
 
     Args:
-        histories: for each rank its last calls.
+        histories: for each rank that has told them its last calls.
         fewest: how many calls the rank made that made the fewest.
         most: the same for the most.
     """
     counts = f"{fewest} calls each" if fewest == most else f"between {fewest} and {most} calls"
     divergence = find_divergence(histories)
     where = "they parted before the calls that are remembered" if divergence is None else divergence.sentence
-    lists = "; ".join(f"rank {rank}: {', '.join(map(str, calls[-4:])) or 'none'}" for rank, calls in sorted(histories.items()))
+    lists = Statements()
+    for rank, calls in histories.items():
+        lists.add(", ".join(map(str, calls[-4:])) or "none", [rank])
     return (
         f"the ranks called different collectives, and results since then are wrong ({counts}). {where}. Make every rank issue "
-        f"the same calls in the same order. The last calls: {lists}"
+        f"the same calls in the same order. The last calls: {lists.in_words()}"
     )

@@ -11,6 +11,7 @@ from ..stores import Store
 
 _SLICE_S = 0.25
 _ALL = "all came"
+_WHO = "who came"
 
 
 def meet(store: Store, rank: int, size: int, deadline: Deadline) -> Mapping[int, ProcessIdentity]:
@@ -19,7 +20,7 @@ def meet(store: Store, rank: int, size: int, deadline: Deadline) -> Mapping[int,
     Nobody can look after a process of another node, so nobody asks which it is.
 
     Cost for L ranks on this node: L + 6 requests of fixed size, however many ranks there are, and some while it waits. Only if
-    not all come, a request for each rank.
+    not all come, one that brings the numbers of all that did.
 
     Args:
         store: of these ranks alone, for this meeting alone.
@@ -36,13 +37,13 @@ def meet(store: Store, rank: int, size: int, deadline: Deadline) -> Mapping[int,
     if mine is not None:
         place = store.add(f"{node}/count", 1)
         store.set(f"{node}/{place}", f"{rank} {mine.to_text()}")
-    store.set(_key(rank), "")
+    store.append(_WHO, f"{rank} ")
     if store.add("came", 1) == size:
         store.set(_ALL, "")
     while not _have_come(store, deadline):
         if deadline.expired():
-            absent = [str(other) for other in range(size) if not store.check([_key(other)])]
-            raise TimeoutError(f"rank(s) {', '.join(absent) or 'that came late'} did not come to the rendezvous")
+            absent = sorted(set(range(size)) - set(map(int, store.get(_WHO, _SLICE_S).split())))
+            raise TimeoutError(f"rank(s) {', '.join(map(str, absent)) or 'that came late'} did not come to the rendezvous")
     return {} if node is None else _on_node(store, node)
 
 
@@ -62,7 +63,3 @@ def _on_node(store: Store, node: str) -> dict[int, ProcessIdentity]:
         if process is not None:
             found[int(rank)] = process
     return found
-
-
-def _key(rank: int) -> str:
-    return f"met/{rank}"

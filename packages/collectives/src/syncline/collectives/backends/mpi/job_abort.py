@@ -8,9 +8,9 @@ dies of an exception waits there, silently, for ranks that wait for it in a coll
 2. `sys.exit` with a status other than 0, before the group was closed, aborts the job with that status.
 3. A rank that exits in any other way meets all others in a barrier of a communicator used for nothing else, for as long as
    they take, but not for one whose process is gone: MPI cannot end such a job in order, so it is aborted then, unless MPI
-   tolerates the fault; the process then has `FINALIZE_S` seconds to end. If they do not come at once, it sends them a notice.
-   Whoever waits for that rank reads the notice and fails, with words that say in which call: see Note [Who will not come] in
-   `departures`.
+   tolerates the fault; the process then has `FINALIZE_S` seconds to end. If they do not come at once, it tells that it has
+   left (see `DepartureNotices`). Whoever waits for that rank hears of it and fails, with words that say in which call: see Note
+   [Who will not come] in `departures`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ...errors import RankLostError
 from ...failures.exit_status import exit_status, watch_exit_status
 from ...failures.liveness import Liveness
 from ...failures.process_identity import own_identity
-from ...host.departures import Departure, Departures
+from ...host.departures import Departures
 from ...host.progress import all_idle
+from .departure_notices import DepartureNotices
 from .fault_tolerance import failed_ranks, is_fault_tolerant
-from .library import Tag
 
 # Open MPI 5.0.11 sometimes never leaves MPI_Finalize in a job that lost ranks. Its mpiexec takes a rank that a signal ends
 # there for another one that was lost, and ends with status 0 all the same.
@@ -81,21 +81,14 @@ class ExitBarrier:
 
     def __init__(self) -> None:
         self._communicator = MPI.COMM_WORLD.Dup()
-        self._notices: list[MPI.Request] = []
-        self.departures = Departures(self._receive)
+        self._notices = DepartureNotices(self._communicator)
+        self._has_told = False
+        self.departures = Departures(self._notices.receive)
         said = enumerate(self._communicator.allgather(own_identity()))
         members = {rank: process for rank, process in said if process is not None}
         self.liveness = Liveness(members, self._communicator.Get_rank(), lambda: failed_ranks(self._communicator))
         watch_exit_status()
         atexit.register(self._on_exit)
-
-    def _receive(self) -> list[Departure]:
-        """The notices of other ranks that have come since the last call."""
-        found: list[Departure] = []
-        status = MPI.Status()
-        while (message := self._communicator.improbe(tag=Tag.DEPARTURE, status=status)) is not None:
-            found.append(Departure(status.Get_source(), message.recv()))
-        return found
 
     def _on_exit(self) -> None:
         if MPI.Is_finalized():
@@ -116,19 +109,19 @@ class ExitBarrier:
         everybody_left = self._communicator.Ibarrier()
         notice_s = time.monotonic() + NOTICE_AFTER_S
         self._wait(lambda: self._have_left(everybody_left, notice_s))
-        self._wait(lambda: MPI.Request.Testall(self._notices))
+        self._notices.stop()
+        self._wait(self._notices.are_sent)
         everybody_read = self._communicator.Ibarrier()  # all notices are sent, so that none is left when MPI ends
         self._wait(everybody_read.Test)
         self._communicator.Free()
 
     def _have_left(self, everybody_left: MPI.Request, notice_s: float) -> bool:
-        """Whether all ranks are here; sends this rank's notices when they are not and it has nothing in flight."""
+        """Whether all ranks are here; tells of this rank when they are not and it has nothing in flight."""
         if everybody_left.Test():
             return True
-        if not self._notices and time.monotonic() > notice_s and all_idle():
-            rank, started = self._communicator.Get_rank(), self.departures.own()
-            others = [other for other in range(self._communicator.Get_size()) if other != rank]
-            self._notices = [self._communicator.isend(started, other, Tag.DEPARTURE) for other in others]
+        if not self._has_told and time.monotonic() > notice_s and all_idle():
+            self._has_told = True
+            self._notices.leave(self.departures.own())
         return False
 
     def _wait(self, is_over: Callable[[], bool]) -> None:

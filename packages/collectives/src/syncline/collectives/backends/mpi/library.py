@@ -27,18 +27,18 @@ class Tag(enum.IntEnum):
 
     PAIRWISE = 1
     """`all_to_all`: the ranks' parts."""
-    STATEMENT = 2
-    """`TimeoutReport`: what a rank waits for."""
+    STATEMENTS = 2
+    """`TimeoutReport`: what ranks wait for."""
     NOTHING = 3
     """Never sent: a probe for it lets MPI make progress."""
     DEPARTURE = 4
-    """`ExitBarrier`: that a rank has left, and what it started before."""
+    """`DepartureNotices`: that ranks have left, and what they started before."""
     RING = 5
     """`RingAllReduce`: pieces of a part."""
     STATUS = 6
     """`MPIStatusPost`: what a rank has waited in for long."""
-    STATEMENTS = 7
-    """`TimeoutReport`: what many ranks wait for."""
+    GREETING = 7
+    """`connect_neighbours`: nothing."""
 
 
 def library_name() -> str:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ...contract.deadline import Deadline
 from ...contract.process_group import ProcessGroup
+from ...contract.statements import Statements
 from ...errors import BackendUnavailableError, DisagreementError
 from ...failures.report import Reporter
 from ...failures.report_signal import report_on_signal
@@ -89,7 +90,7 @@ def agree_on_start(rendezvous: Rendezvous, rank: int, size: int, request: Connec
 def _start(said: list[Payload]) -> Payload:
     options = [entry["options"] for entry in said]
     if len(set(options)) > 1:
-        return {"different": different_options(options)}
+        return {"different": different_options(Statements.of(options))}
     return {"started_ns": max(entry["started_ns"] for entry in said)}
 
 

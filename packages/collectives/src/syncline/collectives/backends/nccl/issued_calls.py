@@ -11,6 +11,7 @@ from functools import partial
 
 from ...contract.collective import Collective
 from ...contract.deadline import Deadline
+from ...contract.statements import Statements
 from ...errors import DisagreementError, SynclineError, TransportError
 from ...failures.flight_recorder import Entry, FlightRecorder
 from ...host.history_verification import CallsSoFar, HistoryVerification
@@ -46,11 +47,11 @@ class RendezvousMessages:
         decision = self._agree({"numbers": list(numbers)}, _largest, deadline)
         return list(decision["numbers"])
 
-    def texts(self, text: str, nbytes: int, deadline: Deadline) -> list[str]:
+    def statements(self, text: str, deadline: Deadline) -> Statements:
         """The same."""
-        cut = text.encode()[:nbytes].decode(errors="replace")
-        decision = self._agree({"text": cut}, lambda said: {"texts": [entry["text"] for entry in said]}, deadline)
-        return list(decision["texts"])
+        said = Statements()
+        said.add_packed(self._agree({"text": text}, _together, deadline)["packed"])
+        return said
 
     def _agree(self, mine: Payload, decide: Callable[[list[Payload]], Payload], deadline: Deadline) -> Payload:
         return self._connector.agree(f"comparison {next(self._numbers)}", mine, decide, deadline)
@@ -58,6 +59,10 @@ class RendezvousMessages:
 
 def _largest(said: list[Payload]) -> Payload:
     return {"numbers": [max(column) for column in zip(*(entry["numbers"] for entry in said), strict=True)]}
+
+
+def _together(said: list[Payload]) -> Payload:
+    return {"packed": Statements.of([entry["text"] for entry in said]).packed()}
 
 
 class PendingVerification:

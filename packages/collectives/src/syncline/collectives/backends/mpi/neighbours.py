@@ -1,0 +1,41 @@
+"""Whom a rank talks to when something is wrong.
+
+Note [Neighbours]
+~~~~~~~~~~~~~~~~~
+If each of N ranks told each other one, N^2 messages would be sent just when something is wrong. And a rank may never come back
+from a send to one that it is not connected with: MPICH over TCP connects two processes when one first sends to the other, and
+waits inside the send until that one calls MPI, too. The rank that all wait for does not.
+
+So a rank talks to its neighbours: those that are 1, 2, 4, ... ranks before and after it. They are connected when the group is
+made, and all other ranks are at most log2 N of them away. What a rank hears from one neighbour it tells the others::
+
+      what this rank says --> its 2 log2 N neighbours --> theirs --> ...      each tells what is new, now and then
+
+It does not matter which ranks keep silent, as long as those that talk are neighbours of one another.
+"""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+from .library import Tag
+
+
+def neighbours(rank: int, size: int) -> list[int]:
+    """The neighbours of a rank, ascending. A pure function; who is a neighbour has that rank as a neighbour."""
+    steps = [1 << k for k in range(max(0, size - 1).bit_length())]
+    return sorted({(rank + step) % size for step in steps} | {(rank - step) % size for step in steps})
+
+
+def connect_neighbours(communicator: MPI.Intracomm) -> list[int]:
+    """The neighbours of this rank, connected with it. A collective of all ranks of the communicator.
+
+    Cost: an empty message to each.
+    """
+    found = neighbours(communicator.Get_rank(), communicator.Get_size())
+    nothing = [bytearray(), MPI.BYTE]
+    requests = [communicator.Irecv(nothing, neighbour, Tag.GREETING) for neighbour in found]
+    requests += [communicator.Isend(nothing, neighbour, Tag.GREETING) for neighbour in found]
+    for request in requests:
+        request.Wait()
+    return found

@@ -1,0 +1,193 @@
+"""What ranks tell their neighbours, and these theirs, on a communicator that is played."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+
+from mpi4py import MPI
+
+from syncline.collectives.backends.mpi import timeout_report
+from syncline.collectives.backends.mpi.departure_notices import DepartureNotices
+from syncline.collectives.backends.mpi.neighbours import neighbours
+from syncline.collectives.backends.mpi.timeout_report import TimeoutReport
+from syncline.collectives.contract.statements import ranks_in_words
+
+
+class Done:
+    """A request, or a message, that is complete."""
+
+    def __init__(self, content: Any = None) -> None:
+        self._content = content
+
+    def Wait(self) -> None:  # noqa: N802 - mpi4py's name
+        pass
+
+    def Test(self) -> bool:  # noqa: N802
+        return True
+
+    def recv(self) -> Any:
+        return self._content
+
+
+class World:
+    """The mailboxes of all ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.mail: list[deque[tuple[int, Any]]] = [deque() for _ in range(size)]
+        self.sent = [0] * size
+
+    def communicators(self) -> list[Any]:
+        return [Communicator(self, rank) for rank in range(self.size)]
+
+
+class Communicator:
+    """As much of mpi4py's as is used here. Greetings are not counted."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world = world
+        self._rank = rank
+
+    def Get_rank(self) -> int:  # noqa: N802
+        return self._rank
+
+    def Get_size(self) -> int:  # noqa: N802
+        return self._world.size
+
+    def Irecv(self, buffer: Any, source: int, tag: int) -> Done:  # noqa: N802
+        return Done()
+
+    def Isend(self, buffer: Any, dest: int, tag: int) -> Done:  # noqa: N802
+        return self.isend(bytes(buffer[0]), dest, tag) if len(buffer[0]) else Done()
+
+    def isend(self, content: Any, dest: int, tag: int) -> Done:
+        assert dest in neighbours(self._rank, self._world.size)
+        self._world.sent[self._rank] += 1
+        self._world.mail[dest].append((self._rank, content))
+        return Done()
+
+    def improbe(self, tag: int) -> Done | None:
+        mail = self._world.mail[self._rank]
+        return Done(mail.popleft()[1]) if mail else None
+
+    def Iprobe(self, source: int, tag: int, status: MPI.Status) -> bool:  # noqa: N802
+        mail = self._world.mail[self._rank]
+        if mail:
+            status.Set_source(mail[0][0])
+            status.Set_elements(MPI.BYTE, len(mail[0][1]))
+        return bool(mail)
+
+    def Recv(self, buffer: Any, source: int, tag: int) -> None:  # noqa: N802
+        buffer[0][:] = self._world.mail[self._rank].popleft()[1]
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "expected"),
+    [(0, 1, []), (0, 2, [1]), (1, 3, [0, 2]), (0, 4, [1, 2, 3]), (0, 5, [1, 2, 3, 4]), (3, 16, [1, 2, 4, 5, 7, 11, 15])],
+)
+def test_neighbours(rank: int, size: int, expected: list[int]) -> None:
+    assert neighbours(rank, size) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 33, 1000])
+def test_neighbours_are_few_and_know_each_other(size: int) -> None:
+    everybody = [neighbours(rank, size) for rank in range(size)]
+    assert all(rank in everybody[other] for rank, mine in enumerate(everybody) for other in mine)
+    assert max(map(len, everybody)) <= 2 * (size - 1).bit_length()
+
+
+def collected(size: int, silent: Sequence[int]) -> tuple[list[str], World]:
+    """What each rank says of the others; even ranks wait for "a", odd ones for "b"."""
+    world = World(size)
+    said = [""] * size
+
+    def collect(rank: int, communicator: Any) -> None:
+        said[rank] = TimeoutReport(communicator).collect("ab"[rank % 2])
+
+    of_ranks = [
+        threading.Thread(target=collect, args=(rank, communicator))
+        for rank, communicator in enumerate(world.communicators())
+        if rank not in silent
+    ]
+    for thread in of_ranks:
+        thread.start()
+    for thread in of_ranks:
+        thread.join()
+    return said, world
+
+
+def test_after_a_time_out_ranks_pass_on_what_they_hear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of 24 are no neighbours of one another."""
+    monkeypatch.setattr(timeout_report, "_LISTEN_S", 60.0)  # it ends when all have been heard
+    size = 24
+    said, world = collected(size, ())
+    for rank, text in enumerate(said):
+        waiting = {"ab"[odd]: [other for other in range(odd, size, 2) if other != rank] for odd in (0, 1)}
+        assert sorted(text.split("; ")) == sorted(f"{ranks_in_words(ranks)} wait in {line}" for line, ranks in waiting.items())
+    assert max(world.sent) <= len(neighbours(0, size)) * 12, world.sent
+
+
+def test_ranks_that_say_nothing_are_named_whoever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeout_report, "_LISTEN_S", 2.0)
+    said, _ = collected(12, (0, 1, 2, 5))
+    for rank, text in enumerate(said):
+        if rank not in (0, 1, 2, 5):
+            assert text.endswith("ranks 0, 1, 2, 5 said nothing (dead, gone, or still computing)")
+            assert text.count("wait") == 2
+
+
+class Clock:
+    """Of the test."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_many_that_leave_are_heard_of_in_few_messages() -> None:
+    size, clock = 256, Clock()
+    world = World(size)
+    notices = [DepartureNotices(communicator, clock) for communicator in world.communicators()]
+    for rank in range(1, size):
+        notices[rank].leave({"default": 7, "part": rank // 200})
+    heard: dict[int, dict[str, int]] = {}
+    for _ in range(60):
+        for rank, mine in enumerate(notices):
+            for departure in mine.receive():
+                assert rank != 0 or departure.rank not in heard, "told twice"
+                if rank == 0:
+                    heard[departure.rank] = dict(departure.started)
+        clock.now += 0.05
+    assert heard == {rank: {"default": 7, "part": rank // 200} for rank in range(1, size)}
+    assert max(world.sent) <= 15 * 8, "15 neighbours, and a wave for each of at most log2 N steps"
+    assert all(mine.are_sent() for mine in notices)
+
+
+def test_one_that_leaves_is_heard_of_by_all_who_wait() -> None:
+    size, clock = 32, Clock()
+    notices = [DepartureNotices(communicator, clock) for communicator in World(size).communicators()]
+    notices[9].leave({"default": 3})
+    heard = set()
+    for _ in range(60):
+        for rank, mine in enumerate(notices):
+            if rank < 8 or rank > 16:  # the others compute
+                heard |= {rank for departure in mine.receive() if departure.rank == 9}
+        clock.now += 0.05
+    assert heard == {*range(8), *range(17, size)}
+
+
+def test_nothing_is_passed_on_when_all_have_left() -> None:
+    world = World(8)
+    notices = [DepartureNotices(communicator) for communicator in world.communicators()]
+    notices[0].leave({"default": 1})
+    notices[1].stop()
+    assert [departure.rank for departure in notices[1].receive()] == [0]
+    assert world.sent[1] == 0
