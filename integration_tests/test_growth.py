@@ -13,7 +13,7 @@ from test_support.full_run import cases
 pytestmark = pytest.mark.launch
 
 
-@pytest.mark.parametrize(("per_host", "sizes"), cases([(2, (4,))], in_full=[(1, (2, 4, 8))]))
+@pytest.mark.parametrize(("per_host", "sizes"), cases([(2, (4,))], in_full=[(1, (2, 4, 8, 16))]))
 def test_formulas_over_mpi_hold_for_real_ranks(per_host: int, sizes: tuple[int, ...]) -> None:
     try:
         mpi_runtimes.find("mpich")

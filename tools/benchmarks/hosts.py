@@ -31,6 +31,7 @@ from commands import ToolError
 
 from . import hosts_job, session
 from .emulated_hosts import EmulatedHosts
+from .sleeping_steps import add_layers
 from .tune import add_cases
 
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hosts_job.add_rate(parser)
     parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich", help="default: mpich")
     add_cases(parser)
+    add_layers(parser)
     options = session.parse(parser, arguments)
     try:
         return _run(options)
@@ -72,6 +74,7 @@ def _run(options: argparse.Namespace) -> int:
 def _passed_on(options: argparse.Namespace, kept: Path, per_host: int) -> list[str]:
     words = ["--parts", *options.parts, "--steps", str(options.steps), "--json", str(kept)]
     words += ["--cases", *options.cases, "--rate", options.rate]
+    words += ["--layers", str(options.layers), "--layer-mib", str(options.layer_mib)]
     words += ["--quick"] if options.quick else []
     return words if options.plot is None else [*words, "--plot", str(options.plot.resolve() / f"{per_host}-per-host")]
 

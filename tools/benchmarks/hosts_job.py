@@ -48,7 +48,7 @@ from .deferral import without_overlap
 from .emulated_hosts import DEVICE
 from .flat_mpi import over_flat_mpi
 from .report import Report
-from .sleeping_steps import sleeping
+from .sleeping_steps import add_layers, sleeping
 from .summary import Summary
 from .targets import BUCKETED, HOSTS_OVER_RAW, POWER_SGD_FASTER, SHARED_HOSTS_OVER_RAW, WIRE
 from .timing import Phases, interleaved
@@ -90,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = session.parser(__doc__, list(PARTS))
     add_cases(parser)
     add_rate(parser)
+    add_layers(parser)
     return session.play_parsed("hosts", PARTS, session.parse(parser, arguments))
 
 

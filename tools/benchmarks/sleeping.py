@@ -49,11 +49,11 @@ class _Sleep(torch.autograd.Function):
         return gradient, torch.zeros_like(weight), None, None
 
 
-def sleeping_layers(backward_s: float) -> Case:
-    """16 of them with gradients of 1 MiB each; forward takes a third as long as backward."""
+def sleeping_layers(backward_s: float, layers: int = LAYERS, layer_bytes: int = LAYER_BYTES) -> Case:
+    """Layers with gradients of 1 MiB each, by default; forward takes a third as long as backward."""
     return Case(
-        f"{LAYERS} layers that sleep",
-        lambda: SleepingModel(LAYERS, LAYER_BYTES, backward_s / 3, backward_s),
+        f"{layers} layers that sleep",
+        lambda: SleepingModel(layers, layer_bytes, backward_s / 3, backward_s),
         lambda: torch.zeros((), requires_grad=True),
         lambda output, _: output,
     )

@@ -22,16 +22,32 @@ PACES = {"half as long as the wire": 0.5, "1.5 times as long as the wire": 1.5}
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
+def add_layers(parser: argparse.ArgumentParser) -> None:
+    """The options that say what the model of the sleeping steps is."""
+    default_mib = LAYER_BYTES >> 20
+    parser.add_argument(
+        "--layers", type=session.at_least_one, default=LAYERS, metavar="N", help=f"that sleep (default: {LAYERS})"
+    )
+    parser.add_argument(
+        "--layer-mib",
+        type=session.at_least_one,
+        default=default_mib,
+        metavar="N",
+        help=f"size of the gradients, and the bucket, of each (default: {default_mib})",
+    )
+
+
 def sleeping(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
     """Steps of our DDP and torch's with a bucket for each layer, and of none, with one rank on each host. A collective."""
-    wire_s = 8 * minimum_bytes(LAYER_BYTES, group.size) / bits_per_s(options.rate)
-    buckets = {"gradient_as_bucket_view": True, "bucket_cap_mb": LAYER_BYTES / 2**20}
+    layers, layer_bytes = options.layers, options.layer_mib << 20
+    wire_s = 8 * minimum_bytes(layer_bytes, group.size) / bits_per_s(options.rate)
+    buckets = {"gradient_as_bucket_view": True, "bucket_cap_mb": options.layer_mib}
     wraps = {OURS: ours(group, **buckets), NATIVE: native(**buckets), ALONE: alone}
     rows, kept = [], {}
     for pace, factor in PACES.items():
         backward_s = factor * wire_s * session.scale(options).layers / FULL.layers
-        forced_s = forced_exposure_s(LAYERS, backward_s, wire_s)
-        taken = interleaved(trainers(sleeping_layers(backward_s), wraps), group, options.steps)
+        forced_s = forced_exposure_s(layers, backward_s, wire_s)
+        taken = interleaved(trainers(sleeping_layers(backward_s, layers, layer_bytes), wraps), group, options.steps)
         times = {name: [step.total_s for step in steps] for name, steps in taken.items()}
         found = {name: Summary.of(seconds) for name, seconds in times.items()}
         shown = {name: Summary.of_difference(times[name], times[ALONE]) for name in (OURS, NATIVE)}
@@ -45,7 +61,7 @@ def sleeping(options: argparse.Namespace, group: ProcessGroup, report: Report) -
             "steps": {name: asdict(summary) for name, summary in found.items()},
             "exposed": {name: asdict(summary) for name, summary in shown.items()},
         }
-    title = f"{LAYERS} layers of {LAYER_BYTES >> 20} MiB that sleep, {group.size} ranks, ms: median [quartiles]"
+    title = f"{layers} layers of {options.layer_mib} MiB that sleep, {group.size} ranks, ms: median [quartiles]"
     report.table("sleeping", title, ["backward", "contender", "step", "exposed", "times what bandwidth forces"], rows)
     report.keep("sleeping", kept)
 

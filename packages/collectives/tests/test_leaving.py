@@ -75,7 +75,7 @@ from syncline.collectives.failures.flight_recorder import FlightRecorder
 
 def watched():
     watch = stall_watch.StallWatch(FlightRecorder("default", 1, [0, 1]), None, 1000.0)
-    stall_watch.watch_for_stalls(watch)
+    stall_watch.look_now_and_then(watch)
     return watch
 
 def look():

@@ -53,7 +53,7 @@ def history(letters: str, first: int = 1) -> list[CallRecord]:
     ],
 )
 def test_who_did_what(histories: list[str], position: int | None, sentence: str) -> None:
-    found = find_divergence({rank: history(letters) for rank, letters in enumerate(histories)})
+    found = find_divergence({rank: history(letters) for rank, letters in reversed(list(enumerate(histories)))})
     assert (None if found is None else found.position) == position
     if found is not None:
         assert found.sentence.startswith(sentence)

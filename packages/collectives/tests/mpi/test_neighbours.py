@@ -15,7 +15,9 @@ from mpi4py import MPI
 
 from syncline.collectives.backends.mpi import timeout_report
 from syncline.collectives.backends.mpi.departure_notices import DepartureNotices
-from syncline.collectives.backends.mpi.neighbours import neighbours
+from syncline.collectives.backends.mpi.library import Tag
+from syncline.collectives.backends.mpi.neighbours import connect_neighbours, neighbours
+from syncline.collectives.backends.mpi.status_post import MPIStatusPost
 from syncline.collectives.backends.mpi.timeout_report import TimeoutReport
 from syncline.collectives.contract.statements import ranks_in_words
 
@@ -35,6 +37,10 @@ class Done:
     def recv(self) -> Any:
         return self._content
 
+    def Irecv(self, buffer: Any) -> Done:  # noqa: N802
+        buffer[0][:] = self._content
+        return self
+
 
 class World:
     """The mailboxes of all ranks."""
@@ -43,6 +49,8 @@ class World:
         self.size = size
         self.mail: list[deque[tuple[int, Any]]] = [deque() for _ in range(size)]
         self.sent = [0] * size
+        self.greetings: set[tuple[int, int]] = set()
+        self.greeted: set[tuple[int, int]] = set()
 
     def communicators(self) -> list[Any]:
         return [Communicator(self, rank) for rank in range(self.size)]
@@ -62,10 +70,15 @@ class Communicator:
         return self._world.size
 
     def Irecv(self, buffer: Any, source: int, tag: int) -> Done:  # noqa: N802
+        assert tag == Tag.GREETING
+        self._world.greeted.add((source, self._rank))
         return Done()
 
     def Isend(self, buffer: Any, dest: int, tag: int) -> Done:  # noqa: N802
-        return self.isend(bytes(buffer[0]), dest, tag) if len(buffer[0]) else Done()
+        if tag == Tag.GREETING:
+            self._world.greetings.add((self._rank, dest))
+            return Done()
+        return self.isend(bytes(buffer[0]), dest, tag)
 
     def isend(self, content: Any, dest: int, tag: int) -> Done:
         assert dest in neighbours(self._rank, self._world.size)
@@ -76,6 +89,9 @@ class Communicator:
     def improbe(self, tag: int) -> Done | None:
         mail = self._world.mail[self._rank]
         return Done(mail.popleft()[1]) if mail else None
+
+    def Improbe(self, source: int, tag: int, status: MPI.Status) -> Done | None:  # noqa: N802
+        return self.improbe(tag) if self.Iprobe(source, tag, status) else None
 
     def Iprobe(self, source: int, tag: int, status: MPI.Status) -> bool:  # noqa: N802
         mail = self._world.mail[self._rank]
@@ -101,6 +117,16 @@ def test_neighbours_are_few_and_know_each_other(size: int) -> None:
     everybody = [neighbours(rank, size) for rank in range(size)]
     assert all(rank in everybody[other] for rank, mine in enumerate(everybody) for other in mine)
     assert max(map(len, everybody)) <= 2 * (size - 1).bit_length()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_all_neighbours_greet_one_another(size: int) -> None:
+    """What a rank sends to a rank that it has never met may wait for that one for ever."""
+    world = World(size)
+    for rank, communicator in enumerate(world.communicators()):
+        assert connect_neighbours(communicator) == neighbours(rank, size)
+    expected = {(rank, other) for rank in range(size) for other in neighbours(rank, size)}
+    assert world.greetings == world.greeted == expected
 
 
 def collected(size: int, silent: Sequence[int]) -> tuple[list[str], World]:
@@ -182,6 +208,31 @@ def test_one_that_leaves_is_heard_of_by_all_who_wait() -> None:
                 heard |= {rank for departure in mine.receive() if departure.rank == 9}
         clock.now += 0.05
     assert heard == {*range(8), *range(17, size)}
+
+
+def test_nothing_is_received_after_the_end() -> None:
+    notices = [DepartureNotices(communicator) for communicator in World(2).communicators()]
+    notices[0].leave({"default": 1})
+    notices[1].close()
+    assert notices[1].receive() == []
+
+
+@pytest.mark.parametrize("silent", [None, 8, 12])
+def test_lines_come_to_rank_0_in_time_by_two_ways(silent: int | None) -> None:
+    size = 16
+    world = World(size)
+    posts = [MPIStatusPost(communicator) for communicator in world.communicators()]
+    for rank in range(1, size):
+        posts[rank].post(f"of {rank}")
+        posts[rank].post(f"late of {rank}")
+    found: dict[int, str] = {}
+    for _ in range(posts[0].hops):
+        for rank, post in reversed(list(enumerate(posts))):  # the least that a look of all can do: the nearest look first
+            if rank not in (0, silent):
+                post.pass_on()
+        found |= posts[0].posted()
+    assert found == {rank: f"late of {rank}" for rank in range(1, size)}
+    assert max(world.sent[1:]) <= 2 * (2 + size)
 
 
 def test_nothing_is_passed_on_when_all_have_left() -> None:

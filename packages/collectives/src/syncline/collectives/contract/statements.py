@@ -14,13 +14,13 @@ class Statements:
 
     Attributes:
         ranks: for each text the ranks that say it.
-        untold: ranks that say something else, and were not told on.
+        untold: ranks that say something else, which nobody has passed on so far.
         heard: all of them.
     """
 
     def __init__(self) -> None:
         self.ranks: dict[str, list[int]] = {}
-        self.untold: list[int] = []
+        self.untold: set[int] = set()
         self.heard: set[int] = set()
 
     @classmethod
@@ -33,23 +33,26 @@ class Statements:
 
     def add(self, text: str, ranks: Iterable[int]) -> None:
         """These ranks say that."""
-        new = self._first_heard(ranks)
+        new = [rank for rank in ranks if rank not in self.heard or rank in self.untold]
         if new:
+            self.heard.update(new)
+            self.untold.difference_update(new)
             self.ranks.setdefault(text, []).extend(new)
 
     def packed(self) -> str:
         """The texts of most ranks, and of all others that they have said something, as text for `add_packed`."""
         texts = sorted(self.ranks, key=lambda text: -len(self.ranks[text]))
         told = [(text, runs(sorted(self.ranks[text]))) for text in texts[:_MOST_TOLD]]
-        rest = [rank for text in texts[_MOST_TOLD:] for rank in self.ranks[text]]
-        return json.dumps({"told": told, "untold": runs(sorted(rest + self.untold))})
+        rest = self.untold.union(*(self.ranks[text] for text in texts[_MOST_TOLD:]))
+        return json.dumps({"told": told, "untold": runs(sorted(rest))})
 
     def add_packed(self, text: str) -> None:
         """Add what another one's `packed` says."""
         said = json.loads(text)
         for line, told in said["told"]:
             self.add(line, ranks_of(told))
-        self.untold.extend(self._first_heard(ranks_of(said["untold"])))
+        self.untold.update(rank for rank in ranks_of(said["untold"]) if rank not in self.heard)
+        self.heard.update(self.untold)
 
     def in_words(self) -> str:
         """In words: "ranks 0-5, 7: that; rank 6: this"."""
@@ -57,11 +60,6 @@ class Statements:
         if self.untold:
             said.append((sorted(self.untold), "something else"))
         return "; ".join(f"{ranks_in_words(ranks)}: {words}" for ranks, words in sorted(said))
-
-    def _first_heard(self, ranks: Iterable[int]) -> list[int]:
-        new = [rank for rank in ranks if rank not in self.heard]
-        self.heard.update(new)
-        return new
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..contract.object_exchange import all_gather_bytes, are_same_on_all_ranks
 from ..contract.process_group import ProcessGroup
+from ..contract.statements import Statements
 from ..errors import DisagreementError
 
 _MOST_BYTES = 1024
@@ -37,5 +38,5 @@ def different_requests(requests: Sequence[str], place: str) -> str:
         requests: of each rank, by rank.
         place: this rank and the group.
     """
-    said = "; ".join(f"rank {rank}: {request}" for rank, request in enumerate(requests))
+    said = Statements.of(requests).in_words()
     return f"{place}: the ranks ask for different groups ({said}); let every rank name the same members, in the same order"

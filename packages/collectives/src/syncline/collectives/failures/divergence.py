@@ -36,7 +36,7 @@ def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence
     Returns:
         None if they agree as far as all of them remember.
     """
-    placed = {rank: _by_position(records) for rank, records in histories.items()}
+    placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}
     if not known:
         return None

@@ -12,6 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..contract.statements import ranks_in_words
 from .flight_recorder import FlightRecorder
@@ -19,7 +20,8 @@ from .flight_recorder import FlightRecorder
 logger = logging.getLogger("syncline.collectives")
 
 DEFAULT_STALL_WARNING_S = 30.0
-# The ranks notice a stall, and rank 0 says so one look later: within the limit and two tenths of it.
+# The ranks notice a stall, and rank 0 says so as many looks later as lines take to it: with a store within the limit and two
+# tenths of it; where ranks pass on lines of others, within log2 N tenths more.
 _LOOKS_IN_LIMIT = 10
 _STOP_S = 1.0
 _LONGEST = 1000
@@ -29,7 +31,12 @@ class StatusPost(ABC):
     """Where the ranks of a group leave a line each for rank 0. One thread calls it, while others communicate.
 
     It waits for no rank, but perhaps for a library's lock, or for a store's answer. So the watchdog must not call it.
+
+    Attributes:
+        hops: after so many looks of all ranks rank 0 has a line.
     """
+
+    hops = 1
 
     @abstractmethod
     def post(self, line: str) -> None:
@@ -38,6 +45,9 @@ class StatusPost(ABC):
     @abstractmethod
     def posted(self) -> Mapping[int, str]:
         """On rank 0: the latest line of each rank that has left one since this was called last; perhaps older ones, too."""
+
+    def pass_on(self) -> None:  # noqa: B027 - most have nothing to do
+        """On another rank: bring lines of others that are with this one nearer to rank 0."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class StallWatch:
         self._said: Waiting | None = None
         self._heard: dict[int, Waiting | None] = {}
         self._noticed: int | None = None
-        self._is_logged = False
+        self._looks_to_log = 0
 
     def stop(self) -> None:
         """There will be no other look."""
@@ -93,6 +103,7 @@ class StallWatch:
             mine = self._stalled(now_s)
             if self._recorder.rank != 0:
                 self._say(mine)
+                self._post.pass_on()
             else:
                 self._heard |= {rank: _parsed(line) for rank, line in self._post.posted().items()}
                 self._heard[0] = mine
@@ -113,14 +124,15 @@ class StallWatch:
             self._post.post("" if mine is None else json.dumps([mine.position, mine.call]))
 
     def _log(self, waiting: Mapping[int, Waiting]) -> None:
-        """The others get one look more to say where they are."""
+        """Once, when the others have had the looks that it takes to say where they are."""
         first = min((one.position for one in waiting.values()), default=None)
         if first != self._noticed:
-            self._noticed, self._is_logged = first, False
-        elif first is not None and not self._is_logged:
-            self._is_logged = True
-            recorder = self._recorder
-            logger.warning("%s", stall_in_words(recorder.group_name, recorder.ranks, waiting, self.limit_s))
+            self._noticed, self._looks_to_log = first, self._post.hops
+        elif first is not None and self._looks_to_log > 0:
+            self._looks_to_log -= 1
+            if self._looks_to_log == 0:
+                recorder = self._recorder
+                logger.warning("%s", stall_in_words(recorder.group_name, recorder.ranks, waiting, self.limit_s))
 
 
 def _parsed(line: str) -> Waiting | None:
@@ -145,6 +157,19 @@ def stall_in_words(group_name: str, ranks: tuple[int, ...], waiting: Mapping[int
     return f"group '{group_name}': waiting for {limit_s:g} s and more: {', '.join(parts)}{rest}"
 
 
+class Looked(Protocol):
+    """What a thread of the process looks at.
+
+    Attributes:
+        limit_s: it looks at least ten times in so many seconds.
+    """
+
+    limit_s: float
+
+    def look(self, now_s: float) -> None:
+        """Look once. May wait for a library's lock, but for no rank. An exception ends the looks."""
+
+
 class _Watcher:
     """The thread that looks at all groups of this process.
 
@@ -153,12 +178,12 @@ class _Watcher:
     """
 
     def __init__(self) -> None:
-        self._watches: weakref.WeakSet[StallWatch] = weakref.WeakSet()
+        self._watches: weakref.WeakSet[Looked] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
 
-    def add(self, watch: StallWatch) -> None:
+    def add(self, watch: Looked) -> None:
         with self._lock:
             self._watches.add(watch)
             if self._thread is None:
@@ -171,7 +196,7 @@ class _Watcher:
                 try:
                     watch.look(time.monotonic())
                 except Exception as error:  # noqa: BLE001 - a warning shall not become a failure
-                    logger.debug("no more stall warnings for a group: %s: %s", type(error).__name__, error)
+                    logger.debug("no more looks at %s: %s: %s", type(watch).__name__, type(error).__name__, error)
                     self._watches.discard(watch)
 
     def stop(self) -> None:
@@ -195,6 +220,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-def watch_for_stalls(watch: StallWatch) -> None:
-    """Look at a group from now on, as long as somebody holds the watch."""
-    _watcher.add(watch)
+def look_now_and_then(looked: Looked) -> None:
+    """Look from now on, as long as somebody holds it."""
+    _watcher.add(looked)

@@ -11,9 +11,9 @@ A call of a group runs on one thread: the caller's, or the group's progress thre
    the time was up, or the deadline was cancelled, if the calling thread has not noticed, it has the library end the
    call (`interrupt`: ULFM revokes the communicator). The library then returns with an error, and the thread goes on as in 1.
 3. *The watchdog, by ending the process.* `END_LOOKS` looks after the time was up, if the thread still has not come back, no
-   error can be raised in it. The same `NOTICED_LOOKS` looks after it has noticed: it asks the other ranks why then, and sits in
-   the library again. The watchdog writes the group's report, prints which call it is, who is waited for and the stacks of all
-   threads, and ends the process with status `END_STATUS`; the launcher ends the job.
+   error can be raised in it. The same `NOTICED_LOOKS` looks after it has noticed, with step 2 half-way: it asks the other ranks
+   why then, and may sit in the library again. The watchdog writes the group's report, prints which call it is, who is waited
+   for and the stacks of all threads, and ends the process with status `END_STATUS`; the launcher ends the job.
 
 Looks are counted rather than seconds: a process that was stopped as a whole and goes on gets its time.
 
@@ -52,6 +52,7 @@ PERIOD_S = 0.2
 _STOP_S = 5.0
 INTERRUPT_LOOKS = 3
 END_LOOKS = 11
+# To ask the others takes 1.5 s, to write a report at most 11.
 NOTICED_LOOKS = 100
 END_STATUS = 70  # EX_SOFTWARE of sysexits.h
 
@@ -99,6 +100,8 @@ class CallEscalation:
             return Step.NOTHING
         if deadline.was_noticed:
             self._looks_noticed += 1
+            if self._looks_noticed == NOTICED_LOOKS // 2:
+                return Step.INTERRUPT
             return Step.END if self._looks_noticed == NOTICED_LOOKS else Step.NOTHING
         if deadline.remaining_s() > 0.0:
             return Step.NOTHING

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -90,10 +90,12 @@ class HistoryVerification:
         while len(_as_text(last).encode()) > _MOST_BYTES:
             last = last[1:]
         histories: dict[int, Sequence[CallRecord]] = {self._rank: last}
+        untold: Collection[int] = ()
         with suppress(TimeoutError, TransportError):  # what is known is said, whatever becomes of the others
             said = statements_for_error(self._messages, _as_text(last), deadline)
             histories = {rank: calls for text, ranks in said.ranks.items() for calls in [_from_text(text)] for rank in ranks}
-        return different_sequences(histories, -numbers[3], numbers[2])
+            untold = said.untold
+        return different_sequences(histories, untold, -numbers[3], numbers[2])
 
 
 def _as_text(records: Sequence[CallRecord]) -> str:
@@ -105,11 +107,12 @@ def _from_text(text: str) -> list[CallRecord]:
     return [CallRecord.from_dict(entry) for entry in json.loads(text)]
 
 
-def different_sequences(histories: Mapping[int, Sequence[CallRecord]], fewest: int, most: int) -> str:
+def different_sequences(histories: Mapping[int, Sequence[CallRecord]], untold: Collection[int], fewest: int, most: int) -> str:
     """What is wrong, in words. A pure function.
 
     Args:
         histories: for each rank that has told them its last calls.
+        untold: ranks that have made others, of which nobody has heard.
         fewest: how many calls the rank made that made the fewest.
         most: the same for the most.
     """
@@ -117,6 +120,7 @@ def different_sequences(histories: Mapping[int, Sequence[CallRecord]], fewest: i
     divergence = find_divergence(histories)
     where = "they parted before the calls that are remembered" if divergence is None else divergence.sentence
     lists = Statements()
+    lists.untold.update(untold)
     for rank, calls in histories.items():
         lists.add(", ".join(map(str, calls[-4:])) or "none", [rank])
     return (

@@ -27,7 +27,7 @@ from ..failures.flight_recorder import NUMBER, STATE, Entry, FlightRecorder
 from ..failures.liveness import Liveness
 from ..failures.report import Reporter, reported
 from ..failures.report_signal import report_on_signal
-from ..failures.stall_watch import StallWatch, watch_for_stalls
+from ..failures.stall_watch import StallWatch, look_now_and_then
 from ..failures.watchdog import watch
 from .call_verification import verify_call
 from .callback_order import CallbackOrder
@@ -173,7 +173,7 @@ class SerialGroup(ProcessGroup):
         status_post = self._transport.status_post() if self.size > 1 and stall_warning_s > 0 else None
         if status_post is not None:
             self._stall_watch = StallWatch(self.recorder, status_post, stall_warning_s)
-            watch_for_stalls(self._stall_watch)
+            look_now_and_then(self._stall_watch)
 
     @override
     def verify_calls(self, *, async_op: bool = False) -> Work | None:

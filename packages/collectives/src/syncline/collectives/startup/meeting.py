@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..contract.deadline import Deadline
 from ..errors import StoreTimeout
@@ -11,7 +11,6 @@ from ..stores import Store
 
 _SLICE_S = 0.25
 _ALL = "all came"
-_WHO = "who came"
 
 
 def meet(store: Store, rank: int, size: int, deadline: Deadline) -> Mapping[int, ProcessIdentity]:
@@ -20,7 +19,7 @@ def meet(store: Store, rank: int, size: int, deadline: Deadline) -> Mapping[int,
     Nobody can look after a process of another node, so nobody asks which it is.
 
     Cost for L ranks on this node: L + 6 requests of fixed size, however many ranks there are, and some while it waits. Only if
-    not all come, one that brings the numbers of all that did.
+    not all come, some for each rank that did not: see `_absent`.
 
     Args:
         store: of these ranks alone, for this meeting alone.
@@ -37,14 +36,24 @@ def meet(store: Store, rank: int, size: int, deadline: Deadline) -> Mapping[int,
     if mine is not None:
         place = store.add(f"{node}/count", 1)
         store.set(f"{node}/{place}", f"{rank} {mine.to_text()}")
-    store.append(_WHO, f"{rank} ")
+    store.set(_key(rank), "")
     if store.add("came", 1) == size:
         store.set(_ALL, "")
     while not _have_come(store, deadline):
         if deadline.expired():
-            absent = sorted(set(range(size)) - set(map(int, store.get(_WHO, _SLICE_S).split())))
+            absent = _absent(store, range(size))
             raise TimeoutError(f"rank(s) {', '.join(map(str, absent)) or 'that came late'} did not come to the rendezvous")
     return {} if node is None else _on_node(store, node)
+
+
+def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
+    """Which of these ranks have not come. Cost: 2 log2(n / m) requests for each of m that have not, of n."""
+    if store.check([_key(rank) for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    middle = len(ranks) // 2
+    return _absent(store, ranks[:middle]) + _absent(store, ranks[middle:])
 
 
 def _have_come(store: Store, deadline: Deadline) -> bool:
@@ -63,3 +72,7 @@ def _on_node(store: Store, node: str) -> dict[int, ProcessIdentity]:
         if process is not None:
             found[int(rank)] = process
     return found
+
+
+def _key(rank: int) -> str:
+    return f"met/{rank}"

@@ -20,8 +20,8 @@ _TELL_EVERY_S = 0.2
 class DepartureNotices:
     """Tells the neighbours (see Note [Neighbours] in `neighbours`) that this rank has left, and which others have.
 
-    A rank passes on what it hears when it looks for notices. Those do who wait for others, in a call or at the end of the job;
-    one that computes passes it on when it waits next. Any thread may call.
+    A rank passes on what it hears when it looks for notices: often while it waits for others, in a call or at the end of the
+    job, and now and then while it computes (see `ExitBarrier`). Any thread may call.
 
     Cost: for N ranks 2 log2 N messages from each rank for all that leave within `_TELL_EVERY_S` seconds. Those that have
     started the same are told together.
@@ -40,6 +40,7 @@ class DepartureNotices:
         self._news: list[Departure] = []
         self._next_telling = 0.0
         self._passes_on = True
+        self._is_closed = False
         self._sent: list[MPI.Request] = []
 
     def leave(self, started: Mapping[str, int]) -> None:
@@ -52,6 +53,8 @@ class DepartureNotices:
         """Who has left since the last call, as far as this rank hears; pass it on."""
         with self._lock:
             found: list[Departure] = []
+            if self._is_closed:
+                return found
             while (message := self._communicator.improbe(tag=Tag.DEPARTURE)) is not None:
                 told = (Departure(rank, started) for started, among in message.recv() for rank in ranks_of(among))
                 found += [departure for departure in told if self._note(departure)]
@@ -63,6 +66,11 @@ class DepartureNotices:
         """All ranks have left: nothing is passed on from now on."""
         with self._lock:
             self._passes_on = False
+
+    def close(self) -> None:
+        """The communicator is about to be freed: nothing is received from now on."""
+        with self._lock:
+            self._is_closed = True
 
     def are_sent(self) -> bool:
         """Whether MPI has taken all that this rank has said."""

@@ -33,6 +33,7 @@ from ...errors import RankLostError
 from ...failures.exit_status import exit_status, watch_exit_status
 from ...failures.liveness import Liveness
 from ...failures.process_identity import own_identity
+from ...failures.stall_watch import look_now_and_then
 from ...host.departures import Departures
 from ...host.progress import all_idle
 from .departure_notices import DepartureNotices
@@ -77,7 +78,10 @@ class ExitBarrier:
     Attributes:
         departures: who has left.
         liveness: whose process is gone.
+        limit_s: a thread looks ten times in so many seconds for notices, also while this rank computes, and passes them on.
     """
+
+    limit_s = 10.0
 
     def __init__(self) -> None:
         self._communicator = MPI.COMM_WORLD.Dup()
@@ -88,7 +92,13 @@ class ExitBarrier:
         members = {rank: process for rank, process in said if process is not None}
         self.liveness = Liveness(members, self._communicator.Get_rank(), lambda: failed_ranks(self._communicator))
         watch_exit_status()
+        look_now_and_then(self)
         atexit.register(self._on_exit)
+
+    def look(self, _: float) -> None:
+        """See `limit_s`."""
+        if not MPI.Is_finalized():
+            self.departures.left()
 
     def _on_exit(self) -> None:
         if MPI.Is_finalized():
@@ -113,6 +123,7 @@ class ExitBarrier:
         self._wait(self._notices.are_sent)
         everybody_read = self._communicator.Ibarrier()  # all notices are sent, so that none is left when MPI ends
         self._wait(everybody_read.Test)
+        self._notices.close()
         self._communicator.Free()
 
     def _have_left(self, everybody_left: MPI.Request, notice_s: float) -> bool:

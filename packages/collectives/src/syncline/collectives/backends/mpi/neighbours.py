@@ -9,9 +9,10 @@ waits inside the send until that one calls MPI, too. The rank that all wait for 
 So a rank talks to its neighbours: those that are 1, 2, 4, ... ranks before and after it. They are connected when the group is
 made, and all other ranks are at most log2 N of them away. What a rank hears from one neighbour it tells the others::
 
-      what this rank says --> its 2 log2 N neighbours --> theirs --> ...      each tells what is new, now and then
+      what this rank says --> its 2 log2 N neighbours --> theirs --> ...      each tells again when it has heard something new
 
-It does not matter which ranks keep silent, as long as those that talk are neighbours of one another.
+It does not matter which ranks keep silent, as long as those that talk are neighbours of one another. Where they are not, as
+ranks 0 and 3 of 8 with all others silent, they do not hear of one another.
 """
 
 from __future__ import annotations

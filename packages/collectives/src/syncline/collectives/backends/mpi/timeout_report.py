@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from mpi4py import MPI
 
@@ -36,7 +37,9 @@ class TimeoutReport:
         self._rank = communicator.Get_rank()
         self._size = communicator.Get_size()
         self._neighbours = connect_neighbours(communicator)
+        # MPI may read and write what is not complete as long as this lives.
         self._sent: list[tuple[MPI.Request, bytes]] = []
+        self._coming: list[tuple[MPI.Request, bytearray]] = []
 
     def collect(self, signature: str) -> str:
         """Tell the others what this rank waits for, and put what they say into words."""
@@ -61,20 +64,22 @@ class TimeoutReport:
 
     def _tell(self, said: Statements) -> None:
         message = said.packed().encode()
-        self._sent += [
-            (self._communicator.Isend([message, MPI.BYTE], neighbour, Tag.STATEMENTS), message)
-            for neighbour in self._neighbours
-        ]
+        for neighbour in self._neighbours:
+            with suppress(MPI.Exception):  # it may be lost; the others are told all the same
+                request = self._communicator.Isend([message, MPI.BYTE], neighbour, Tag.STATEMENTS)
+                self._sent.append((request, message))
 
     def _receive(self, said: Statements) -> bool:
-        """Add one message, if there is any."""
+        """Add what has come; whether anything has. The end of a long message may never come: its sender has listened enough."""
         status = MPI.Status()
-        if not self._communicator.Iprobe(MPI.ANY_SOURCE, Tag.STATEMENTS, status):
-            return False
-        message = bytearray(status.Get_count(MPI.BYTE))
-        self._communicator.Recv([message, MPI.BYTE], status.Get_source(), Tag.STATEMENTS)
-        said.add_packed(message.decode())
-        return True
+        while (found := self._communicator.Improbe(MPI.ANY_SOURCE, Tag.STATEMENTS, status)) is not None:
+            message = bytearray(status.Get_count(MPI.BYTE))
+            self._coming.append((found.Irecv([message, MPI.BYTE]), message))
+        here = [entry for entry in self._coming if entry[0].Test()]
+        self._coming = [entry for entry in self._coming if entry not in here]
+        for _, message in here:
+            said.add_packed(message.decode())
+        return bool(here)
 
     def _in_words(self, said: Statements) -> str:
         others = {text: sorted(set(ranks) - {self._rank}) for text, ranks in said.ranks.items()}

@@ -20,7 +20,7 @@ from ...host.transport import Request, Transport
 from ...host.wire_tag import wire_tag
 from .call_verifier import CallVerifier
 from .datatypes import memory, mpi_reduction
-from .fault_tolerance import failed_ranks, is_fault_tolerant, revoke
+from .fault_tolerance import failed_ranks, is_fault_tolerant, revoke, revoked_on_failure
 from .library import Tag, library_name, mpi_errors
 from .request import MPIRequest
 from .ring_all_reduce import DTYPES as RING_DTYPES
@@ -72,7 +72,8 @@ class MPITransport(Transport):
         self._reproducible = reproducible
         self._private = communicator.Dup()
         self._largest_tag = int(communicator.Get_attr(MPI.TAG_UB) or _TAGS)
-        self._report = report or TimeoutReport(self._private)
+        with revoked_on_failure(self._private):
+            self._report = report or TimeoutReport(self._private)
         self._verifier = CallVerifier(self._private, self._report)
         self._starters: dict[str, Callable[..., MPI.Request]] = {}
         self._ring: RingAllReduce | None = None
