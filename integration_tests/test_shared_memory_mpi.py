@@ -161,9 +161,9 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Non
     called: list[None] = []
     function = getattr(owner, name)
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         called.append(None)
-        return function(*arguments)
+        return function(*arguments, **options)
 
     monkeypatch.setattr(owner, name, counted)
     return called

@@ -34,6 +34,9 @@ _NAME = re.compile(rf"syncline-(\d+)-([{_LETTERS}]|{_SWITCH})")
 # What an idle wire takes at once: little, but a segment of 64 KiB with the headers of its packets, which the processor would
 # else have to cut up. 480 kB so take 3.5 ms, of 3.8 that they should.
 _BURST, _LATENCY = "80kb", "100ms"
+# What Linux has by default, whatever this machine has: BBR lets a busy connection send next to nothing for 0.2 s, every 10 s.
+_CONGESTION = "cubic"
+_NETWORK = "10.213.0.0/24"
 _WIRE_S = 10.0
 _PRIVATE = ("unshare", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
@@ -131,6 +134,7 @@ class EmulatedHosts:
             _call("ip", "-n", name, "address", "add", f"{_address(number)}/24", "dev", DEVICE)
             _call("ip", "-n", name, "link", "set", "lo", "up")
             self._start_wire(name, DEVICE)
+            _call("ip", "-n", name, "route", "change", _NETWORK, "dev", DEVICE, "src", _address(number), "congctl", _CONGESTION)
         for name in self.names:
             _await_wire(name)
 

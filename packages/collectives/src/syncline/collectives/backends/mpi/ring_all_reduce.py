@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from mpi4py import MPI
 
-from ...contract.reduce_op import ReduceOp
+from ...contract.reduce_op import ReduceOp, divide
 from ...contract.running_call import RunningCall
 from ...host.reduction import reduce_into
 from .call_verifier import CallVerifier
@@ -57,13 +57,14 @@ class RingAllReduce:
         self._landing = torch.empty(LANDING_BYTES, dtype=torch.uint8, device="cpu")
         self._piece_bytes = piece_bytes
 
-    def run(self, tensor: torch.Tensor, op: ReduceOp, call: RunningCall) -> None:
+    def run(self, tensor: torch.Tensor, op: ReduceOp, call: RunningCall, *, divisor: int = 1) -> None:
         """Reduce in place, after all ranks have come for the same call.
 
         Args:
             tensor: flat, in host memory, of one of `DTYPES`, with at least as many elements as there are ranks.
             op: one of those between ranks (see `core_op`).
             call: of which this is a part.
+            divisor: of the result. Each rank divides the part that it has of it, piece by piece.
         """
         count = pieces_of_part(tensor.nbytes // self._size, self._piece_bytes)
         parts = [part.tensor_split(count) for part in tensor.tensor_split(self._size)]
@@ -71,6 +72,7 @@ class RingAllReduce:
         # or in the second half of the steps the result.
         route = [piece for step in range(2 * self._size - 1) for piece in parts[(self._rank - step) % self._size]]
         messages, sums = len(route) - count, (self._size - 1) * count
+        last_sums = range(sums - count, sums)
         largest = parts[0][0]
         depth = min(LANDING_BYTES // largest.nbytes, self._size * count)
         landing = torch.split(self._landing.view(tensor.dtype), largest.numel())
@@ -95,6 +97,8 @@ class RingAllReduce:
                     piece = route[number + count]
                     if number < sums:
                         reduce_into(piece, op, (piece, landing[number % depth][: piece.numel()]))
+                        if number in last_sums:
+                            divide(piece, divisor)
                     if number + count < messages:
                         sent.append(self._send(piece))
                     if number + depth < messages:

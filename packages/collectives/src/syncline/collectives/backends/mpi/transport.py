@@ -110,12 +110,12 @@ class MPITransport(Transport):
             return
         self._scale_before(tensor, op)
         if self._ring is not None and self._takes_ring(tensor.nbytes, tensor.dtype):
-            self._ring.run(tensor, core_op(op), call)
-        else:
-            datatype, mpi = native
-            for piece in _pieces(tensor):
-                spec = (memory(piece), piece.numel(), datatype)
-                self._collective("Allreduce", (MPI.IN_PLACE, spec, mpi), piece.nbytes, call)
+            self._ring.run(tensor, core_op(op), call, divisor=self._size if op is ReduceOp.AVG else 1)
+            return
+        datatype, mpi = native
+        for piece in _pieces(tensor):
+            spec = (memory(piece), piece.numel(), datatype)
+            self._collective("Allreduce", (MPI.IN_PLACE, spec, mpi), piece.nbytes, call)
         self._scale_after(tensor, op)
 
     def all_reduce_widened(
