@@ -388,6 +388,7 @@ def test_other_collectives_on_emulated_nodes(nodes: Group) -> None:
     [
         (ReduceOp.SUM, torch.float32),
         (ReduceOp.AVG, torch.float64),
+        (ReduceOp.AVG, torch.int32),
         (ReduceOp.MAX, torch.int32),
         (ReduceOp.PRODUCT, torch.int64),
         (ReduceOp.BXOR, torch.int64),

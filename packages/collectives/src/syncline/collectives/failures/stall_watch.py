@@ -83,7 +83,7 @@ class StallWatch:
         self._said: Waiting | None = None
         self._heard: dict[int, Waiting | None] = {}
         self._noticed: int | None = None
-        self._looks_to_log = 0
+        self._log_at_s: float | None = None
 
     def stop(self) -> None:
         """There will be no other look."""
@@ -107,7 +107,7 @@ class StallWatch:
             else:
                 self._heard |= {rank: _parsed(line) for rank, line in self._post.posted().items()}
                 self._heard[0] = mine
-                self._log({rank: waiting for rank, waiting in self._heard.items() if waiting is not None})
+                self._log({rank: waiting for rank, waiting in self._heard.items() if waiting is not None}, now_s)
 
     def _stalled(self, now_s: float) -> Waiting | None:
         record = self._recorder.running()
@@ -123,16 +123,15 @@ class StallWatch:
             self._said = mine
             self._post.post("" if mine is None else json.dumps([mine.position, mine.call]))
 
-    def _log(self, waiting: Mapping[int, Waiting]) -> None:
+    def _log(self, waiting: Mapping[int, Waiting], now_s: float) -> None:
         """Once, when the others have had the looks that it takes to say where they are."""
         first = min((one.position for one in waiting.values()), default=None)
         if first != self._noticed:
-            self._noticed, self._looks_to_log = first, self._post.hops
-        elif first is not None and self._looks_to_log > 0:
-            self._looks_to_log -= 1
-            if self._looks_to_log == 0:
-                recorder = self._recorder
-                logger.warning("%s", stall_in_words(recorder.group_name, recorder.ranks, waiting, self.limit_s))
+            self._noticed, self._log_at_s = first, now_s + self._post.hops * self.limit_s / _LOOKS_IN_LIMIT
+        elif first is not None and self._log_at_s is not None and now_s >= self._log_at_s:
+            self._log_at_s = None
+            recorder = self._recorder
+            logger.warning("%s", stall_in_words(recorder.group_name, recorder.ranks, waiting, self.limit_s))
 
 
 def _parsed(line: str) -> Waiting | None:
@@ -190,9 +189,13 @@ class _Watcher:
                 self._thread = threading.Thread(target=self._run, name="syncline-stalls", daemon=True)
                 self._thread.start()
 
+    def _all(self) -> list[Looked]:
+        with self._lock:  # another thread may just add one
+            return list(self._watches)
+
     def _run(self) -> None:
-        while not self._stopping.wait(min((watch.limit_s for watch in list(self._watches)), default=1.0) / _LOOKS_IN_LIMIT):
-            for watch in list(self._watches):
+        while not self._stopping.wait(min((watch.limit_s for watch in self._all()), default=1.0) / _LOOKS_IN_LIMIT):
+            for watch in self._all():
                 try:
                     watch.look(time.monotonic())
                 except Exception as error:  # noqa: BLE001 - a warning shall not become a failure

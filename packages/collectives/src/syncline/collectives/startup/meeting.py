@@ -47,7 +47,7 @@ def meet(store: Store, rank: int, size: int, deadline: Deadline) -> Mapping[int,
 
 
 def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
-    """Which of these ranks have not come. Cost: 2 log2(n / m) requests for each of m that have not, of n."""
+    """Which of these ranks have not come. Cost: about 2 (1 + log2(n / m)) requests for each of m that have not, of n."""
     if store.check([_key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:

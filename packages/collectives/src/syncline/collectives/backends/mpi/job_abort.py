@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 from mpi4py import MPI
@@ -97,8 +98,9 @@ class ExitBarrier:
 
     def look(self, _: float) -> None:
         """See `limit_s`."""
-        if not MPI.Is_finalized():
-            self.departures.left()
+        with suppress(MPI.Exception):  # a rank is lost; the others may leave all the same
+            if not MPI.Is_finalized():
+                self.departures.left()
 
     def _on_exit(self) -> None:
         if MPI.Is_finalized():
