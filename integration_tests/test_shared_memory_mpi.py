@@ -28,6 +28,7 @@ from syncline.collectives import (
 )
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.reduce_op import DTYPES_OF, Reduction
+from syncline.collectives.contract.statements import ranks_in_words
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.host.reduction import reduce_in_rank_order
 from syncline.collectives.host.shared_memory.os_memory import huge_page_bytes
@@ -529,7 +530,8 @@ def test_planned_calls_that_differ_are_told_apart(numel: int) -> None:
     if group.size > 1:
         for op in (ReduceOp.SUM, ReduceOp.AVG):
             group.all_reduce(torch.ones(numel), op)
-        calls = rf"rank 0: all_reduce\(float32\[{numel}\], op=AVG\); ranks? 1[^:]*: all_reduce\(float32\[{numel}\], op=SUM\)"
+        others = ranks_in_words(range(1, group.size))
+        calls = rf"\(rank 0: all_reduce\(float32\[{numel}\], op=AVG\); {others}: all_reduce\(float32\[{numel}\], op=SUM\)\)"
         with pytest.raises(DisagreementError, match=calls):
             group.all_reduce(torch.ones(numel), ReduceOp.AVG if group.rank == 0 else ReduceOp.SUM)
         group.abort()
@@ -641,7 +643,8 @@ def test_calls_that_differ_are_told_apart(numel: int) -> None:
         group.close()
         return
     window = group.allocate(numel, torch.float32)
-    calls = rf"rank 0: all_reduce\(float32\[{numel}\], op=AVG\); ranks? 1[^:]*: all_reduce\(float32\[{numel}\], op=SUM\)"
+    others = ranks_in_words(range(1, group.size))
+    calls = rf"\(rank 0: all_reduce\(float32\[{numel}\], op=AVG\); {others}: all_reduce\(float32\[{numel}\], op=SUM\)\)"
     with pytest.raises(DisagreementError, match=calls):
         group.all_reduce(window, ReduceOp.AVG if group.rank == 0 else ReduceOp.SUM)
     group.abort()

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
 from syncline.collectives.backends.mpi.transport import PRESYNC_MIN_BYTES, MPITransport
 from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.contract.statements import ranks_in_words
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.host.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS
@@ -52,7 +53,8 @@ def test_large_calls_that_differ_are_told_apart_on_every_rank() -> None:
         group.close()
         return
     numel = PRESYNC_MIN_BYTES // 4
-    calls = rf"rank 0: all_reduce\(float32\[{numel}\], op=SUM\); ranks? 1[^:]*: all_reduce\(float32\[{numel + 1}\], op=SUM\)"
+    others = ranks_in_words(range(1, group.size))
+    calls = rf"\(rank 0: all_reduce\(float32\[{numel}\], op=SUM\); {others}: all_reduce\(float32\[{numel + 1}\], op=SUM\)\)"
     with pytest.raises(DisagreementError, match=calls):
         group.all_reduce(torch.ones(numel if group.rank == 0 else numel + 1))
     group.abort()

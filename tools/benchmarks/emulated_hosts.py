@@ -36,7 +36,7 @@ _NAME = re.compile(rf"syncline-(\d+)-([{_LETTERS}]|{_SWITCH})")
 _BURST, _LATENCY = "80kb", "100ms"
 # What Linux has by default, whatever this machine has: BBR lets a busy connection send next to nothing for 0.2 s, every 10 s.
 _CONGESTION = "cubic"
-_NETWORK = "10.213.0.0/24"
+_NETWORK = "10.213.0"
 _WIRE_S = 10.0
 _PRIVATE = ("unshare", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
@@ -134,7 +134,20 @@ class EmulatedHosts:
             _call("ip", "-n", name, "address", "add", f"{_address(number)}/24", "dev", DEVICE)
             _call("ip", "-n", name, "link", "set", "lo", "up")
             self._start_wire(name, DEVICE)
-            _call("ip", "-n", name, "route", "change", _NETWORK, "dev", DEVICE, "src", _address(number), "congctl", _CONGESTION)
+            _call(
+                "ip",
+                "-n",
+                name,
+                "route",
+                "change",
+                f"{_NETWORK}.0/24",
+                "dev",
+                DEVICE,
+                "src",
+                _address(number),
+                "congctl",
+                _CONGESTION,
+            )
         for name in self.names:
             _await_wire(name)
 
@@ -235,7 +248,7 @@ def agent_script(hosts_file: Path) -> str:
 
 
 def _address(number: int) -> str:
-    return f"10.213.0.{number + 1}"
+    return f"{_NETWORK}.{number + 1}"
 
 
 def _await_wire(namespace: str) -> None:

@@ -31,8 +31,6 @@ from commands import ToolError
 
 from . import hosts_job, session
 from .emulated_hosts import EmulatedHosts
-from .sleeping_steps import add_layers
-from .tune import add_cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,10 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = session.parser(__doc__, list(hosts_job.PARTS))
     parser.add_argument("--per-host", nargs="+", type=session.at_least_one, default=[1, 2], metavar="N", help="default: 1 2")
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="2 to 8 (default: 2)")
-    hosts_job.add_rate(parser)
+    hosts_job.add_options(parser)
     parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich", help="default: mpich")
-    add_cases(parser)
-    add_layers(parser)
     options = session.parse(parser, arguments)
     try:
         return _run(options)

@@ -88,14 +88,14 @@ HOOKS: dict[str, tuple[Callable[[Sites], object], Callable[..., Any]]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Every rank of the job calls it."""
     parser = session.parser(__doc__, list(PARTS))
-    add_cases(parser)
-    add_rate(parser)
-    add_layers(parser)
+    add_options(parser)
     return session.play_parsed("hosts", PARTS, session.parse(parser, arguments))
 
 
-def add_rate(parser: argparse.ArgumentParser) -> None:
-    """The option that says how fast the wires are."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that the ranks have in common with the command that starts them."""
+    add_cases(parser)
+    add_layers(parser)
     parser.add_argument("--rate", default="1gbit", help="of the wires, as tc has it (default: 1gbit)")
 
 

@@ -77,7 +77,7 @@ def maximum_over_ranks(transport: Transport, rank: int, size: int, numbers: Sequ
         TimeoutError: another rank did not come.
     """
     mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    for before, after in _rounds(rank, size):
+    for before, after in rounds(rank, size):
         theirs = torch.empty_like(mine)
         _exchange(transport, mine, after, theirs, before, deadline)
         mine = torch.maximum(mine, theirs)
@@ -95,7 +95,7 @@ def statements_of_ranks(transport: Transport, rank: int, size: int, text: str, d
     """
     said = Statements()
     said.add(text, [rank])
-    for before, after in _rounds(rank, size):
+    for before, after in rounds(rank, size):
         mine = torch.frombuffer(bytearray(said.packed().encode()), dtype=torch.uint8)
         length = torch.empty(1, dtype=torch.int64, device="cpu")
         _exchange(transport, torch.tensor([mine.numel()], device="cpu"), after, length, before, deadline)
@@ -105,7 +105,7 @@ def statements_of_ranks(transport: Transport, rank: int, size: int, text: str, d
     return said
 
 
-def _rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
+def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
     """Who tells this rank what it knows, and whom this rank tells, round by round. A pure function.
 
     Dissemination: in round k each rank tells the one that is 2**k after it. What is told twice must do no harm; then any

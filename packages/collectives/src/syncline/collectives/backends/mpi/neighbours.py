@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
+from ...host.control_messages import rounds
 from .library import Tag
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """The neighbours of a rank, ascending. A pure function; who is a neighbour has that rank as a neighbour."""
-    steps = [1 << k for k in range(max(0, size - 1).bit_length())]
-    return sorted({(rank + step) % size for step in steps} | {(rank - step) % size for step in steps})
+    """The neighbours of a rank, ascending: its partners in `rounds`. A pure function; they have that rank as a neighbour."""
+    return sorted({peer for partners in rounds(rank, size) for peer in partners})
 
 
 def connect_neighbours(communicator: MPI.Intracomm) -> list[int]:
