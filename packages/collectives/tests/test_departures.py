@@ -30,7 +30,7 @@ def test_groups_of_the_same_name_are_told_apart() -> None:
     departures = Departures(list)
     first, second = departures.group("default", range(2)), departures.group("default", range(2))
     other = departures.group("default", range(3))
-    first.started, second.started, other.started = 3, 1, 2
+    first.count.begun, second.count.begun, other.count.begun = 3, 1, 2
     assert sorted(departures.own().values()) == [1, 2, 3]
 
 
@@ -65,12 +65,12 @@ def test_notices_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
     departures = Departures(receive)
     calls = departures.group("default", [4, 5])
-    calls.started = 2
+    calls.count.begun = 2
     assert calls.reason_to_give_up() is None
     post.append(Departure(5, {next(iter(departures.own())): 1}))
     for _ in range(2):
         assert "rank(s) 5 of the job left" in str(calls.reason_to_give_up())
-    calls.started = 1
+    calls.count.begun = 1
     assert calls.reason_to_give_up() is None
     assert calls.transfer_reason_to_give_up([1]) is None  # what it sent may be on its way
     now_s += module.TRANSFER_GRACE_S + 1.0

@@ -56,6 +56,18 @@ def test_runs_here_when_nothing_is_in_flight(recorder: Recorder) -> None:
     assert recorder.progress._thread is None, "no thread before it is needed"
 
 
+def test_whoever_has_the_turn_is_alone_and_comes_before_what_is_queued_meanwhile(recorder: Recorder) -> None:
+    assert recorder.progress.take_turn()
+    assert recorder.progress.is_running_here()
+    assert not recorder.progress.take_turn()  # the turn is not taken twice; `run_here` knows who has it
+    recorder.progress._queue.append(recorder.task("B"))
+    assert recorder.progress.run_here(recorder.task("A"))
+    recorder.progress.end_turn()
+    assert not recorder.progress.is_running_here()
+    assert not recorder.progress.take_turn()  # what is queued comes first
+    assert recorder.log == ["<A", "A>"]
+
+
 def test_does_not_run_here_past_the_queue(recorder: Recorder) -> None:
     gate = threading.Event()
     recorder.progress.enqueue(recorder.task("A", gate=gate))

@@ -41,7 +41,8 @@ class Deadline:
         was_noticed: whoever waits has seen that the time is up.
     """
 
-    # Of the class until they change: one deadline is made for each collective, and most end before anybody asks.
+    # One deadline is made for each collective, and most end before anybody asks: the rest is the class's until it changes.
+    __slots__ = ("__dict__", "_end", "_interrupt", "timeout_s")
     was_cancelled = False
     was_noticed = False
     reason: TransportError | None = None

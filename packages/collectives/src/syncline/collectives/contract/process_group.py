@@ -104,7 +104,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
 
         Args:
             name: the method's name, such as "all_reduce".
-            tensor: of the same dtype and number of elements.
+            tensor: of the same dtype and shape.
 
         Returns:
             A word or two for logs, such as "window" or "MPI"; None if there was no such call, or the backend does not say.

@@ -54,6 +54,19 @@ def _outside(frame: FrameType | None) -> tuple[CodeType | None, int]:
     return (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
 
 
+class CallCount:
+    """Counts the calls of a group that have begun and that all ranks issue.
+
+    Attributes:
+        begun: how many; the position of the next one in the group's total order.
+    """
+
+    __slots__ = ("begun",)
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+
 class FlightRecorder:
     """A ring of the last `MOST_CALLS` calls. It holds no tensor.
 
@@ -63,13 +76,14 @@ class FlightRecorder:
         group_name: how messages call the group.
         rank: this rank in the group.
         ranks: for each rank of the group its rank in the job.
+        count: counts the calls that begin; by default one of its own.
     """
 
-    def __init__(self, group_name: str, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, group_name: str, rank: int, ranks: Sequence[int], count: CallCount | None = None) -> None:
         self.group_name = group_name
         self.rank = rank
         self.ranks = tuple(ranks)
-        self.count = 0
+        self.count = count or CallCount()
         self._ring: deque[Entry] = deque(maxlen=MOST_CALLS)
         self._append = self._ring.append
         self._latest_caller: CodeType | None = None  # known to be the user's program
@@ -107,9 +121,9 @@ class FlightRecorder:
         latest, which is cheaper than a look-up.
         """
         frame = _getframe(depth)
-        if frame.f_code is self._latest_form and frame.f_back is not None:
-            frame = frame.f_back
         code: CodeType | None = frame.f_code
+        if code is self._latest_form and (caller := frame.f_back) is not None:
+            frame, code = caller, caller.f_code
         if code is self._latest_caller:
             instruction = frame.f_lasti
         else:
@@ -124,8 +138,9 @@ class FlightRecorder:
     def begin(self, entry: Entry) -> None:
         """The call begins to run; if all ranks issue it, it has its position in the total order from now on."""
         if entry[NUMBER] is not None:
-            entry[_POSITION] = self.count
-            self.count += 1
+            count = self.count
+            entry[_POSITION] = count.begun
+            count.begun += 1
         entry[STATE] = RUNNING
 
     def end(self, entry: Entry) -> None:

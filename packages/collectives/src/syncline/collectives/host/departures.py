@@ -22,6 +22,7 @@ from time import monotonic
 from zlib import crc32
 
 from ..errors import RankLostError
+from ..failures.flight_recorder import CallCount
 
 TRANSFER_GRACE_S = 2.0
 
@@ -74,7 +75,7 @@ class Departures:
     def own(self) -> dict[str, int]:
         """How many collectives of each group this rank has started."""
         with self._lock:
-            return {key: calls.started for key, calls in self._groups.items()}
+            return {key: calls.count.begun for key, calls in self._groups.items()}
 
     def has_open_group(self) -> bool:
         """Whether a group that was connected (not made of another) was never closed in order."""
@@ -90,10 +91,16 @@ class Departures:
 
 
 class GroupCalls:
-    """How many collectives of one group this rank has started, and why the one that runs will not finish."""
+    """How many collectives of one group this rank has started, and why the one that runs will not finish.
+
+    Attributes:
+        count: of those that this rank has started.
+        is_part: whether the group was made of another.
+        is_closed: whether it was closed in order.
+    """
 
     def __init__(self, departures: Departures, key: str, ranks: Sequence[int], *, is_part: bool) -> None:
-        self.started = 0
+        self.count = CallCount()
         self.is_part = is_part
         self.is_closed = False
         self._departures = departures
@@ -108,7 +115,7 @@ class GroupCalls:
     def reason_to_give_up(self) -> RankLostError | None:
         """Why the collective that this rank started last will not finish; None if it may."""
         left = [departure for departure, _ in self._departures.left().values()]
-        return self._error(absentees(left, self._key, self.started, self._ranks))
+        return self._error(absentees(left, self._key, self.count.begun, self._ranks))
 
     def transfer_reason_to_give_up(self, peers: Sequence[int]) -> RankLostError | None:
         """The same for a transfer with one of these ranks of the group."""

@@ -51,8 +51,8 @@ class HostGroup(HostExchanges):
 
         Note [Plans]
         ~~~~~~~~~~~~
-        A transport may decide how it does calls of a kind (same collective, reduction, root, dtype and number of elements) at
-        the first of them, and the group keeps the plan. For an `all_reduce` or a `broadcast` that comes again on a simple
+        A transport may decide how it does calls of a kind (same collective, reduction, root, dtype and shape) at the first
+        of them, and the group keeps the plan. For an `all_reduce` or a `broadcast` that comes again on a simple
         tensor, what was checked then holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
         """
         if not async_op and type(op) is ReduceOp and self._ran_at_once("all_reduce", op, None, tensor):
@@ -69,14 +69,21 @@ class HostGroup(HostExchanges):
         """Whether a plan is kept for the call, nothing has to be done but that, and it was done."""
         if self._check_calls or observers or self._callbacks.running or profiler_runs() or not checks.is_simple(tensor):
             return False
-        kept = self._plans.get((name, op, root, tensor.dtype, tensor.numel()))  # a closed group has none
-        is_served = kept is not None and not (kept.is_complex and tensor.is_conj())
-        return is_served and self._progress.run_here(self._run_plan, kept, tensor)
+        shape = tensor.shape
+        kept = self._plans.get((name, op, root, tensor.dtype, shape))  # a closed group has none
+        if kept is None or (kept.is_complex and tensor.is_conj()) or not self._progress.take_turn():
+            return False
+        try:
+            self._callbacks.issued += 1  # nobody is inside a callback
+            self._run(kept, tensor, self.recorder.issue_kind(next(self._sequence), kept.what, shape, 3))
+        finally:
+            self._progress.end_turn()
+        return True
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
         """As `ProcessGroup.algorithm_of`: what the plan took that was made last."""
-        for kind, kept in reversed(self._plans.items()):
-            if (kind[0], *kind[3:]) == (name, tensor.dtype, tensor.numel()):
+        for (planned, _, _, *like), kept in reversed(self._plans.items()):
+            if [planned, *like] == [name, tensor.dtype, tensor.shape]:
                 return kept.plan.algorithm
         return None
 
@@ -85,14 +92,15 @@ class HostGroup(HostExchanges):
         if not tensor.is_cpu:
             return None
         kind = CallKind(call.name, call.op, call.root, tensor.dtype, tensor.numel())
-        kept = self._plans.get(kind)
+        key = (call.name, call.op, call.root, tensor.dtype, tensor.shape)
+        kept = self._plans.get(key)
         if kept is not None:
             return kept.plan
         plan = self._transport.plan(kind)
         if plan is not None and not self._closed:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[kind] = KeptPlan(plan, kind)
+            self._plans[key] = KeptPlan(plan, kind)
         return plan
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:

@@ -64,19 +64,28 @@ class Progress:
         Returns:
             Whether the task was run; if not, call `enqueue`.
         """
-        me = get_ident()
-        if self._running_on == me:
+        if self.is_running_here():
             task(*arguments)
             return True
-        if self._queue or not self._turn.acquire(False):
+        if not self.take_turn():
             return False
-        self._running_on = me
         try:
             task(*arguments)
         finally:
-            self._running_on = None
-            self._turn.release()
+            self.end_turn()
         return True
+
+    def take_turn(self) -> bool:
+        """Let the calling thread run something, as the next in the order, until `end_turn`; false if something comes before."""
+        if self._queue or not self._turn.acquire(False):
+            return False
+        self._running_on = get_ident()
+        return True
+
+    def end_turn(self) -> None:
+        """What `take_turn` began is over."""
+        self._running_on = None
+        self._turn.release()
 
     def enqueue(self, task: Task) -> bool:
         """Run a task on the progress thread, after all that were issued before it; inside a callback, at once and here.

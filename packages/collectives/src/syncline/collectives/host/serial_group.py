@@ -111,9 +111,9 @@ class SerialGroup(ProcessGroup):
         self._companions: list[ProcessGroup] = []
         self._first_failure: BaseException | None = None
         self._in_flight: set[PendingWork] = set()
-        self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, int], KeptPlan] = {}
+        self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, torch.Size], KeptPlan] = {}
         self._deadline: Deadline | None = None  # of the collective that runs now
-        self.recorder = FlightRecorder(name, rank, self.ranks)
+        self.recorder = FlightRecorder(name, rank, self.ranks, None if calls is None else calls.count)
         self._reporter: Reporter | None = None
         self.losses_are_expected = False
         self._stall_warning_s = 0.0
@@ -329,12 +329,6 @@ class SerialGroup(ProcessGroup):
 
         return verified
 
-    def _run_plan(self, kept: KeptPlan, tensor: torch.Tensor) -> None:
-        """Issue a call by a kept plan, and run it; see Note [Plans]."""
-        self._callbacks.issued += 1  # nobody is inside a callback
-        entry = self.recorder.issue_kind(next(self._sequence), kept.what, tensor.shape, 5)
-        self._run(kept, tensor, entry)
-
     def _run_into(self, work: PendingWork, issued_call: IssuedCall, entry: Entry) -> None:
         try:
             self._run(issued_call, None, entry)
@@ -358,8 +352,6 @@ class SerialGroup(ProcessGroup):
             recorder.fail(entry)
             raise self._failed_before(task.collective(tensor), sequence)
         recorder.begin(entry)
-        if sequence is not None and self._calls is not None:
-            self._calls.started += 1
         try:
             if verification is not None:
                 verification.add(task.digest)
