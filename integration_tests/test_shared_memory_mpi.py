@@ -650,6 +650,7 @@ def test_calls_that_differ_are_told_apart(numel: int) -> None:
     group.abort()
 
 
+@pytest.mark.usefixtures("small_pieces")  # the group has divided its memory so
 def test_shapes_may_differ_as_in_torch(one_algorithm: tuple[Group, str]) -> None:
     group = one_algorithm[0].group
     tensor = torch.full((2, 6) if group.rank % 2 else (12,), float(group.rank))

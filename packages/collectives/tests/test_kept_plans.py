@@ -14,7 +14,9 @@ from syncline.collectives import (
     GroupClosedError,
     InvalidArgumentError,
     ReduceOp,
+    RoundRobinGroup,
     TransportError,
+    all_reduce,
     premul_sum,
 )
 from syncline.collectives.backends.in_process import InProcessTransport, SharedState
@@ -299,3 +301,39 @@ def test_the_algorithm_of_the_latest_call_is_told() -> None:
     assert group.algorithm_of("all_reduce", torch.zeros(1, 3)) is None
     assert group.algorithm_of("all_reduce", torch.zeros(4)) is None
     assert group.algorithm_of("broadcast", torch.zeros(3)) is None
+
+
+def test_the_record_says_where_a_call_by_a_kept_plan_was_made() -> None:
+    group, transport = make()
+    tensor = torch.ones(3)
+
+    def by_method() -> None:
+        group.all_reduce(tensor)
+
+    def by_functional_form() -> None:
+        all_reduce(tensor, group=group)
+
+    calls = [by_method, by_functional_form] * 2
+    for call in calls:
+        call()
+    assert transport.log == ["made", "run", "run", "run", "run"]
+    assert [record.where for record in group.recorder.records()] == [
+        f"test_kept_plans.py:{call.__code__.co_firstlineno + 1}" for call in calls
+    ]
+
+
+def test_a_functional_form_runs_a_kept_plan_without_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, transport = make()
+    assert all_reduce(torch.ones(3), group=group) is None  # makes the plan
+    monkeypatch.setattr(HostGroup, "all_reduce", None)
+    assert all_reduce(torch.ones(3), group=group) is None
+    assert transport.log == ["made", "run", "run"]
+
+
+def test_a_functional_form_calls_the_method_of_groups_that_run_nothing_at_once() -> None:
+    group, transport = make()
+    wrapped = RoundRobinGroup([group])
+    for _ in range(2):
+        assert all_reduce(torch.ones(3), group=wrapped) is None
+    assert not wrapped.ran_at_once("all_reduce", ReduceOp.SUM, None, torch.ones(3))
+    assert transport.log == ["made", "run", "run"]

@@ -68,12 +68,12 @@ class FakeSync:
     def barrier(self, *_: Any) -> ShmBarrier:
         return self._barrier
 
-    def verify(self, describe: Any, deadline: Deadline, digest: int = 0, key: int = NO_KEY) -> bool:
+    def verify(self, describe: Any, tensor: Any, deadline: Deadline, digest: int = 0, key: int = NO_KEY) -> bool:
         is_same, is_common = self._barrier.arrive_and_wait(deadline, digest, key)
-        assert is_same, describe()
+        assert is_same, describe(tensor)
         return is_common
 
-    def wait(self, describe: Any, deadline: Deadline) -> None:
+    def wait(self, describe: Any, tensor: Any, deadline: Deadline) -> None:
         self._barrier.arrive_and_wait(deadline)
 
 
@@ -83,10 +83,9 @@ class FakeMemory:
     has_windows = True
 
     def __init__(self, window: Segment, staging: Segment) -> None:
-        self._windows = Windows()
-        self._windows.add(window)
+        self.windows = Windows()
+        self.windows.add(window)
         self._staging = staging
-        self.find = self._windows.find
 
     def allocate_segment(self, *_: Any) -> Segment:
         return self._staging

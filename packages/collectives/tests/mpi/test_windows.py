@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
+from syncline.collectives.backends.mpi.call_verifier import NO_KEY
 from syncline.collectives.backends.mpi.node.windows import Windows
 from syncline.collectives.host.shared_memory.segment import Segment, create_file, padded, reserve
 
@@ -142,23 +143,31 @@ def test_tensors_are_found_where_they_lie() -> None:
     windows.add(first)
     windows.add(second)
     whole, other = first.view(0, 0, 25, torch.float32), second.view(1, 0, 20, torch.float16)
-    place, of_other = windows.find(whole), windows.find(other[7:9])
-    assert place is not None
-    assert of_other is not None
-    assert (place.segment, place.offset_bytes) == (first, 0)
-    assert (of_other.segment, of_other.offset_bytes) == (second, 14)
-    keys = {found.key for found in map(windows.find, [whole, whole[1:], other, other[1:]]) if found is not None}
-    assert len(keys) == 4
+    keys = [windows.key_of(tensor) for tensor in (whole, whole[1:], other, other[7:9])]
+    assert len({NO_KEY, *keys}) == 5
+    assert [windows.place(key) for key in keys] == [(first, 0), (first, 4), (second, 0), (second, 14)]
 
 
 def test_tensors_elsewhere_or_partly_elsewhere_are_not_found() -> None:
     windows, (first, _) = Windows(), segments(2, 100)
-    assert windows.find(torch.zeros(3)) is None
+    assert windows.key_of(torch.zeros(3)) == NO_KEY
     windows.add(first)
-    assert windows.find(torch.zeros(3)) is None
-    assert windows.find(first.view(0, 96, 1, torch.float32)) is not None
-    assert windows.find(first.view(0, 96, 2, torch.float32)) is None  # ends in the padding
-    assert windows.find(first.view(1, 0, 1, torch.float32)) is None  # another rank's part
+    assert windows.key_of(torch.zeros(3)) == NO_KEY
+    assert windows.key_of(first.view(0, 96, 1, torch.float32)) != NO_KEY
+    assert windows.key_of(first.view(0, 96, 2, torch.float32)) == NO_KEY  # ends in the padding
+    assert windows.key_of(first.view(1, 0, 1, torch.float32)) == NO_KEY  # another rank's part
+
+
+def test_a_place_in_a_segment_that_has_gone_is_no_place() -> None:
+    windows, (gone,), (first,) = Windows(), segments(1, 100), segments(1, 100)
+    windows.add(gone)
+    windows.add(first)
+    key, last = key_of(windows, gone), key_of(windows, first, 99)
+    del gone
+    gc.collect()
+    with pytest.raises(LookupError, match=f"no segment has place {key}"):
+        windows.place(key)
+    assert windows.place(last) == (first, 99)
 
 
 def test_memory_lasts_as_long_as_tensors_and_no_longer() -> None:
@@ -177,9 +186,9 @@ def test_memory_lasts_as_long_as_tensors_and_no_longer() -> None:
 
 
 def key_of(windows: Windows, segment: Segment, offset_bytes: int = 0) -> int:
-    place = windows.find(segment.view(segment.mine, offset_bytes, 1, torch.uint8))
-    assert place is not None
-    return place.key
+    key = windows.key_of(segment.view(segment.mine, offset_bytes, 1, torch.uint8))
+    assert key != NO_KEY
+    return key
 
 
 def test_keys_are_of_one_place_for_ever() -> None:

@@ -11,6 +11,7 @@ from ..errors import BackendUnavailableError, InvalidArgumentError
 from .group_collectives import GroupCollectives
 from .group_exchanges import GroupExchanges
 from .profiling import recorded
+from .reduce_op import Reduction
 from .work import Work
 
 DEFAULT_SILENCE_TIMEOUT_S = 30.0
@@ -96,6 +97,23 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         return torch.empty(numel, dtype=dtype, device=device)
 
     # ---- what it does ----
+
+    def ran_at_once(self, name: str, op: Reduction | None, root: int | None, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+        """Run a blocking collective that needs nothing decided and nothing checked, if this is one; else do nothing.
+
+        The functional forms ask before they call the method, which for a few bytes takes as long as the ranks need to meet. The
+        default says that there are no such calls.
+
+        Args:
+            name: the method's, "all_reduce" or "broadcast".
+            op: the reduction, if there is one.
+            root: the root, if there is one.
+            tensor: this rank's.
+
+        Returns:
+            Whether it was run. It may have raised what the method raises.
+        """
+        return False
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
         """The algorithm that calls of a collective on tensors like this one take on this rank.

@@ -22,7 +22,10 @@ def all_reduce(
     tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Combine the tensors of all ranks in place; see `ProcessGroup.all_reduce`."""
-    work = resolve_group(group).all_reduce(tensor, op, async_op=async_op)
+    chosen = resolve_group(group)
+    if not async_op and chosen.ran_at_once("all_reduce", op, None, tensor):
+        return None
+    work = chosen.all_reduce(tensor, op, async_op=async_op)
     return work if async_op else None
 
 
@@ -49,7 +52,10 @@ def broadcast(
 ) -> Work | None:
     """Copy one rank's tensor to every rank; see `ProcessGroup.broadcast`."""
     chosen = resolve_group(group)
-    work = chosen.broadcast(tensor, rank_in(chosen, src, group_src), async_op=async_op)
+    root = rank_in(chosen, src, group_src)
+    if not async_op and chosen.ran_at_once("broadcast", None, root, tensor):
+        return None
+    work = chosen.broadcast(tensor, root, async_op=async_op)
     return work if async_op else None
 
 

@@ -55,19 +55,21 @@ class HostGroup(HostExchanges):
         of them, and the group keeps the plan. For an `all_reduce` or a `broadcast` that comes again on a simple
         tensor, what was checked then holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
         """
-        if not async_op and type(op) is ReduceOp and self._ran_at_once("all_reduce", op, None, tensor):
+        if not async_op and self.ran_at_once("all_reduce", op, None, tensor):
             return FinishedWork([tensor])
         return super().all_reduce(tensor, op, async_op=async_op)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Work:
         """As `ProcessGroup.broadcast`; see Note [Plans]."""
-        if not async_op and self._ran_at_once("broadcast", None, root, tensor):
+        if not async_op and self.ran_at_once("broadcast", None, root, tensor):
             return FinishedWork([tensor])
         return super().broadcast(tensor, root, async_op=async_op)
 
-    def _ran_at_once(self, name: str, op: Reduction | None, root: int | None, tensor: torch.Tensor) -> bool:
-        """Whether a plan is kept for the call, nothing has to be done but that, and it was done."""
+    def ran_at_once(self, name: str, op: Reduction | None, root: int | None, tensor: torch.Tensor) -> bool:
+        """As `ProcessGroup.ran_at_once`: if a plan is kept for the call, and nothing has to be done but to run it."""
         if self._check_calls or observers or self._callbacks.running or profiler_runs() or not checks.is_simple(tensor):
+            return False
+        if type(op) is not ReduceOp and op is not None:
             return False
         shape = tensor.shape
         kept = self._plans.get((name, op, root, tensor.dtype, shape))  # a closed group has none

@@ -53,7 +53,7 @@ class CallKind(NamedTuple):
     dtype: torch.dtype
     numel: int
 
-    def call(self, tensor: torch.Tensor) -> Collective:
+    def call(self, tensor: torch.Tensor | None) -> Collective:
         """A call of that kind."""
         return Collective(self.name, tensor, self.op, self.root)
 

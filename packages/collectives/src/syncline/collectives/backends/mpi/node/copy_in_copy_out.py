@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import memmove
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from ....contract.collective import Collective
 from ....contract.deadline import Deadline
 from ....contract.layout import flat, mark_written
 from ....contract.running_call import RunningCall
 from ....host.reduction import reduce_into
 from ....host.shared_memory.segment import Segment
 from .algorithm import Algorithm, Operation, chunks, slice_of
-from .group_sync import GroupSync
+from .group_sync import Describe, GroupSync
 from .plan import NodePlan, PlanRequest
 from .windows import NodeMemory
 
@@ -50,11 +49,11 @@ class StagingArea:
         self._may_exist = True
         self._next = 0
 
-    def segment(self, describe: Callable[[], Collective], deadline: Deadline) -> Segment | None:
+    def segment(self, describe: Describe, tensor: torch.Tensor, deadline: Deadline) -> Segment | None:
         """The window; None, on all ranks, if it cannot be had. All ranks call it at the same point of their order."""
         if self._segment is None and self._may_exist:
-            self._sync.verify(describe, deadline)
-            self._segment = self._memory.allocate_segment(SLOTS * SLOT_BYTES, RunningCall(describe(), deadline))
+            self._sync.verify(describe, tensor, deadline)
+            self._segment = self._memory.allocate_segment(SLOTS * SLOT_BYTES, RunningCall(describe(tensor), deadline))
             self._may_exist = self._segment is not None
         return self._segment
 
@@ -160,7 +159,7 @@ class CopyInCopyOut(NodePlan):
         mark_written(tensor)
 
     def _bind(self, tensor: torch.Tensor, deadline: Deadline) -> Segment | None:
-        segment = self._staging.segment(lambda: self._call(tensor), deadline)
+        segment = self._staging.segment(self._call, tensor, deadline)
         if segment is not None:
             parts = 1 if self._is_all_reduce else segment.parts
             step = max(1, SLOT_BYTES // (parts * self._kind.dtype.itemsize))

@@ -62,7 +62,7 @@ class EagerExchange(NodePlan):
 
     def _bind(self, tensor: torch.Tensor, deadline: Deadline) -> ShmBarrier | None:
         """The barrier, with the slots of both turns laid out for calls of this kind."""
-        barrier = self._sync.barrier(lambda: self._call(tensor), deadline)
+        barrier = self._sync.barrier(self._call, tensor, deadline)
         if barrier is not None:
             self._barrier = barrier
             self._turns = [self._laid_out(barrier, turn) for turn in (0, 1)]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
+import torch
 from mpi4py import MPI
 
 from ....contract.collective import Collective
@@ -18,8 +19,8 @@ from .hierarchy import Hierarchy
 from .shm_barrier import LEAST_SLOT_BYTES, GaveUpError, ShmBarrier, barrier_bytes
 from .windows import NodeMemory
 
-Describe: TypeAlias = Callable[[], Collective]
-"""Says which call it is; asked only if somebody must know."""
+Describe: TypeAlias = Callable[[torch.Tensor | None], Collective]
+"""Says which call it is, of a tensor if it has one; asked only if somebody must know."""
 
 
 class GroupSync:
@@ -55,11 +56,11 @@ class GroupSync:
         self._barrier: ShmBarrier | None = None
         self._may_have_barrier = hierarchy.shares_memory and hierarchy.is_ordered
 
-    def barrier(self, describe: Describe, deadline: Deadline) -> ShmBarrier | None:
+    def barrier(self, describe: Describe, tensor: torch.Tensor | None, deadline: Deadline) -> ShmBarrier | None:
         """That of this node; None, on all ranks, if there can be none. All ranks call it at the same point of their order."""
         if self._barrier is None and self._may_have_barrier:
-            self._verifier.verify(RunningCall(describe(), deadline))
-            segment = self._memory.allocate_segment(barrier_bytes(self._slot_bytes), RunningCall(describe(), deadline))
+            self._verifier.verify(RunningCall(describe(tensor), deadline))
+            segment = self._memory.allocate_segment(barrier_bytes(self._slot_bytes), RunningCall(describe(tensor), deadline))
             if segment is None:
                 self._may_have_barrier = False
             else:
@@ -69,35 +70,43 @@ class GroupSync:
                 )
         return self._barrier
 
-    def verify(self, describe: Describe, deadline: Deadline, digest: int | None = None, key: int = NO_KEY) -> bool:
+    def verify(
+        self,
+        describe: Describe,
+        tensor: torch.Tensor | None,
+        deadline: Deadline,
+        digest: int | None = None,
+        key: int = NO_KEY,
+    ) -> bool:
         """As `CallVerifier.verify`, of all ranks of the group.
 
         Args:
             describe: says which call it is.
+            tensor: of the call.
             deadline: of the call.
             digest: of the call, if it is known.
             key: compared.
         """
-        barrier = self._barrier or self.barrier(describe, deadline)
+        barrier = self._barrier or self.barrier(describe, tensor, deadline)
         if barrier is None or not self._is_one_node:
-            return self._verifier.verify(RunningCall(describe(), deadline), key)
+            return self._verifier.verify(RunningCall(describe(tensor), deadline), key)
         try:
-            is_same, is_common = barrier.arrive_and_wait(deadline, describe().digest() if digest is None else digest, key)
+            is_same, is_common = barrier.arrive_and_wait(deadline, describe(tensor).digest() if digest is None else digest, key)
         except Exception as error:  # noqa: BLE001 - raised again
-            self.explain(error, RunningCall(describe(), deadline))
+            self.explain(error, RunningCall(describe(tensor), deadline))
         if not is_same:
-            raise self.different_calls(RunningCall(describe(), deadline))
+            raise self.different_calls(RunningCall(describe(tensor), deadline))
         return is_common
 
-    def wait(self, describe: Describe, deadline: Deadline) -> None:
+    def wait(self, describe: Describe, tensor: torch.Tensor | None, deadline: Deadline) -> None:
         """Return when the ranks of this node have come."""
         if self._barrier is None:
-            self._verifier.run(RunningCall(describe(), deadline), self._node.Ibarrier)
+            self._verifier.run(RunningCall(describe(tensor), deadline), self._node.Ibarrier)
             return
         try:
             self._barrier.arrive_and_wait(deadline)
         except Exception as error:  # noqa: BLE001 - raised again
-            self.explain(error, RunningCall(describe(), deadline))
+            self.explain(error, RunningCall(describe(tensor), deadline))
 
     def different_calls(self, call: RunningCall) -> DisagreementError:
         """As `CallVerifier.different_calls`."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from ....contract.collective import Collective
 from ....contract.deadline import Deadline
 from ....contract.layout import flat, mark_written
 from ....contract.reduce_op import ReduceOp, Reduction, divide
@@ -16,7 +13,7 @@ from ....host.shared_memory.segment import Segment
 from ....host.transport import CallKind
 from ..transport import MPITransport
 from .algorithm import Algorithm, chunks, slice_of
-from .group_sync import GroupSync
+from .group_sync import Describe, GroupSync
 from .hierarchy import Hierarchy
 from .plan import NodePlan, PlanRequest
 from .window_collective import WindowCollective
@@ -52,11 +49,11 @@ class NodeReduction:
         self._stage: Segment | None = None
         self._may_stage = True
 
-    def stage(self, describe: Callable[[], Collective], deadline: Deadline) -> Segment | None:
+    def stage(self, describe: Describe, tensor: torch.Tensor, deadline: Deadline) -> Segment | None:
         """Memory to stage tensors in; None, on all ranks, if it cannot be had."""
         if self._stage is None and self._may_stage:
-            self._sync.verify(describe, deadline)
-            self._stage = self._memory.allocate_segment(STAGE_BYTES, RunningCall(describe(), deadline))
+            self._sync.verify(describe, tensor, deadline)
+            self._stage = self._memory.allocate_segment(STAGE_BYTES, RunningCall(describe(tensor), deadline))
             self._may_stage = self._stage is not None
         return self._stage
 
@@ -109,8 +106,8 @@ class HierarchicalWindow(WindowCollective):
         super().__init__(request, memory, elsewhere)
         self._reduction = reduction
 
-    def _run_in_window(self, place: Place, tensor: torch.Tensor, deadline: Deadline) -> None:
-        self._reduction.run(place, self._kind, RunningCall(self._call(tensor), deadline))
+    def _run_in_window(self, key: int, tensor: torch.Tensor, deadline: Deadline) -> None:
+        self._reduction.run(self._windows.place(key), self._kind, RunningCall(self._call(tensor), deadline))
         self._wait(tensor, deadline)
 
 
@@ -133,11 +130,11 @@ class HierarchicalAllReduce(NodePlan):
 
     def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool = False) -> None:
         """Stage a piece, verify the call, reduce; again for each piece."""
-        stage = self._reduction.stage(lambda: self._call(tensor), deadline)
+        stage = self._reduction.stage(self._call, tensor, deadline)
         if stage is None:
             self._run_otherwise(tensor, whole, deadline, is_verified=is_verified)
             return
-        call, place = RunningCall(self._call(tensor), deadline), Place(stage, 0, 0)
+        call, place = RunningCall(self._call(tensor), deadline), Place(stage, 0)
         for piece in torch.split(flat(tensor), STAGE_BYTES // tensor.element_size()):
             staged = stage.view(stage.mine, 0, piece.numel(), piece.dtype).copy_(piece)
             if is_verified:

@@ -99,7 +99,7 @@ class NodeTransport(MPITransport):
         capabilities = self._capabilities
         is_used = capabilities.shares_memory and (capabilities.nodes == 1 or not capabilities.reproducible)
         if is_used and numel * dtype.itemsize >= self._thresholds.window_bytes:
-            self._sync.verify(lambda: call.collective, call.deadline)
+            self._sync.verify(lambda _: call.collective, None, call.deadline)
             made = self._memory.allocate(numel, dtype, call)
             if made is not None:
                 return made
@@ -169,12 +169,12 @@ class NodeTransport(MPITransport):
     def barrier(self, call: RunningCall) -> None:
         """In shared memory, or MPI's."""
         if self._capabilities.nodes == 1 and self._capabilities.shares_memory:
-            self._sync.verify(lambda: call.collective, call.deadline)
+            self._sync.verify(lambda _: call.collective, None, call.deadline)
         else:
             super().barrier(call)
 
     def _verify(self, call: RunningCall) -> None:
-        self._sync.verify(lambda: call.collective, call.deadline)
+        self._sync.verify(lambda _: call.collective, None, call.deadline)
 
     def _run_once(
         self, name: str, op: Reduction | None, root: int | None, tensor: torch.Tensor, whole: torch.Tensor, call: RunningCall

@@ -78,14 +78,14 @@ class NodePlan(Plan):
             self.chosen = fallback
         self._otherwise.run(tensor, whole, deadline, is_verified=is_verified)
 
-    def _call(self, tensor: torch.Tensor) -> Collective:
+    def _call(self, tensor: torch.Tensor | None) -> Collective:
         return self._fixed_call or self._kind.call(tensor)
 
     def _verify(self, tensor: torch.Tensor, deadline: Deadline, key: int = NO_KEY) -> bool:
-        return self._sync.verify(lambda: self._call(tensor), deadline, self._digest, key)
+        return self._sync.verify(self._call, tensor, deadline, self._digest, key)
 
     def _wait(self, tensor: torch.Tensor, deadline: Deadline) -> None:
-        self._sync.wait(lambda: self._call(tensor), deadline)
+        self._sync.wait(self._call, tensor, deadline)
 
 
 class MpiPlan(NodePlan):

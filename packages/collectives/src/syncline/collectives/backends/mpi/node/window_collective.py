@@ -13,7 +13,6 @@ from ....contract.deadline import Deadline
 from ....contract.layout import flat, mark_written
 from ....host.reduction import always_of
 from ....host.transport import CallKind
-from ..call_verifier import NO_KEY
 from .algorithm import Algorithm, Operation, chunks, slice_of
 from .plan import NodePlan, PlanRequest
 from .windows import NodeMemory, Place
@@ -63,6 +62,7 @@ class WindowCollective(NodePlan):
     def __init__(self, request: PlanRequest, memory: NodeMemory, elsewhere: NodePlan) -> None:
         super().__init__(request)
         self._memory = memory
+        self._windows = memory.windows
         self._elsewhere = elsewhere
         self.chosen = elsewhere.chosen
         # By the places' keys. A share keeps no window alive, and means something only while a tensor lies there.
@@ -70,27 +70,23 @@ class WindowCollective(NodePlan):
 
     def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline, *, is_verified: bool = False) -> None:
         """Compare where the ranks have the tensor, once the group has windows."""
-        place = None
         if self._memory.has_windows:
-            place = self._memory.find(whole)
-            is_common = self._verify(tensor, deadline, NO_KEY if place is None else place.key)
+            key = self._windows.key_of(whole)
+            if self._verify(tensor, deadline, key):
+                self._run_in_window(key, tensor, deadline)
+                mark_written(whole)
+                self.chosen = self.in_window
+                return
             is_verified = True
-            if not is_common:
-                place = None
-        if place is None:
-            self._elsewhere.run(tensor, whole, deadline, is_verified=is_verified)
-            self.chosen = self._elsewhere.chosen
-        else:
-            self._run_in_window(place, tensor, deadline)
-            mark_written(whole)
-            self.chosen = self.in_window
+        self._elsewhere.run(tensor, whole, deadline, is_verified=is_verified)
+        self.chosen = self._elsewhere.chosen
 
-    def _run_in_window(self, place: Place, tensor: torch.Tensor, deadline: Deadline) -> None:
-        share = self._shares.get(place.key)
+    def _run_in_window(self, key: int, tensor: torch.Tensor, deadline: Deadline) -> None:
+        share = self._shares.get(key)
         if share is None:
             if len(self._shares) >= _MOST_PLACES:
                 self._shares.clear()
-            share = self._shares[place.key] = _SHARES[self._operation](place, self._kind)
+            share = self._shares[key] = _SHARES[self._operation](self._windows.place(key), self._kind)
         share(tensor)
         self._wait(tensor, deadline)
 

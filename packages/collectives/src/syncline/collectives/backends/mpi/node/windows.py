@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from ....contract.running_call import RunningCall
 from ....host.shared_memory.segment import Segment
-from ..call_verifier import CallVerifier
+from ..call_verifier import NO_KEY, CallVerifier
 from ..library import mpi_errors
 from .hierarchy import Hierarchy
 from .shared_allocation import SharedMemoryError, allocate_shared
@@ -28,16 +28,15 @@ class Place(NamedTuple):
     Attributes:
         segment: the shared memory.
         offset_bytes: from the beginning of this rank's part.
-        key: says the same in one number, which is equal on all ranks if and only if the places are.
     """
 
     segment: Segment
     offset_bytes: int
-    key: int
 
 
 class _Entry(NamedTuple):
     start: int
+    part_bytes: int
     first_key: int
     segment: weakref.ref[Segment]
 
@@ -61,24 +60,34 @@ class Windows:
     def add(self, segment: Segment) -> None:
         """Remember a segment. All ranks do, in the same order."""
         with self._changing:
-            entry = _Entry(segment.address(), self._next_key, weakref.ref(segment, self._forget))
+            entry = _Entry(segment.address(), segment.part_bytes, self._next_key, weakref.ref(segment, self._forget))
             self._next_key += segment.part_bytes + 1  # its end is a place, too
-            # One that goes just now may stay until the next one is added: `find` does not mind.
+            # One that goes just now may stay until the next one is added: `key_of` does not mind.
             alive = (known for known in self._known[1] if known.segment() is not None)
             self._know(sorted((*alive, entry), key=lambda known: known.start))
 
-    def find(self, tensor: torch.Tensor) -> Place | None:
-        """Where a contiguous tensor lies, if it lies in this rank's part of a segment from end to end."""
+    def key_of(self, tensor: torch.Tensor) -> int:
+        """The key of the place where a contiguous tensor lies, if it lies in this rank's part of a segment from end to end.
+
+        Else `NO_KEY`. It is equal on all ranks if and only if the places are, and no other place will ever have it.
+        """
         starts, entries = self._known
         address = tensor.data_ptr()
         index = bisect_right(starts, address) - 1
-        segment = entries[index].segment() if index >= 0 else None
-        if segment is None:
-            return None
-        offset = address - entries[index].start
-        if offset + tensor.nbytes > segment.part_bytes:
-            return None
-        return Place(segment, offset, entries[index].first_key + offset)
+        if index < 0:
+            return NO_KEY
+        start, part_bytes, first_key, segment = entries[index]
+        if address + tensor.nbytes > start + part_bytes or segment() is None:
+            return NO_KEY
+        return first_key + address - start
+
+    def place(self, key: int) -> Place:
+        """That of a key which `key_of` has given for a tensor that still lies there."""
+        for entry in self._known[1]:
+            segment = entry.segment()
+            if segment is not None and 0 <= key - entry.first_key <= entry.part_bytes:
+                return Place(segment, key - entry.first_key)
+        raise LookupError(f"no segment has place {key}")
 
     def __len__(self) -> int:
         return len(self._known[1])
@@ -130,10 +139,6 @@ class NodeMemory:
         self.windows.add(segment)
         self._has_windows = True
         return segment.view(segment.mine, 0, numel, dtype).zero_()  # written, so that no first use pays for it
-
-    def find(self, tensor: torch.Tensor) -> Place | None:
-        """Where a tensor lies in a window, if it does."""
-        return self.windows.find(tensor)
 
     def _warn(self, error: SharedMemoryError) -> None:
         reason = str(error)
