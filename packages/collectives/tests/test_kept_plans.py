@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from syncline.collectives.contract.call_observer import ObservedCall, observe_ca
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.layout import flat
 from syncline.collectives.contract.running_call import RunningCall
+from syncline.collectives.default_group import functional
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.host.transport import CallKind, Plan
 from syncline.collectives.testing import run_ranks
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.ranks
 
 
 class RecordingPlan(Plan):
-    """Reduces as the transport does; writes down when it was made and when it runs, and may fail."""
+    """Does what the transport does; writes down when it was made and when it runs, and may fail."""
 
     algorithm = "recording"
 
@@ -44,12 +46,17 @@ class RecordingPlan(Plan):
     def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
         self._transport.log.append("run")
         self._transport.on_run(deadline)
-        assert self._kind.op is not None
-        self._transport.all_reduce(flat(tensor), self._kind.op, RunningCall(self._kind.call(tensor), deadline))
+        call, op = RunningCall(self._kind.call(tensor), deadline), self._kind.op
+        if op is None:
+            self._transport.all_gather(flat(whole), flat(tensor), call)
+        elif tensor is whole:
+            self._transport.all_reduce(flat(tensor), op, call)
+        else:
+            self._transport.reduce_scatter(flat(tensor), flat(whole), op, call)
 
 
 class PlanningTransport(InProcessTransport):
-    """Has a plan for each `all_reduce`."""
+    """Has a plan for each collective but `broadcast`."""
 
     def __init__(self, shared_state: SharedState, rank: int) -> None:
         super().__init__(shared_state, rank)
@@ -57,7 +64,7 @@ class PlanningTransport(InProcessTransport):
         self.on_run: Callable[[Deadline], object] = lambda deadline: None
 
     def plan(self, kind: CallKind) -> Plan | None:
-        return RecordingPlan(self, kind) if kind.name == "all_reduce" else None
+        return None if kind.name == "broadcast" else RecordingPlan(self, kind)
 
 
 def make(
@@ -336,4 +343,88 @@ def test_a_functional_form_calls_the_method_of_groups_that_run_nothing_at_once()
     for _ in range(2):
         assert all_reduce(torch.ones(3), group=wrapped) is None
     assert not wrapped.ran_at_once("all_reduce", ReduceOp.SUM, None, torch.ones(3))
+    assert transport.log == ["made", "run", "run"]
+
+
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
+def call_with_block(group: HostGroup, name: str, part: torch.Tensor, block: torch.Tensor, *, is_method: bool = True) -> None:
+    """By the method or the functional form: both take first what is written."""
+    tensors = (block, part) if name == GATHER else (part, block)
+    if is_method:
+        assert getattr(group, name)(*tensors).result() == [tensors[0]]
+    else:
+        assert getattr(functional, name)(*tensors, group=group) is None
+
+
+def in_rows(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((3,), rank + 1.0), torch.ones(2, 3)
+
+
+def part_of_its_block(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    block = torch.ones(6)
+    return block[rank * 3 : rank * 3 + 3].fill_(rank + 1.0), block
+
+
+def with_gaps(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((3,), rank + 1.0), torch.ones(6, 2)[:, 0]
+
+
+def tracked(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((3,), rank + 1.0), torch.ones(6).requires_grad_()
+
+
+@pytest.mark.parametrize("is_method", [True, False])
+@pytest.mark.parametrize("made", [in_rows, part_of_its_block, with_gaps, tracked])
+@pytest.mark.parametrize("name", [GATHER, SCATTER])
+def test_parts_and_blocks_by_kept_plans(name: str, made: Callable[[int], Any], is_method: bool) -> None:
+    shared_state = SharedState(2)
+
+    def body(outer) -> None:
+        group, transport = make(2, outer.rank, shared_state)
+        for _ in range(3):
+            part, block = made(outer.rank)
+            if name == GATHER and block.requires_grad:
+                block = block.detach()
+            call_with_block(group, name, part, block, is_method=is_method)
+            if name == GATHER:
+                assert block.flatten().tolist() == [1.0] * 3 + [2.0] * 3
+            elif made is part_of_its_block:
+                assert part.tolist() == [outer.rank + 2.0] * 3
+            else:
+                assert part.tolist() == [2.0] * 3
+        assert transport.log == ["made", "run", "run", "run"]
+        assert [record.name for record in group.recorder.records()] == [name] * 3
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", [GATHER, SCATTER])
+def test_bad_blocks_are_refused_as_ever(name: str) -> None:
+    group, transport = make()
+    memory = torch.ones(4)
+    call_with_block(group, name, memory[:3], torch.ones(3))
+    for block, reason in (
+        (torch.ones(4), "to hold 1 times"),
+        (torch.ones(3, dtype=torch.float64), "to hold 1 times"),
+        (memory[1:], "shares memory with"),
+        ([1.0] * 3, "found list"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=reason):
+            call_with_block(group, name, memory[:3], block)  # type: ignore[arg-type]
+    call_with_block(group, name, memory[:3], memory[:3])
+    assert transport.log == ["made", "run", "run"]
+
+
+@pytest.mark.parametrize("name", [GATHER, SCATTER])
+def test_conjugated_blocks_are_served_by_the_same_plan(name: str) -> None:
+    group, transport = make()
+    for is_conjugated in (False, True):
+        part, block = torch.full((3,), 1 + 2j), torch.full((3,), 1 - 2j)
+        if is_conjugated:
+            block = block.conj()
+        call_with_block(group, name, part, block)
+        written = block if name == GATHER else part
+        assert written.tolist() == [1 + 2j if name == GATHER or is_conjugated else 1 - 2j] * 3
     assert transport.log == ["made", "run", "run"]

@@ -194,7 +194,10 @@ def test_reduce_scatter(size: int, name: str, is_part: bool) -> None:
                 block = rank.tensor(blocks[rank.rank])
                 mine = block.view(size, numel)[rank.rank]
                 output = mine if is_part else torch.zeros(numel, dtype=dtype)
+                written, read = output._version, block._version
                 rank.run(Operation.REDUCE_SCATTER, output, block, reduction(op))
+                assert output._version > written
+                assert is_part or block._version == read
                 terms = [source.view(size, numel)[rank.rank] for source in blocks]
                 assert torch.equal(output, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel)
                 expected = blocks[rank.rank].clone()
@@ -214,7 +217,10 @@ def test_all_gather(size: int, full_name: str, is_part: bool) -> None:
                 sources = [data(other, numel, torch.float32).to(dtype) for other in range(size)]
                 block = rank.tensor(torch.zeros(size * numel, dtype=dtype))
                 part = block.view(size, numel)[rank.rank].copy_(sources[rank.rank])
-                rank.run(Operation.ALL_GATHER, part if is_part else sources[rank.rank].clone(), block)
+                source, written = part if is_part else sources[rank.rank].clone(), block._version
+                rank.run(Operation.ALL_GATHER, source, block)
+                assert block._version > written
+                assert is_part or source._version == 0
                 assert torch.equal(block.view(torch.uint8), torch.cat(sources).view(torch.uint8)), (dtype, numel)
 
     on_ranks(size, full_name, body)

@@ -37,6 +37,11 @@ def is_simple(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_simple_block(block: torch.Tensor, part: torch.Tensor, size: int, rank: int) -> bool:
+    """Whether a block of `size` parts is simple, and what this rank's simple part goes into or comes from."""
+    return is_simple(block) and not_times(block, part, size, "block") is None and not_own_part(part, block, rank) is None
+
+
 def no_tensors(call_arguments: Mapping[str, object]) -> str | None:
     """Whether an argument is no tensor; for a name that ends in "s", no list of tensors. None stands for what is not given."""
     for name, given in call_arguments.items():

@@ -98,17 +98,25 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
 
     # ---- what it does ----
 
-    def ran_at_once(self, name: str, op: Reduction | None, root: int | None, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+    def ran_at_once(
+        self,
+        name: str,  # noqa: ARG002
+        op: Reduction | None,  # noqa: ARG002
+        root: int | None,  # noqa: ARG002
+        tensor: torch.Tensor,  # noqa: ARG002
+        block: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> bool:
         """Run a blocking collective that needs nothing decided and nothing checked, if this is one; else do nothing.
 
         The functional forms ask before they call the method, which for a few bytes takes as long as the ranks need to meet. The
         default says that there are no such calls.
 
         Args:
-            name: the method's, "all_reduce" or "broadcast".
+            name: the method's: "all_reduce", "broadcast", "all_gather_into_tensor" or "reduce_scatter_tensor".
             op: the reduction, if there is one.
             root: the root, if there is one.
             tensor: this rank's.
+            block: of the parts of all ranks, for the last two.
 
         Returns:
             Whether it was run. It may have raised what the method raises.

@@ -71,7 +71,10 @@ def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Fill one tensor with those of all ranks; see `ProcessGroup.all_gather_into_tensor`."""
-    work = resolve_group(group).all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op)
+    chosen = resolve_group(group)
+    if not async_op and chosen.ran_at_once("all_gather_into_tensor", None, None, input_tensor, output_tensor):
+        return None
+    work = chosen.all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op)
     return work if async_op else None
 
 
@@ -125,7 +128,10 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Work | None:
     """Combine the tensors of all ranks and give each its part; see `ProcessGroup.reduce_scatter_tensor`."""
-    work = resolve_group(group).reduce_scatter_tensor(output, input, op, async_op=async_op)
+    chosen = resolve_group(group)
+    if not async_op and chosen.ran_at_once("reduce_scatter_tensor", op, None, output, input):
+        return None
+    work = chosen.reduce_scatter_tensor(output, input, op, async_op=async_op)
     return work if async_op else None
 
 

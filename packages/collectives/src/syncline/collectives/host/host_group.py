@@ -52,8 +52,8 @@ class HostGroup(HostExchanges):
         Note [Plans]
         ~~~~~~~~~~~~
         A transport may decide how it does calls of a kind (same collective, reduction, root, dtype and shape) at the first
-        of them, and the group keeps the plan. For an `all_reduce` or a `broadcast` that comes again on a simple
-        tensor, what was checked then holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
+        of them, and the group keeps the plan. For a blocking call that comes again with simple tensors, what was checked then
+        holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
         """
         if not async_op and self.ran_at_once("all_reduce", op, None, tensor):
             return FinishedWork([tensor])
@@ -65,7 +65,28 @@ class HostGroup(HostExchanges):
             return FinishedWork([tensor])
         return super().broadcast(tensor, root, async_op=async_op)
 
-    def ran_at_once(self, name: str, op: Reduction | None, root: int | None, tensor: torch.Tensor) -> bool:
+    def all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Work:
+        """As `ProcessGroup.all_gather_into_tensor`; see Note [Plans]."""
+        if not async_op and self.ran_at_once("all_gather_into_tensor", None, None, tensor, output):
+            return FinishedWork([output])
+        return super().all_gather_into_tensor(output, tensor, async_op=async_op)
+
+    def reduce_scatter_tensor(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False
+    ) -> Work:
+        """As `ProcessGroup.reduce_scatter_tensor`; see Note [Plans]."""
+        if not async_op and self.ran_at_once("reduce_scatter_tensor", op, None, output, tensor):
+            return FinishedWork([output])
+        return super().reduce_scatter_tensor(output, tensor, op, async_op=async_op)
+
+    def ran_at_once(
+        self,
+        name: str,
+        op: Reduction | None,
+        root: int | None,
+        tensor: torch.Tensor,
+        block: torch.Tensor | None = None,
+    ) -> bool:
         """As `ProcessGroup.ran_at_once`: if a plan is kept for the call, and nothing has to be done but to run it."""
         if self._check_calls or observers or self._callbacks.running or profiler_runs() or not checks.is_simple(tensor):
             return False
@@ -73,11 +94,17 @@ class HostGroup(HostExchanges):
             return False
         shape = tensor.shape
         kept = self._plans.get((name, op, root, tensor.dtype, shape))  # a closed group has none
-        if kept is None or (kept.is_complex and tensor.is_conj()) or not self._progress.take_turn():
+        if kept is None or (kept.is_complex and (tensor.is_conj() or (block is not None and block.is_conj()))):
+            return False
+        if block is None:
+            block = tensor
+        elif not checks.is_simple_block(block, tensor, self.size, self.rank):
+            return False
+        if not self._progress.take_turn():
             return False
         try:
             self._callbacks.issued += 1  # nobody is inside a callback
-            self._run(kept, tensor, self.recorder.issue_kind(next(self._sequence), kept.what, shape, 3))
+            self._run(kept, tensor, block, self.recorder.issue_kind(next(self._sequence), kept.what, shape, 3))
         finally:
             self._progress.end_turn()
         return True

@@ -301,7 +301,7 @@ class SerialGroup(ProcessGroup):
         if self._check_calls and is_numbered:
             body = self._verified_first(body)
         issued_call = IssuedCall(call, body, tensors)
-        if not async_op and self._progress.run_here(self._run, issued_call, None, entry):
+        if not async_op and self._progress.run_here(self._run, issued_call, None, None, entry):
             if order is not None:
                 order.join()
             return FinishedWork(outputs)
@@ -331,7 +331,7 @@ class SerialGroup(ProcessGroup):
 
     def _run_into(self, work: PendingWork, issued_call: IssuedCall, entry: Entry) -> None:
         try:
-            self._run(issued_call, None, entry)
+            self._run(issued_call, None, None, entry)
         except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get it, whatever it is
             self._in_flight.discard(work)
             work.fail(error)
@@ -339,7 +339,7 @@ class SerialGroup(ProcessGroup):
             self._in_flight.discard(work)
             work.succeed()
 
-    def _run(self, task: Runnable, tensor: Any, entry: Entry) -> None:
+    def _run(self, task: Runnable, tensor: Any, whole: Any, entry: Entry) -> None:
         """Run one collective to its end. What goes wrong is the group's first failure."""
         recorder, sequence, verification = self.recorder, entry[NUMBER], self._verification
         interrupt = self._reason_to_give_up
@@ -355,7 +355,7 @@ class SerialGroup(ProcessGroup):
         try:
             if verification is not None:
                 verification.add(task.digest)
-            task.run(tensor, tensor, deadline)
+            task.run(tensor, whole, deadline)
             if verification is not None and verification.is_due:
                 verification.verify(deadline)
             entry[STATE] = DONE

@@ -78,6 +78,9 @@ class NodePlan(Plan):
             self.chosen = fallback
         self._otherwise.run(tensor, whole, deadline, is_verified=is_verified)
 
+    def _written(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return tensor if self._operation is Operation.REDUCE_SCATTER else whole
+
     def _call(self, tensor: torch.Tensor | None) -> Collective:
         return self._fixed_call or self._kind.call(tensor)
 
@@ -109,6 +112,4 @@ class MpiPlan(NodePlan):
         if self._has_presync and not is_verified:
             self._verify(tensor, deadline)
         self._by_mpi(flat(tensor), flat(whole), RunningCall(self._call(tensor), deadline))
-        mark_written(tensor)
-        if whole is not tensor:
-            mark_written(whole)
+        mark_written(self._written(tensor, whole))

@@ -74,7 +74,7 @@ class WindowCollective(NodePlan):
             key = self._windows.key_of(whole)
             if self._verify(tensor, deadline, key):
                 self._run_in_window(key, tensor, deadline)
-                mark_written(whole)
+                mark_written(self._written(tensor, whole))
                 self.chosen = self.in_window
                 return
             is_verified = True
