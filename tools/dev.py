@@ -110,6 +110,7 @@ UNDER_MPIEXEC = {
     "waiting": ("benchmarks.waiting",),
     "torch_backend": ("benchmarks.torch_backend",),
     "call_records": ("benchmarks.call_records",),
+    "versions": ("benchmarks.versions",),
 }
 BENCH_LAUNCH = (2, "mpich")
 ALONE = {

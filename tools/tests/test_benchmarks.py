@@ -31,6 +31,7 @@ from benchmarks import (
     step,
     torch_backend,
     tuned_buckets,
+    versions,
 )
 from benchmarks.cases import FULL, QUICK, all_cases, many_tiny, mlp, with_unused
 from benchmarks.deferral import Deferral, deferred_hook
@@ -549,6 +550,23 @@ def test_scaling_is_near_linear_with_good_buckets_and_ends_with_one_in_all() -> 
     fast = {size: scaling.efficiencies(scaling.on_networks(workload))[f"100 Gbit/s, 10 us, {size} MiB"] for size in (25, 100)}
     assert min(fast[25].values()) > 0.95
     assert all(one < many for one, many in zip(fast[100].values(), fast[25].values(), strict=True))
+
+
+def test_a_row_of_versions_has_the_ratio_of_the_same_turn() -> None:
+    taken_s = {versions.COMMIT: [1e-6, 2e-6, 4e-6], versions.TODAY: [2e-6, 2e-6, 2e-6]}
+    words = versions.row("all_reduce", 4096, "window", taken_s).split()
+    assert words == ["all_reduce", "4096", "window", "2.0", "2.0", "1.00", "[0.75", "1.50]"]
+
+
+@pytest.mark.skipif(not (versions.ROOT / ".git").exists(), reason="not a clone: there is no earlier commit")
+def test_two_versions_run_in_the_same_processes() -> None:
+    runtime = mpi_runtimes.find("mpich")
+    options = ["--kinds", *versions.KINDS, "--bytes", "4096", "--turns", "2"]
+    words = (*runtime.command(2), sys.executable, "-m", "benchmarks.versions", "HEAD", *options)
+    done = subprocess.run(words, env=environment(**runtime.env), capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split()[:3] for line in done.stdout.splitlines()[1:]]
+    assert rows == [[kind, "4096", place] for kind in versions.KINDS for place in versions.PLACES]
 
 
 def test_policies_of_waiting_are_kept_and_drawn(played: Path) -> None:
