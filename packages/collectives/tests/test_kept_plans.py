@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -400,8 +402,9 @@ def test_parts_and_blocks_by_kept_plans(name: str, made: Callable[[int], Any], i
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("is_method", [True, False])
 @pytest.mark.parametrize("name", [GATHER, SCATTER])
-def test_bad_blocks_are_refused_as_ever(name: str) -> None:
+def test_bad_blocks_are_refused_as_ever(name: str, is_method: bool) -> None:
     group, transport = make()
     memory = torch.ones(4)
     call_with_block(group, name, memory[:3], torch.ones(3))
@@ -410,11 +413,40 @@ def test_bad_blocks_are_refused_as_ever(name: str) -> None:
         (torch.ones(3, dtype=torch.float64), "to hold 1 times"),
         (memory[1:], "shares memory with"),
         ([1.0] * 3, "found list"),
+        (None, "found NoneType"),
     ):
         with pytest.raises(InvalidArgumentError, match=reason):
-            call_with_block(group, name, memory[:3], block)  # type: ignore[arg-type]
-    call_with_block(group, name, memory[:3], memory[:3])
+            call_with_block(group, name, memory[:3], block, is_method=is_method)  # type: ignore[arg-type]
+    call_with_block(group, name, memory[:3], memory[:3], is_method=is_method)
     assert transport.log == ["made", "run", "run"]
+
+
+@pytest.mark.parametrize("name", [GATHER, SCATTER])
+def test_a_part_is_not_its_own_block(name: str) -> None:
+    shared_state = SharedState(2)
+
+    def body(outer) -> None:
+        group, transport = make(2, outer.rank, shared_state)
+        part = torch.ones(3)
+        call_with_block(group, name, part, torch.ones(6))
+        for is_method in (True, False):
+            with pytest.raises(InvalidArgumentError, match="to hold 2 times"):
+                call_with_block(group, name, part, part, is_method=is_method)
+        assert transport.log == ["made", "run"]
+
+    run_ranks(2, body)
+
+
+def test_a_thread_may_run_a_functional_form_and_nothing_else() -> None:
+    group, transport = make()
+    tensor = torch.ones(3)
+    all_reduce(tensor, group=group)
+    _thread.start_new_thread(all_reduce, (tensor,), {"group": group})
+    end = time.monotonic() + 20
+    while [record.state for record in group.recorder.records()] != ["done", "done"] and time.monotonic() < end:
+        time.sleep(0.001)
+    assert transport.log == ["made", "run", "run"]
+    assert [record.where for record in group.recorder.records()][1] == "?"
 
 
 @pytest.mark.parametrize("name", [GATHER, SCATTER])

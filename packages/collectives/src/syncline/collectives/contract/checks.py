@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 
@@ -23,7 +23,7 @@ def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
     )
 
 
-def is_simple(tensor: torch.Tensor) -> bool:
+def is_simple(tensor: object) -> TypeGuard[torch.Tensor]:
     """Whether a tensor's memory can be read and written as it is: on the CPU, its values in plain order, untracked.
 
     Except that a complex one may be conjugated.
@@ -37,9 +37,14 @@ def is_simple(tensor: torch.Tensor) -> bool:
     )
 
 
-def is_simple_block(block: torch.Tensor, part: torch.Tensor, size: int, rank: int) -> bool:
-    """Whether a block of `size` parts is simple, and what this rank's simple part goes into or comes from."""
-    return is_simple(block) and not_times(block, part, size, "block") is None and not_own_part(part, block, rank) is None
+def is_simple_block(block: object, part: torch.Tensor, size: int, rank: int) -> TypeGuard[torch.Tensor]:
+    """Whether something is a simple block of `size` parts, not conjugated, that a simple part of this rank fits into."""
+    return (
+        is_simple(block)
+        and not block.is_conj()
+        and not_times(block, part, size, "block") is None
+        and not_own_part(part, block, rank) is None
+    )
 
 
 def no_tensors(call_arguments: Mapping[str, object]) -> str | None:

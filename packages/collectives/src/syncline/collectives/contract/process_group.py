@@ -109,7 +109,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         """Run a blocking collective that needs nothing decided and nothing checked, if this is one; else do nothing.
 
         The functional forms ask before they call the method, which for a few bytes takes as long as the ranks need to meet. The
-        default says that there are no such calls.
+        default says that there are no such calls. A group that overrides one of these methods must not run it here.
 
         Args:
             name: the method's: "all_reduce", "broadcast", "all_gather_into_tensor" or "reduce_scatter_tensor".

@@ -120,7 +120,10 @@ class FlightRecorder:
         A loop calls from one function again and again, perhaps by one of our functional forms. Both are compared with the
         latest, which is cheaper than a look-up.
         """
-        frame = _getframe(depth)
+        try:
+            frame = _getframe(depth)
+        except ValueError:  # the thread runs a function of ours and nothing else
+            frame = _getframe()  # which is ours, so nobody is named
         code: CodeType | None = frame.f_code
         if code is self._latest_form and (caller := frame.f_back) is not None:
             frame, code = caller, caller.f_code

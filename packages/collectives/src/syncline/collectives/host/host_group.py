@@ -94,17 +94,18 @@ class HostGroup(HostExchanges):
             return False
         shape = tensor.shape
         kept = self._plans.get((name, op, root, tensor.dtype, shape))  # a closed group has none
-        if kept is None or (kept.is_complex and (tensor.is_conj() or (block is not None and block.is_conj()))):
+        if kept is None or (kept.is_complex and tensor.is_conj()):
             return False
-        if block is None:
-            block = tensor
-        elif not checks.is_simple_block(block, tensor, self.size, self.rank):
-            return False
+        whole = tensor
+        if kept.has_block:
+            if not checks.is_simple_block(block, tensor, self.size, self.rank):
+                return False
+            whole = block
         if not self._progress.take_turn():
             return False
         try:
             self._callbacks.issued += 1  # nobody is inside a callback
-            self._run(kept, tensor, block, self.recorder.issue_kind(next(self._sequence), kept.what, shape, 3))
+            self._run(kept, tensor, whole, self.recorder.issue_kind(next(self._sequence), kept.what, shape, 3))
         finally:
             self._progress.end_turn()
         return True

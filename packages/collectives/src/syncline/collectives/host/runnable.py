@@ -66,6 +66,9 @@ class IssuedCall:
             self._body(running)
 
 
+_WITHOUT_BLOCK = frozenset({"all_reduce", "broadcast"})
+
+
 class KeptPlan:
     """A plan, and what is the same in all calls that it serves.
 
@@ -79,9 +82,10 @@ class KeptPlan:
         digest: of each call.
         what: for the record.
         is_complex: whether the tensors are.
+        has_block: whether a call has a block of the parts of all ranks, beside this rank's.
     """
 
-    __slots__ = ("_kind", "digest", "is_complex", "plan", "run", "what")
+    __slots__ = ("_kind", "digest", "has_block", "is_complex", "plan", "run", "what")
 
     def __init__(self, plan: Plan, kind: CallKind) -> None:
         self._kind = kind
@@ -89,6 +93,7 @@ class KeptPlan:
         self.run = plan.run
         self.digest = kind.digest()
         self.is_complex = kind.dtype.is_complex
+        self.has_block = kind.name not in _WITHOUT_BLOCK
         self.what: What = (kind.name, kind.dtype, kind.op, kind.root, "")
 
     def collective(self, tensor: torch.Tensor) -> Collective:
