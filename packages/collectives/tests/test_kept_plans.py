@@ -1,4 +1,4 @@
-"""The group keeps a transport's plans, and runs them at once for an `all_reduce` that comes again: see Note [Plans]."""
+"""The group keeps a transport's plans, and runs them at once for blocking calls that come again: see Note [Plans]."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.layout import flat
 from syncline.collectives.contract.running_call import RunningCall
 from syncline.collectives.default_group import functional
+from syncline.collectives.host.departures import Departures
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.host.transport import CallKind, Plan
 from syncline.collectives.testing import run_ranks
@@ -403,13 +404,78 @@ def test_parts_and_blocks_by_kept_plans(name: str, made: Callable[[int], Any], i
 
 
 @pytest.mark.parametrize("is_method", [True, False])
+@pytest.mark.parametrize("made", [in_rows, part_of_its_block])
 @pytest.mark.parametrize("name", [GATHER, SCATTER])
-def test_bad_blocks_are_refused_as_ever(name: str, is_method: bool) -> None:
+def test_simple_parts_and_blocks_are_not_issued_again(
+    name: str, made: Callable[[int], Any], is_method: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     group, transport = make()
-    memory = torch.ones(4)
-    call_with_block(group, name, memory[:3], torch.ones(3))
+    call_with_block(group, name, torch.ones(3), torch.ones(3))
+    monkeypatch.setattr(HostGroup, "_issue", None)
+    part, block = made(0)
+    call_with_block(group, name, part, block.flatten()[:3], is_method=is_method)
+    assert transport.log == ["made", "run", "run"]
+
+
+def test_what_the_functional_forms_ask_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def ran_at_once(group: HostGroup, *arguments: Any) -> bool:
+        asked.append(arguments)
+        return True
+
+    monkeypatch.setattr(HostGroup, "ran_at_once", ran_at_once)
+    group, _ = make(2, 0, ranks=[4, 7])
+    part, block = torch.ones(3), torch.ones(6)
+    functional.all_reduce(part, ReduceOp.MAX, group)
+    functional.broadcast(part, src=7, group=group)
+    functional.broadcast(part, group_src=1, group=group)
+    functional.all_gather_into_tensor(block, part, group)
+    functional.reduce_scatter_tensor(part, block, ReduceOp.MIN, group)
+    expected: list[tuple[Any, ...]] = [
+        ("all_reduce", ReduceOp.MAX, None, part),
+        ("broadcast", None, 1, part),
+        ("broadcast", None, 1, part),
+        (GATHER, None, None, part, block),
+        (SCATTER, ReduceOp.MIN, None, part, block),
+    ]
+    assert [[id(argument) for argument in arguments] for arguments in asked] == [list(map(id, one)) for one in expected]
+
+
+def test_functional_forms_do_not_ask_for_what_shall_run_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostGroup, "ran_at_once", None)
+    group, _ = make()
+    part, block = torch.ones(3), torch.ones(3)
+    works = [
+        functional.all_reduce(part, group=group, async_op=True),
+        functional.broadcast(part, src=0, group=group, async_op=True),
+        functional.all_gather_into_tensor(block, part, group, async_op=True),
+        functional.reduce_scatter_tensor(part, block, group=group, async_op=True),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def test_calls_by_kept_plans_are_told_to_those_who_wait_for_a_rank_that_leaves() -> None:
+    departures = Departures(list)
+    group, transport = make(calls=departures.group("default", [0]))
+    for _ in range(2):
+        group.all_reduce(torch.ones(3))
+    assert transport.log == ["made", "run", "run"]
+    assert list(departures.own().values()) == [2]
+    assert [record.position for record in group.recorder.records()] == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("is_method", [True, False])
+@pytest.mark.parametrize("name", [GATHER, SCATTER])
+def test_bad_blocks_are_refused_as_ever(name: str, is_method: bool, dtype: torch.dtype) -> None:
+    group, transport = make()
+    memory = torch.ones(4, dtype=dtype)
+    call_with_block(group, name, memory[:3], torch.ones(3, dtype=dtype))
     for block, reason in (
-        (torch.ones(4), "to hold 1 times"),
+        (torch.ones(4, dtype=dtype), "to hold 1 times"),
         (torch.ones(3, dtype=torch.float64), "to hold 1 times"),
         (memory[1:], "shares memory with"),
         ([1.0] * 3, "found list"),

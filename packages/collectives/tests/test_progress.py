@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -41,7 +42,7 @@ class Recorder:
         thread, frames = self.progress._thread, sys._current_frames()
         frame = frames.get(thread.ident or 0) if thread is not None else None
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "no thread"
-        return f"{len(self.progress._queue)} queued, running on {self.progress._running_on}, log ends {self.log[-3:]}:\n{stack}"
+        return f"{len(self.progress._queue)} queued, running on {self.progress.running_on}, log ends {self.log[-3:]}:\n{stack}"
 
 
 @pytest.fixture
@@ -56,15 +57,19 @@ def test_runs_here_when_nothing_is_in_flight(recorder: Recorder) -> None:
     assert recorder.progress._thread is None, "no thread before it is needed"
 
 
-def test_whoever_has_the_turn_is_alone_and_comes_before_what_is_queued_meanwhile(recorder: Recorder) -> None:
-    assert recorder.progress.take_turn()
-    assert recorder.progress.is_running_here()
-    assert not recorder.progress.take_turn()  # the turn is not taken twice; `run_here` knows who has it
-    recorder.progress._queue.append(recorder.task("B"))
-    assert recorder.progress.run_here(recorder.task("A"))
-    recorder.progress.end_turn()
-    assert not recorder.progress.is_running_here()
-    assert not recorder.progress.take_turn()  # what is queued comes first
+def test_whoever_takes_the_turn_is_alone_until_it_is_given_back(recorder: Recorder) -> None:
+    progress = recorder.progress
+    assert progress.take_turn()
+    assert progress.is_running_here()
+    assert not progress.take_turn()  # not twice; `run_here` knows who has it
+    assert progress.run_here(recorder.task("A"))
+    with ThreadPoolExecutor() as others:
+        assert not others.submit(progress.take_turn).result()
+        assert not others.submit(progress.run_here, recorder.task("B")).result()
+    progress.running_on = None
+    progress.turn.release()
+    assert not progress.is_running_here()
+    assert progress.take_turn()
     assert recorder.log == ["<A", "A>"]
 
 

@@ -106,10 +106,10 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         tensor: torch.Tensor,  # noqa: ARG002
         block: torch.Tensor | None = None,  # noqa: ARG002
     ) -> bool:
-        """Run a blocking collective that needs nothing decided and nothing checked, if this is one; else do nothing.
+        """Run a blocking collective if there is nothing to decide and next to nothing to check; else do nothing.
 
-        The functional forms ask before they call the method, which for a few bytes takes as long as the ranks need to meet. The
-        default says that there are no such calls. A group that overrides one of these methods must not run it here.
+        For the functional forms, which ask before they call the method: for a few bytes, the method takes as long as the ranks
+        need to meet. The default says that there are no such calls. Whoever overrides one of the methods overrides this, too.
 
         Args:
             name: the method's: "all_reduce", "broadcast", "all_gather_into_tensor" or "reduce_scatter_tensor".

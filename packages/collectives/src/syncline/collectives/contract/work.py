@@ -126,8 +126,6 @@ class Work(ABC):
     A Work has no truth value, because "did it finish?" and "is there one?" are different questions.
     """
 
-    __slots__ = ("__weakref__",)  # those who derive from it may have a dictionary
-
     @abstractmethod
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the collective has finished; on CUDA, order the current stream after it instead.

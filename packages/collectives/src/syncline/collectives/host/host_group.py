@@ -53,7 +53,8 @@ class HostGroup(HostExchanges):
         ~~~~~~~~~~~~
         A transport may decide how it does calls of a kind (same collective, reduction, root, dtype and shape) at the first
         of them, and the group keeps the plan. For a blocking call that comes again with simple tensors, what was checked then
-        holds, so the plan runs at once. Ranks may differ in whether they have kept a plan.
+        holds (but for a block, which is looked at again), so `ran_at_once` runs the plan. Ranks may differ in whether they
+        have kept a plan.
         """
         if not async_op and self.ran_at_once("all_reduce", op, None, tensor):
             return FinishedWork([tensor])
@@ -105,9 +106,11 @@ class HostGroup(HostExchanges):
             return False
         try:
             self._callbacks.issued += 1  # nobody is inside a callback
+            # The caller of the method or of the functional form is three frames up.
             self._run(kept, tensor, whole, self.recorder.issue_kind(next(self._sequence), kept.what, shape, 3))
         finally:
-            self._progress.end_turn()
+            self._progress.running_on = None
+            self._progress.turn.release()
         return True
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:

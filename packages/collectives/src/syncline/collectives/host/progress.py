@@ -26,8 +26,8 @@ class Progress:
     The tasks of one `Progress` are the collectives of one group. They run in one order:
 
     1. Tasks issued from outside run in the order in which `run_here` and `enqueue` were called.
-    2. While a task runs (its future's callbacks included) no other task starts: its thread holds the lock `_turn`, and
-       `_running_on` names it. Whoever holds the turn, and nobody else, takes tasks out of the queue. While there are any,
+    2. While a task runs (its future's callbacks included) no other task starts: its thread holds the lock `turn`, and
+       `running_on` names it. Whoever holds the turn, and nobody else, takes tasks out of the queue. While there are any,
        `run_here` runs nothing, so what is queued comes before what is issued later.
     3. A task issued *from a callback of a running task* runs at once, on the same thread, inside that callback: before
        every task that waits in the queue, on every rank alike. The callback may therefore wait for it.
@@ -43,20 +43,24 @@ class Progress:
 
     The thread starts with the first queued task and is a daemon, so that a rank that dies of an exception is not kept
     alive by it.
+
+    Attributes:
+        turn: the lock.
+        running_on: the thread that has it.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
         self._changed = threading.Condition()  # the thread waits for tasks, or for the end
         self._queue: deque[Task] = deque()
-        self._running_on: int | None = None
+        self.running_on: int | None = None
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     def is_running_here(self) -> bool:
         """Whether the calling thread is inside a task, that is, in a callback."""
-        return self._running_on == get_ident()
+        return self.running_on == get_ident()
 
     def run_here(self, task: Callable[..., None], *arguments: object) -> bool:
         """Run a task on this thread if nothing comes before it, or if this thread is inside a task already.
@@ -64,7 +68,7 @@ class Progress:
         Returns:
             Whether the task was run; if not, call `enqueue`.
         """
-        if self.is_running_here():
+        if self.running_on == get_ident():
             task(*arguments)
             return True
         if not self.take_turn():
@@ -72,20 +76,21 @@ class Progress:
         try:
             task(*arguments)
         finally:
-            self.end_turn()
+            self.running_on = None
+            self.turn.release()
         return True
 
     def take_turn(self) -> bool:
-        """Let the calling thread run something, as the next in the order, until `end_turn`; false if something comes before."""
-        if self._queue or not self._turn.acquire(False):
-            return False
-        self._running_on = get_ident()
-        return True
+        """Let the calling thread run something, as the next in the order; false if something comes before, or it has the turn.
 
-    def end_turn(self) -> None:
-        """What `take_turn` began is over."""
-        self._running_on = None
-        self._turn.release()
+        It gives the turn back by two lines in a `finally`, `running_on = None` and `turn.release()`. They are no method: the
+        handler of a signal, such as Ctrl-C, could raise where that begins, and nobody would ever have the turn again.
+        """
+        me = get_ident()  # before the turn is taken, for the same reason
+        if self._queue or not self.turn.acquire(False):
+            return False
+        self.running_on = me
+        return True
 
     def enqueue(self, task: Task) -> bool:
         """Run a task on the progress thread, after all that were issued before it; inside a callback, at once and here.
@@ -119,9 +124,9 @@ class Progress:
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing runs and nothing is queued; false if that took longer than `timeout_s` seconds."""
         end = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
-        while self._turn.acquire(timeout=max(0.0, end - time.monotonic())):
+        while self.turn.acquire(timeout=max(0.0, end - time.monotonic())):
             is_empty = not self._queue
-            self._turn.release()
+            self.turn.release()
             if is_empty:
                 return True
             time.sleep(_LOOK_S)
@@ -147,7 +152,7 @@ class Progress:
 
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is queued."""
-        return not (self._turn.locked() or self._queue)
+        return not (self.turn.locked() or self._queue)
 
     def join(self, timeout_s: float) -> None:
         """After `stop`: wait for the thread to end, at most `timeout_s` seconds."""
@@ -160,17 +165,17 @@ class Progress:
                 self._changed.wait_for(lambda: self._queue or self._stopping)
                 if not self._queue:
                     return
-            with self._turn:
+            with self.turn:
                 self._run_first()
 
     def _run_first(self) -> None:
         if not self._queue:
             return  # a callback that waited for it has run it
-        self._running_on = get_ident()
+        self.running_on = get_ident()
         try:
             self._queue.popleft()()
         finally:
-            self._running_on = None
+            self.running_on = None
 
 
 def _run_queues_here(is_done: Callable[[], bool]) -> None:

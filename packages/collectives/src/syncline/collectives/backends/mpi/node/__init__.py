@@ -2,7 +2,7 @@
 
 The way of a tensor from `all_reduce(tensor)` into a window:
 
-1. `host_group`: `HostGroup.all_reduce` looks for the plan of calls like this one, and `serial_group` runs it in its order.
+1. `host_group`: `HostGroup.ran_at_once` looks for the plan of calls like this one, and `serial_group` runs it in its order.
 2. `node_transport`: at the first such call `NodeTransport.plan` makes the plan, by `choose` in `algorithm`.
 3. `window_collective`: `WindowCollective.run` asks `windows` where the tensor lies.
 4. `group_sync`: `GroupSync.verify` compares call and place with the other ranks, by the `ShmBarrier` of `shm_barrier`.
