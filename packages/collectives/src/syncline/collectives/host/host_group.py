@@ -19,7 +19,7 @@ from ..contract.work import FinishedWork, Work
 from ..torch_internals import profiler_runs
 from .host_exchanges import HostExchanges
 from .packing import copy_back, empty_block, flat_copy, unpack
-from .runnable import KeptPlan
+from .runnable import KeptPlan, PlanKey
 from .transport import CallKind, Plan
 
 MOST_PLANS = 256
@@ -89,6 +89,8 @@ class HostGroup(HostExchanges):
         block: torch.Tensor | None = None,
     ) -> bool:
         """As `ProcessGroup.ran_at_once`: if a plan is kept for the call, and nothing has to be done but to run it."""
+        if not self._plans:  # such as a transport's that has none
+            return False
         if self._check_calls or observers or self._callbacks.running or profiler_runs() or not checks.is_simple(tensor):
             return False
         if type(op) is not ReduceOp and op is not None:
@@ -125,7 +127,7 @@ class HostGroup(HostExchanges):
         if not tensor.is_cpu:
             return None
         kind = CallKind(call.name, call.op, call.root, tensor.dtype, tensor.numel())
-        key = (call.name, call.op, call.root, tensor.dtype, tensor.shape)
+        key: PlanKey = (call.name, call.op, call.root, tensor.dtype, tensor.shape)
         kept = self._plans.get(key)
         if kept is not None:
             return kept.plan

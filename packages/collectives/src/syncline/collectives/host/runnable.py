@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.layout import is_tracked, untracked
+from ..contract.reduce_op import Reduction
 from ..contract.running_call import RunningCall
 from ..failures.flight_recorder import What
 from .device_runtime import Body
@@ -65,6 +66,9 @@ class IssuedCall:
         else:
             self._body(running)
 
+
+#: By what kept plans are found: name, op, root, dtype and shape of this rank's tensor.
+PlanKey: TypeAlias = tuple[str, Reduction | None, int | None, torch.dtype, torch.Size]
 
 _WITHOUT_BLOCK = frozenset({"all_reduce", "broadcast"})
 

@@ -18,7 +18,6 @@ from typing_extensions import override
 from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.process_group import ProcessGroup
-from ..contract.reduce_op import Reduction
 from ..contract.running_call import RunningCall
 from ..contract.work import FinishedWork, PendingWork, Work
 from ..errors import CollectiveTimeout, GroupClosedError, MisuseError, RankLostError, SynclineError, TransportError
@@ -38,7 +37,7 @@ from .group_start import agree_on_start
 from .group_work import GroupWork
 from .history_verification import HistoryVerification
 from .progress import Progress
-from .runnable import IssuedCall, KeptPlan, Runnable
+from .runnable import IssuedCall, KeptPlan, PlanKey, Runnable
 from .transport import Transport
 
 logger = logging.getLogger("syncline.collectives")
@@ -111,7 +110,7 @@ class SerialGroup(ProcessGroup):
         self._companions: list[ProcessGroup] = []
         self._first_failure: BaseException | None = None
         self._in_flight: set[PendingWork] = set()
-        self._plans: dict[tuple[str, Reduction | None, int | None, torch.dtype, torch.Size], KeptPlan] = {}
+        self._plans: dict[PlanKey, KeptPlan] = {}
         self._deadline: Deadline | None = None  # of the collective that runs now
         self.recorder = FlightRecorder(name, rank, self.ranks, None if calls is None else calls.count)
         self._reporter: Reporter | None = None
