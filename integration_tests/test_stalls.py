@@ -24,10 +24,12 @@ JOB = """
     logging.basicConfig(level=logging.INFO)
     logging.getLogger("syncline.collectives").addHandler(Told())
     group = collectives.init_process_group(sys.argv[1])
-    if group.rank == 1:
-        end_s = time.monotonic() + 30
-        while not Path("told").exists() and time.monotonic() < end_s:
-            time.sleep(0.01)
+    Path(f"came-{group.rank}").touch()
+    # The others begin together: one that comes later than the limit would be told of, too.
+    awaited = ["told"] if group.rank == 1 else ["came-0", "came-2"]
+    end_s = time.monotonic() + 30
+    while not all(Path(name).exists() for name in awaited) and time.monotonic() < end_s:
+        time.sleep(0.01)
     collectives.all_reduce(torch.ones(3))
     collectives.destroy_process_group()
 """
@@ -36,11 +38,11 @@ JOB = """
 @pytest.mark.parametrize("backend", ["mpi", "gloo"])
 def test_rank_0_says_who_waits_for_whom(run_job: Callable[..., Any], tmp_path: Path, backend: str) -> None:
     site = tmp_path / "site.toml"
-    site.write_text("stall_warning_s = 0.2\n")
+    site.write_text("stall_warning_s = 1\n")
     (tmp_path / "script.py").write_text("")
     finished = run_job(3, JOB, str(tmp_path / "script.py"), backend, SYNCLINE_SITE=str(site))
     assert finished.status == 0, finished.output
     told = (tmp_path / "told").read_text()
-    assert "waiting for 0.2 s and more: ranks 0, 2 in all_reduce(float32[3], op=SUM) #0 at script.py:" in told
+    assert "waiting for 1 s and more: ranks 0, 2 in all_reduce(float32[3], op=SUM) #0 at script.py:" in told
     assert "not in a call: rank 1" in told
     assert all(f"rank {rank} of 3: host " in finished.output for rank in range(3))
