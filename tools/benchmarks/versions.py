@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from . import session
 from .summary import Summary
 from .timing import order_of_round
 
@@ -135,8 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("commit", help="what to compare with: a commit, a tag or a branch")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["all_reduce"], help="which collectives")
     parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES, help="plain memory, a window, or both")
-    parser.add_argument("--bytes", nargs="+", type=int, default=BYTES, metavar="N", help="of each rank's tensor")
-    parser.add_argument("--turns", type=int, default=40, metavar="N")
+    number = session.at_least_one
+    parser.add_argument("--bytes", nargs="+", type=number, default=BYTES, metavar="N", help="of each rank's tensor")
+    parser.add_argument("--turns", type=number, default=40, metavar="N")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     versions = {TODAY: Version(None)}
@@ -154,9 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     taken = compare(versions, kind, nbytes, place, options.turns)
                     if group.rank == 0:
                         print(row(kind, nbytes, place, taken), flush=True)
-    for version in versions.values():
-        with version.imported():
-            version.group.close()
+        for version in versions.values():  # before its sources go, of which something may be imported only now
+            with version.imported():
+                version.group.close()
     return 0
 
 
