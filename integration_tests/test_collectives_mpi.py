@@ -27,8 +27,8 @@ from syncline.collectives import (
     init_process_group,
     is_initialized,
 )
-from syncline.collectives.contract.statements import ranks_in_words
-from syncline.collectives.devices.cuda_awareness import CudaAwareness
+from syncline.collectives.health.statements import ranks_in_words
+from syncline.collectives.transports.cuda_awareness import CudaAwareness
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.launch import detect_launch
 from syncline.collectives.startup.registry import load_backend
@@ -141,7 +141,7 @@ def test_wrong_device_is_named(mpi_group: ProcessGroup) -> None:
 @pytest.mark.parametrize("is_aware", [False, True])
 def test_tensors_of_a_device(monkeypatch: pytest.MonkeyPatch, is_aware: bool) -> None:
     """Staged, or handed to MPI directly, as the test of its awareness says; by a device that the CPU plays."""
-    from syncline.collectives.backends.mpi import connection
+    from syncline.collectives.transports.mpi import connection
 
     device = RecordingDevice()
     monkeypatch.setattr(connection, "cuda_runtime", lambda: device)
@@ -164,7 +164,7 @@ def test_tensors_of_a_device(monkeypatch: pytest.MonkeyPatch, is_aware: bool) ->
 
 def test_a_group_for_the_host_alone_asks_nothing_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """As beside NCCL, where the test of CUDA memory would be a process on each rank for nothing."""
-    from syncline.collectives.backends.mpi import connection
+    from syncline.collectives.transports.mpi import connection
 
     monkeypatch.setattr(connection, "cuda_runtime", pytest.fail)
     request = ConnectRequest(detect_launch(os.environ), None, None, None, timeout_s=30.0, devices=frozenset({"cpu"}))

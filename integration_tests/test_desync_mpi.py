@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.engine.group import HostGroup
 from test_support.desync_programs import NUMELS, QUICK, TIMEOUT_S, catalogue, outcome, problem, same_signature_swapped
 from test_support.full_run import FULL
 
@@ -57,12 +57,12 @@ def job() -> Any:
 def make_group(request: pytest.FixtureRequest, job: Any, monkeypatch: pytest.MonkeyPatch) -> MakeGroup:
     """Makes a group of all ranks, on one node or each on a node of its own."""
 
-    from syncline.collectives.backends.mpi import timeout_report
+    from syncline.collectives.transports.mpi import timeout_report
 
     monkeypatch.setattr(timeout_report, "_LISTEN_S", 0.5)  # the programs that end in a time-out are many
 
     def make(*, check_calls: bool) -> HostGroup:
-        from syncline.collectives.backends.mpi.node.node_transport import NodeTransport
+        from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
 
         split = {"split": each_alone} if request.param == "messages" else {}
         return HostGroup(

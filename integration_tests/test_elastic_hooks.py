@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from syncline.collectives import TransportError
-from syncline.collectives.backends.in_process import InProcessGroup, create_groups
+from syncline.collectives.transports.threads import InProcessGroup, create_groups
 from syncline.ddp import DistributedDataParallel, Elastic, ElasticSampler
 from syncline.hooks import (
     CompressionState,

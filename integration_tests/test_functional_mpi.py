@@ -9,7 +9,7 @@ import torch
 
 import syncline.collectives as sc
 from syncline.collectives import InvalidArgumentError, MisuseError, NonMember, ProcessGroup
-from syncline.collectives.contract.statements import ranks_in_words
+from syncline.collectives.health.statements import ranks_in_words
 
 pytestmark = pytest.mark.mpi
 
@@ -236,7 +236,7 @@ def test_wait_with_a_time_limit_of_its_own(mpi_group: ProcessGroup) -> None:
 
 def test_tensors_larger_than_a_piece(mpi_group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """What exceeds MPI's counts travels in pieces; here a piece is 64 bytes."""
-    from syncline.collectives.backends.mpi import transport
+    from syncline.collectives.transports.mpi import transport
     from syncline.collectives.testing import CHECKS
 
     monkeypatch.setattr(transport, "PIECE_BYTES", 64)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.collectives.backends.nccl import backend
+from syncline.collectives.transports.nccl import backend
 from syncline.collectives.testing.processes import run_processes
 
 MISSING = backend.missing()

@@ -10,7 +10,7 @@ import torch
 
 from syncline import hooks
 from syncline.collectives import ProcessGroup, exchange_objects
-from syncline.collectives.backends.in_process import create_groups
+from syncline.collectives.transports.threads import create_groups
 from syncline.ddp import DistributedDataParallel
 
 pytestmark = pytest.mark.mpi

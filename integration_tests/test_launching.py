@@ -88,7 +88,7 @@ def test_who_finishes_first_ends_no_work_of_others(run_job) -> None:
         """
         import sys, time
         import torch
-        import syncline.collectives.backends.mpi.job_abort as job_abort
+        import syncline.collectives.transports.mpi.job_abort as job_abort
         from syncline.collectives import all_reduce, init_process_group
 
         job_abort.NOTICE_AFTER_S = 0.01

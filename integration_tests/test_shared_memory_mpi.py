@@ -26,14 +26,14 @@ from syncline.collectives import (
     exchange_objects,
     premul_sum,
 )
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.contract.reduce_op import DTYPES_OF, Reduction
-from syncline.collectives.contract.statements import ranks_in_words
-from syncline.collectives.host.host_group import HostGroup
-from syncline.collectives.host.reduction import reduce_in_rank_order
-from syncline.collectives.host.shared_memory.os_memory import huge_page_bytes
-from syncline.collectives.host.shared_memory.segment import Segment, create_file
-from syncline.collectives.host.transport import Plan
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.reduce_op import DTYPES_OF, Reduction
+from syncline.collectives.health.statements import ranks_in_words
+from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.tensors.reduction import reduce_in_rank_order
+from syncline.collectives.transports.shared_memory.os_memory import huge_page_bytes
+from syncline.collectives.transports.shared_memory.segment import Segment, create_file
+from syncline.collectives.engine.transport import Plan
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.testing import CHECKS
 from syncline.ddp import DistributedDataParallel
@@ -67,7 +67,7 @@ class Group:
     def __init__(self, **options: Any) -> None:
         from mpi4py import MPI
 
-        from syncline.collectives.backends.mpi.node.node_transport import NodeTransport
+        from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
 
         world = MPI.COMM_WORLD
         self.transport = NodeTransport(world.Dup(), **options)
@@ -96,7 +96,7 @@ class RecordingPlan(Plan):
     def algorithm(self) -> str:
         return self._plan.algorithm
 
-    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, scope: CancelScope) -> None:
         self._plan.run(tensor, whole, deadline)
         self._algorithms.append(self._plan.algorithm)
 
@@ -137,7 +137,7 @@ def nodes() -> Iterator[Group]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node import copy_in_copy_out, hierarchical_all_reduce, window_collective
+    from syncline.collectives.transports.mpi.node import copy_in_copy_out, hierarchical_all_reduce, window_collective
 
     monkeypatch.setattr(window_collective, "CHUNK_BYTES", 1 << 10)
     monkeypatch.setattr(window_collective, "LEAST_CHUNK_BYTES", 1 << 8)
@@ -305,7 +305,7 @@ def test_halves_outside_windows_cross_by_the_slice(
     nodes: Group, op: Reduction, has_windows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces, of which the last is shorter; again and again, with ranks that come late."""
-    from syncline.collectives.backends.mpi.node import hierarchical_all_reduce
+    from syncline.collectives.transports.mpi.node import hierarchical_all_reduce
 
     monkeypatch.setattr(hierarchical_all_reduce, "STAGE_BYTES", 2048)
     group, generator = nodes.group, random.Random(nodes.group.rank)
@@ -357,7 +357,7 @@ def test_ranks_that_stage_different_calls_are_told_so(has_windows: bool) -> None
 
 
 def test_halves_outside_windows_where_no_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node import hierarchical_all_reduce
+    from syncline.collectives.transports.mpi.node import hierarchical_all_reduce
 
     made = Group(thresholds=STAGED, split=by_pairs)
     monkeypatch.setattr(made.transport._memory, "allocate_segment", lambda *_: None)  # what all ranks hear if one gets none
@@ -399,7 +399,7 @@ def test_nodes_of_one_rank_reduce_in_a_ring(
     monkeypatch: pytest.MonkeyPatch, op: ReduceOp, numel: int, dtype: torch.dtype
 ) -> None:
     """Parts of one piece, of several, and of more than can land at once; in turn, so that a rank may be a call ahead."""
-    from syncline.collectives.backends.mpi import ring_all_reduce
+    from syncline.collectives.transports.mpi import ring_all_reduce
 
     for name, nbytes in (("LEAST_PIECE_BYTES", 1 << 14), ("MOST_PIECE_BYTES", 1 << 16), ("LANDING_BYTES", 150_000)):
         monkeypatch.setattr(ring_all_reduce, name, nbytes)
@@ -425,7 +425,7 @@ def test_sums_of_a_ring_have_the_same_bits_on_every_rank() -> None:
 
 
 def test_leaders_of_nodes_reduce_in_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.ring_all_reduce import RingAllReduce
+    from syncline.collectives.transports.mpi.ring_all_reduce import RingAllReduce
 
     called = calls_of(monkeypatch, RingAllReduce, "run")
     group = Group(thresholds=replace(STAGED, ring_bytes=1), split=by_pairs).group
@@ -555,7 +555,7 @@ def test_what_is_kept_for_the_next_call_keeps_no_tensor(numel: int, in_window: b
 
 
 def test_a_rank_that_fails_within_a_collective_is_named_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node import copy_in_copy_out
+    from syncline.collectives.transports.mpi.node import copy_in_copy_out
 
     group = Group().group
     group.all_reduce(torch.zeros(1_200_000))
@@ -673,7 +673,7 @@ def test_without_memory_on_one_rank_all_use_mpi(
     step: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank cannot make the file, or the last has no memory for its part."""
-    from syncline.collectives.backends.mpi.node import shared_allocation, windows
+    from syncline.collectives.transports.mpi.node import shared_allocation, windows
 
     made = Group(thresholds=STAGED)
     group = made.group
@@ -781,10 +781,10 @@ def _one_of_each_kind(group: ProcessGroup, block: torch.Tensor, tensor: torch.Te
 
 def _delay_synchronisation(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
     """Before and after ranks meet: that is, also in the middle of collectives."""
-    from syncline.collectives.backends.mpi.call_verifier import CallVerifier
-    from syncline.collectives.backends.mpi.node.group_sync import GroupSync
+    from syncline.collectives.transports.mpi.sync import MessageSync
+    from syncline.collectives.transports.mpi.node.group_sync import GroupSync
 
-    for room, name in ((GroupSync, "verify"), (GroupSync, "wait"), (CallVerifier, "run")):
+    for room, name in ((GroupSync, "verify"), (GroupSync, "wait"), (MessageSync, "run")):
         plain = getattr(room, name)
 
         def delayed(*arguments: Any, plain: Any = plain, **options: Any) -> Any:

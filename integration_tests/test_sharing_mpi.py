@@ -11,7 +11,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from syncline.collectives.backends.mpi.node.hierarchy import Hierarchy
+    from syncline.collectives.transports.mpi.node.hierarchy import Hierarchy
 
 pytestmark = pytest.mark.mpi
 
@@ -24,7 +24,7 @@ class Ranks:
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        from syncline.collectives.backends.mpi.node.hierarchy import Hierarchy
+        from syncline.collectives.transports.mpi.node.hierarchy import Hierarchy
 
         self.all = MPI.COMM_WORLD.Dup()
         self.hierarchy: Hierarchy = Hierarchy(self.all)
@@ -32,7 +32,7 @@ class Ranks:
 
     def share(self, part_bytes: int = PART_BYTES) -> str:
         """Why they share no memory, or nothing if they do: each reads what the others wrote."""
-        from syncline.collectives.backends.mpi.node.shared_allocation import SharedMemoryError, allocate_shared
+        from syncline.collectives.transports.mpi.node.shared_allocation import SharedMemoryError, allocate_shared
 
         before = len(os.listdir("/proc/self/fd"))
         try:
@@ -67,7 +67,7 @@ def raising(error: Exception) -> Any:
 @pytest.mark.parametrize("step", ["memory_limits", "create_file", "open_peer_fd", "reserve", "Segment"])
 def test_any_error_of_one_rank_is_told_to_all(ranks: Ranks, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is, nobody waits for that rank. (Who cannot open the file asks for it, which fails here as well.)"""
-    from syncline.collectives.backends.mpi.node import shared_allocation
+    from syncline.collectives.transports.mpi.node import shared_allocation
 
     culprit = 0 if step == "create_file" else ranks.size - 1
     if ranks.rank == culprit:
@@ -85,7 +85,7 @@ def test_any_error_of_one_rank_is_told_to_all(ranks: Ranks, step: str, monkeypat
 
 def test_a_size_that_is_no_size(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody knows how much memory there is, the system says it, in its own way."""
-    from syncline.collectives.backends.mpi.node import shared_allocation
+    from syncline.collectives.transports.mpi.node import shared_allocation
 
     assert "no room for" in ranks.share(2**61)
     monkeypatch.setattr(shared_allocation, "memory_limits", list)
@@ -95,7 +95,7 @@ def test_a_size_that_is_no_size(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("only_last", [True, False])
 def test_ranks_that_may_not_look_into_one_another(ranks: Ranks, only_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in containers that each have users of their own: the file is handed over at a socket."""
-    from syncline.collectives.backends.mpi.node import shared_allocation
+    from syncline.collectives.transports.mpi.node import shared_allocation
 
     asked = []
     if ranks.rank == ranks.size - 1 or not only_last:
@@ -109,7 +109,7 @@ def test_ranks_that_may_not_look_into_one_another(ranks: Ranks, only_last: bool,
 @pytest.mark.parametrize("step", ["request_fd", "FdServer", "receive_fd"])
 def test_neither_way_is_open(ranks: Ranks, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Network namespaces of their own, too: the first complaint says why each way was closed."""
-    from syncline.collectives.backends.mpi.node import shared_allocation
+    from syncline.collectives.transports.mpi.node import shared_allocation
 
     monkeypatch.setattr(shared_allocation, "open_peer_fd", raising(PermissionError(13, "Permission denied")))
     monkeypatch.setattr(shared_allocation, step, raising(ConnectionRefusedError(111, "Connection refused")))
@@ -127,8 +127,8 @@ def test_neither_way_is_open(ranks: Ranks, step: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("same", [True, False])
 def test_beyond_the_limit_of_a_control_group(ranks: Ranks, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would kill a rank. They may be under one limit, or each under its own."""
-    from syncline.collectives.backends.mpi.node import shared_allocation
-    from syncline.collectives.host.shared_memory.memory_limit import HEADROOM_BYTES, Limit
+    from syncline.collectives.transports.mpi.node import shared_allocation
+    from syncline.collectives.transports.shared_memory.memory_limit import HEADROOM_BYTES, Limit
 
     identity = (1, 0 if same else ranks.rank)
     sharers = ranks.size if same else 1
@@ -143,8 +143,8 @@ def test_beyond_the_limit_of_a_control_group(ranks: Ranks, same: bool, monkeypat
 
 def test_trying_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the doctor does."""
-    from syncline.collectives.backends.mpi.node import shared_allocation
-    from syncline.collectives.backends.mpi.node.shared_allocation import probe_shared_memory
+    from syncline.collectives.transports.mpi.node import shared_allocation
+    from syncline.collectives.transports.mpi.node.shared_allocation import probe_shared_memory
 
     if ranks.size == 1:
         assert probe_shared_memory() == "nothing to share: every rank is alone on its node"
@@ -156,11 +156,11 @@ def test_trying_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_warning(ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.backends.mpi.node import shared_allocation, windows
-    from syncline.collectives.backends.mpi.node.node_transport import NodeTransport
+    from syncline.collectives.transports.mpi.node import shared_allocation, windows
+    from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
 
     monkeypatch.setattr(windows, "_warned_of", set())
-    from syncline.collectives.host.host_group import HostGroup
+    from syncline.collectives.engine.group import HostGroup
 
     monkeypatch.setattr(shared_allocation, "reserve", raising(OSError(12, "no memory left")))
     group = HostGroup(NodeTransport(ranks.all.Dup()), ranks.rank, ranks.size, timeout_s=30)

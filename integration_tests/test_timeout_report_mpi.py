@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives.contract.statements import ranks_in_words
+from syncline.collectives.health.statements import ranks_in_words
 
 pytestmark = pytest.mark.mpi
 
@@ -14,7 +14,7 @@ def test_ranks_that_wait_and_those_that_say_nothing_are_named(which: str) -> Non
     """Ranks with an even number wait for "a", the others for "b"."""
     from mpi4py import MPI
 
-    from syncline.collectives.backends.mpi.timeout_report import TimeoutReport
+    from syncline.collectives.transports.mpi.neighbours import TimeoutReport
 
     communicator = MPI.COMM_WORLD.Dup()
     size, rank = communicator.Get_size(), communicator.Get_rank()

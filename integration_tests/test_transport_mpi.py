@@ -10,11 +10,11 @@ import torch
 from mpi4py import MPI
 
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
-from syncline.collectives.backends.mpi.transport import PRESYNC_MIN_BYTES, MPITransport
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.contract.statements import ranks_in_words
-from syncline.collectives.host.host_group import HostGroup
-from syncline.collectives.host.reduction import reduce_in_rank_order
+from syncline.collectives.transports.mpi.transport import PRESYNC_MIN_BYTES, MPITransport
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.health.statements import ranks_in_words
+from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS
 
 pytestmark = pytest.mark.mpi
@@ -76,27 +76,27 @@ def test_a_receive_that_was_dropped_keeps_its_memory_until_the_message_has_come(
     tensor = torch.zeros(100)
     request = transport.start_recv(tensor, 0, 7)
     with pytest.raises(TimeoutError):
-        request.wait(Deadline(0.05))
+        request.wait(CancelScope(0.05))
     memory = weakref.ref(tensor)
     del request, tensor
     assert memory() is not None
-    transport.start_send(torch.ones(100), 0, 7).wait(Deadline(30))
+    transport.start_send(torch.ones(100), 0, 7).wait(CancelScope(30))
     kept = memory()
     assert kept is not None
-    deadline = Deadline(30)
+    deadline = CancelScope(30)
     while kept[-1] == 0 and not deadline.expired():
         MPI.COMM_SELF.Iprobe()  # Intel MPI delivers only while somebody asks
     assert kept.unique().tolist() == [1.0]
     del kept
     transport.start_send(torch.ones(1), 0, 8)  # whoever starts a transfer looks at what was dropped
     assert memory() is None
-    transport.start_recv(torch.ones(1), 0, 8).wait(Deadline(30))
+    transport.start_recv(torch.ones(1), 0, 8).wait(CancelScope(30))
     transport.close()
 
 
 def test_a_part_of_a_transport_for_a_device_is_for_it_too() -> None:
     whole = MPITransport(MPI.COMM_WORLD.Dup(), on_device=True)
-    part = whole.subset(list(range(MPI.COMM_WORLD.Get_size())), "part", 1, Deadline(30))
+    part = whole.subset(list(range(MPI.COMM_WORLD.Get_size())), "part", 1, CancelScope(30))
     assert isinstance(part, MPITransport)
     assert part._on_device
     part.close()

@@ -42,7 +42,7 @@ print("torch", torch.__version__)
 print("cuda", torch.version.cuda)
 for index in range(torch.cuda.device_count()):
     print("gpu", torch.cuda.get_device_name(index))
-from syncline.collectives.backends.nccl import backend
+from syncline.collectives.transports.nccl import backend
 print("missing", backend.missing() or "nothing")
 """
 

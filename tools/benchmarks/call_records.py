@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp
-from syncline.collectives.contract.collective import digest
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.failures.call_digest import CallDigest
-from syncline.collectives.failures.call_record import DONE
-from syncline.collectives.failures.flight_recorder import STATE, FlightRecorder
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.engine.signature import digest
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.health.call_digest import CallDigest
+from syncline.collectives.engine.call import DONE
+from syncline.collectives.health.recorder import STATE, Recorder
+from syncline.collectives.engine.group import HostGroup
 
 _BUCKETS = (256 * 1024, 6_250_000, 6_250_000)
 
 
-class NoRecorder(FlightRecorder):
+class NoRecorder(Recorder):
     """Remembers nothing: for comparison."""
 
     def issue(self, number: int | None, *_: Any, **__: Any) -> list[Any]:
@@ -49,7 +49,7 @@ def alone(*, rounds: int = 25, repetitions: int = 4_000) -> None:
 
     Processor time of this thread, so that what else runs on the machine matters less.
     """
-    recorder, calls, tensor = FlightRecorder("default", 0, [0, 1]), CallDigest(), torch.ones(1)
+    recorder, calls, tensor = Recorder("default", 0, [0, 1]), CallDigest(), torch.ones(1)
     kind = digest("all_reduce", tensor.dtype, ReduceOp.SUM, None, "", tensor.numel())
 
     what = ("all_reduce", tensor.dtype, ReduceOp.SUM, None, "")
@@ -79,7 +79,7 @@ def alone(*, rounds: int = 25, repetitions: int = 4_000) -> None:
 def step(group: ProcessGroup, buckets: Sequence[torch.Tensor], *, verifies: bool) -> None:
     """The collectives of a backward with three buckets."""
     works = [group.all_reduce(bucket, ReduceOp.AVG, async_op=True) for bucket in buckets]
-    verification = group.verify_calls(async_op=True) if verifies else None
+    verification = group.agree_on_calls(async_op=True) if verifies else None
     for work in works:
         work.wait()
     if verification is not None:
@@ -126,8 +126,8 @@ def over_backends(rounds: int) -> None:
     import torch.distributed as dist
     from mpi4py import MPI
 
-    from syncline.collectives.backends import gloo
-    from syncline.collectives.backends.mpi.node.node_transport import NodeTransport
+    from syncline.collectives.transports import gloo
+    from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
 
     world = MPI.COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
@@ -138,7 +138,7 @@ def over_backends(rounds: int) -> None:
 
     def over_gloo(name: str) -> HostGroup:
         return HostGroup(
-            gloo.connect(store, rank, size, name, Deadline(60.0), "127.0.0.1"), rank, size, name=name, timeout_s=60
+            gloo.connect(store, rank, size, name, CancelScope(60.0), "127.0.0.1"), rank, size, name=name, timeout_s=60
         )
 
     def over_mpi(name: str) -> HostGroup:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from syncline.collectives.commands.bench import Measurement
-from syncline.collectives.commands.bench.command import add_arguments, run
-from syncline.collectives.commands.bench.sizes import in_words
-from syncline.collectives.commands.bench.subjects import FLOOR, IN_WINDOW, RAW_MPI, TORCH_GLOO
+from syncline.collectives.cli.bench import Measurement
+from syncline.collectives.cli.bench.command import add_arguments, run
+from syncline.collectives.cli.bench.sizes import in_words
+from syncline.collectives.cli.bench.subjects import FLOOR, IN_WINDOW, RAW_MPI, TORCH_GLOO
 
 from .targets import (
     IN_WINDOW_OVER_FLOOR,

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from syncline import hooks
 from syncline.collectives import ProcessGroup
-from syncline.collectives.composed.delegating_group import DelegatingGroup
+from syncline.collectives.engine.composed import DelegatingGroup
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel
 

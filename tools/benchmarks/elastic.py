@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from syncline.collectives.commands.bench.results import aligned
+from syncline.collectives.cli.bench.results import aligned
 from syncline.collectives.testing.processes import run_processes
 
 from . import session

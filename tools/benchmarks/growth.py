@@ -25,7 +25,7 @@ from pathlib import Path
 
 import mpi_runtimes
 from commands import ToolError
-from syncline.collectives.commands.bench.results import aligned
+from syncline.collectives.cli.bench.results import aligned
 from syncline.collectives.stores import TCPStoreServer, new_secret
 from syncline.collectives.testing.processes import run_processes
 from test_support.preloaded import PreloadedPython

@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.growth_counting import CountingStore, Counts, counts
 from syncline.collectives import CollectiveTimeout, ProcessGroup, get_default_group, init_process_group, new_group
-from syncline.collectives.contract.collective import Collective
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.contract.running_call import RunningCall
+from syncline.collectives.engine.signature import Signature
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.call import Call
 from syncline.ddp import DistributedDataParallel
 
 _SETTLE_S = 0.3
@@ -116,11 +116,11 @@ def _meet(folder: Path, size: int, moment: str) -> None:
 
 def _shake_hands(group: Any) -> None:
     """What comes before a large call; alone, because a large call is not always the same number of segments."""
-    group._transport._verify(RunningCall(Collective("handshake"), Deadline(_HANDSHAKE_S)))
+    group._transport._verify(Call(Collective("handshake"), CancelScope(_HANDSHAKE_S)))
 
 
 def _compare(group: ProcessGroup) -> None:
-    work = group.verify_calls()
+    work = group.agree_on_calls()
     if work is not None:
         work.wait()
 
@@ -135,7 +135,7 @@ def _play_hosts(per_host: int) -> None:
     """Let so many neighbouring ranks share a host: all run on this one, where MPI was told to use TCP only."""
     from mpi4py import MPI
 
-    from syncline.collectives.backends.mpi.node import node_transport
+    from syncline.collectives.transports.mpi.node import node_transport
 
     def by_host(communicator: MPI.Intracomm) -> MPI.Comm:
         rank = communicator.Get_rank()
@@ -148,7 +148,7 @@ def _be_on_host(number: int) -> None:
     """Say that this process is on a host of that number."""
     from dataclasses import replace
 
-    from syncline.collectives.failures.process_identity import own_identity
+    from syncline.collectives.health.process_identity import own_identity
     from syncline.collectives.startup import meeting
 
     mine = own_identity()

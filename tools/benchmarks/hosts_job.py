@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from syncline.collectives import ProcessGroup, placement_of
-from syncline.collectives.commands.bench.kinds import Buffers, plain_memory
-from syncline.collectives.commands.bench.measure import Case as CollectiveCase
-from syncline.collectives.commands.bench.measure import measure
-from syncline.collectives.commands.bench.sizes import in_words
-from syncline.collectives.commands.bench.subjects import IN_WINDOW, RAW_MPI, TORCH_GLOO, Subject, connect_subject
+from syncline.collectives.cli.bench.kinds import Buffers, plain_memory
+from syncline.collectives.cli.bench.measure import Case as CollectiveCase
+from syncline.collectives.cli.bench.measure import measure
+from syncline.collectives.cli.bench.sizes import in_words
+from syncline.collectives.cli.bench.subjects import IN_WINDOW, RAW_MPI, TORCH_GLOO, Subject, connect_subject
 from syncline.hooks import (
     CompressionState,
     Int8,

@@ -26,7 +26,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from syncline.collectives import ProcessGroup, RoundRobinGroup
-from syncline.collectives.commands.bench.sizes import in_words
+from syncline.collectives.cli.bench.sizes import in_words
 from syncline.hooks import allreduce_hook
 
 from . import bucket_sweep, fixed_sum, picture, scaling, session

@@ -27,7 +27,7 @@ from typing import Any
 import mpi_runtimes
 from commands import ToolError
 from mpi_runtimes import MpiRuntime
-from syncline.collectives.commands.bench.results import aligned
+from syncline.collectives.cli.bench.results import aligned
 from syncline.collectives.internal import AlgorithmThresholds
 from syncline.ddp.prediction.compression import NONE
 from syncline.ddp.prediction.cost_model import CostModel

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from syncline.collectives import ProcessGroup, placement_of
-from syncline.collectives.commands.bench.results import aligned
+from syncline.collectives.cli.bench.results import aligned
 
 from .targets import Target
 

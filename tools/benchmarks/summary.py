@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from syncline.collectives.commands.bench.results import quartiles
+from syncline.collectives.cli.bench.results import quartiles
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.backends import gloo
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.transports import gloo
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.startup.rendezvous import tcp_store_of_rank_0
 
 from . import session
@@ -70,7 +70,7 @@ def _over_gloo(options: argparse.Namespace, group: ProcessGroup, report: Report)
 def _gloo_group(group: ProcessGroup) -> HostGroup:
     """Of the same ranks, on one machine. A collective."""
     store = tcp_store_of_rank_0(group, group.timeout_s)
-    transport = gloo.connect(store, group.rank, group.size, "tune", Deadline(group.timeout_s), "127.0.0.1")
+    transport = gloo.connect(store, group.rank, group.size, "tune", CancelScope(group.timeout_s), "127.0.0.1")
     return HostGroup(transport, group.rank, group.size, name="tune", timeout_s=group.timeout_s)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.backends.mpi import library
+from syncline.collectives.transports.mpi import library
 
 from . import picture, session
 from .cases import all_cases

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from syncline.collectives.backends.nccl.accelerator import Accelerator, CommStream, Event
-from syncline.collectives.contract.work import TensorsFuture
+from syncline.collectives.transports.nccl.accelerator import Accelerator, CommStream, Event
+from syncline.collectives.work import TensorsFuture
 
 
 class FakeEvent(Event):

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from syncline.collectives.backends.nccl.connector import Connector
-from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.backends.nccl.rendezvous import GroupRendezvous, StoreRendezvous
-from syncline.collectives.contract.process_group import ProcessGroup
+from syncline.collectives.transports.nccl.connector import Connector
+from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.transports.nccl.rendezvous import GroupRendezvous, StoreRendezvous
+from syncline.collectives.group import ProcessGroup
 from syncline.collectives.testing.ranks import run_ranks
 
 from .fake_accelerator import FakeAccelerator

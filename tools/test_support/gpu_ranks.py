@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from syncline.collectives.backends.nccl.peer_info import HOST_ID_VARIABLE
-from syncline.collectives.contract.process_group import ProcessGroup
-from syncline.collectives.default_group.default_group import init_process_group
+from syncline.collectives.transports.nccl.peer_info import HOST_ID_VARIABLE
+from syncline.collectives.group import ProcessGroup
+from syncline.collectives.api.default_group import init_process_group
 
 
 def choose_gpu(rank: int, size: int) -> torch.device:

@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log2
 
-from syncline.collectives.backends.mpi.node.copy_in_copy_out import SLOT_BYTES, SLOTS
-from syncline.collectives.host.host_group import MOST_PLANS
+from syncline.collectives.transports.mpi.node.copy_in_copy_out import SLOT_BYTES, SLOTS
+from syncline.collectives.engine.group import MOST_PLANS
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 
 _TURNS = 2

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from syncline.collectives.composed.torch_work import TorchWork
-from syncline.collectives.contract.deadline import DEFAULT_TIMEOUT_S
-from syncline.collectives.contract.process_group import ProcessGroup
-from syncline.collectives.contract.reduce_op import PremulSum, ReduceOp, Reduction
-from syncline.collectives.contract.work import FinishedWork, Work
+from syncline.collectives.torch_bridge.torch_work import TorchWork
+from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S
+from syncline.collectives.group import ProcessGroup
+from syncline.collectives.reduce_op import PremulSum, ReduceOp, Reduction
+from syncline.collectives.work import FinishedWork, Work
 
 # torch 2.13 calls them so, and warns of the old names.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

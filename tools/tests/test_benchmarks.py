@@ -59,10 +59,10 @@ from benchmarks.timing import Phases, interleaved, order_of_round, slowest
 from benchmarks.wire import minimum_bytes, sent_bytes
 from commands import TOOLS_ON_PATH, ToolError
 from syncline.collectives import ProcessGroup
-from syncline.collectives.commands.bench import Buffers, Measurement
-from syncline.collectives.commands.bench import Case as CollectiveCase
-from syncline.collectives.commands.bench.kinds import Allocate
-from syncline.collectives.commands.bench.subjects import Floor
+from syncline.collectives.cli.bench import Buffers, Measurement
+from syncline.collectives.cli.bench import Case as CollectiveCase
+from syncline.collectives.cli.bench.kinds import Allocate
+from syncline.collectives.cli.bench.subjects import Floor
 from syncline.collectives.testing import run_ranks
 from syncline.ddp.prediction.replay import ReadyBucket, Workload, spread
 from test_support import full_run

@@ -31,7 +31,7 @@ def chosen(*paths: str) -> changed.Selection:
     ("path", "expected"),
     [
         ("packages/collectives/tests/test_work.py", ["packages/collectives/tests/test_work.py"]),
-        ("packages/collectives/src/syncline/collectives/contract/work.py", ["packages/collectives/tests/test_work.py"]),
+        ("packages/collectives/src/syncline/collectives/work.py", ["packages/collectives/tests/test_work.py"]),
         ("packages/collectives/src/syncline/collectives/x/service.py", ["packages/collectives/tests/stores/test_service.py"]),
         (
             "packages/collectives/src/syncline/collectives/stores/tcp/connection.py",  # the nearest package that is named

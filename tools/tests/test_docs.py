@@ -17,10 +17,10 @@ import syncline.collectives
 import syncline.ddp
 import syncline.hooks
 import syncline.reducer
-from syncline.collectives.commands.doctor import torch_versions
+from syncline.collectives.cli.doctor import torch_versions
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.startup.settings import Settings
-from syncline.collectives.torch_backend.registration import OLDEST_TORCH
+from syncline.collectives.torch_bridge.registration import OLDEST_TORCH
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REFERENCE = ROOT / "docs" / "reference"

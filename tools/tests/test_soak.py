@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives.contract.process_group import ProcessGroup
+from syncline.collectives.group import ProcessGroup
 from syncline.collectives.testing.ranks import run_ranks
 from test_support import soak_job
 from test_support.soak_memory import Load, handed_out_parts, resident_parts

@@ -179,7 +179,7 @@ def test_only_the_demo_passes_arguments_on(capsys: pytest.CaptureFixture[str]) -
 def test_backends_are_listed_as_a_distribution_lists_them() -> None:
     pyproject = '[project]\nname = "x"\n\n[project.entry-points."syncline.backends"]\na = "b:c"\nd = "e:f"\n\n# more\n[tool]\n'
     assert gpu.entry_points(pyproject) == "[syncline.backends]\na = b:c\nd = e:f\n"
-    assert "nccl = syncline.collectives.backends.nccl:backend\n" in gpu.entry_points(
+    assert "nccl = syncline.collectives.transports.nccl:backend\n" in gpu.entry_points(
         (ROOT / "packages" / "collectives" / "pyproject.toml").read_text()
     )
 

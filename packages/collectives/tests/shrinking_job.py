@@ -10,13 +10,7 @@ from pathlib import Path
 
 import torch
 
-from syncline.collectives import (
-    ProcessGroup,
-    RankGivenUpError,
-    TransportError,
-    destroy_process_group,
-    init_process_group,
-)
+from syncline.collectives import ProcessGroup, RankGivenUpError, TransportError, destroy_process_group, init_process_group
 
 STEPS = 20
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.contract.call_observer import ObservedCall, observe_calls
+from syncline.collectives.engine.observers import ObservedCall, observe_calls
 from syncline.collectives.testing import run_ranks
 
 pytestmark = pytest.mark.ranks

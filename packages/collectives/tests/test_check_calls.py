@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
-from syncline.collectives.backends.in_process import InProcessTransport, SharedState
-from syncline.collectives.contract.collective import Collective
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
 pytestmark = pytest.mark.ranks
 

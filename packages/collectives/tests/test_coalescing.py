@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from syncline.collectives import InvalidArgumentError, ProcessGroup, Work, broadcast_coalesced
-from syncline.collectives.default_group.coalescing import plan_buffers
+from syncline.collectives.api.coalescing import plan_buffers
 from syncline.collectives.testing import run_ranks
 
 SIZES_AND_KINDS = st.lists(st.tuples(st.integers(0, 50), st.sampled_from("abc")), max_size=30)

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, ReduceOp, TorchGroup
-from syncline.collectives.backends.gloo import GlooTransport
-from syncline.collectives.backends.in_process import InProcessTransport, SharedState, create_groups
-from syncline.collectives.host.host_group import HostGroup
-from syncline.collectives.host.progress import Progress
-from syncline.collectives.host.reduction import reduce_in_rank_order
+from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.queue import Queue
+from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS, Check, run_conformance, run_ranks
+from syncline.collectives.transports.gloo import GlooTransport
+from syncline.collectives.transports.threads import InProcessTransport, SharedState, create_groups
 from test_support.full_run import cases
 
 pytestmark = pytest.mark.ranks
@@ -217,12 +217,12 @@ def test_the_suite_sees_gaps_that_are_written() -> None:
         run_ranks(2, body)
 
 
-class QueuedChildren(Progress):
+class QueuedChildren(Queue):
     """Breaks rule 3: a task issued in a callback goes to the end of the queue, where other ranks may have put others."""
 
     def enqueue(self, task) -> bool:
         with self._changed:
-            self._queue.append(task)
+            self._tasks.append(task)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, daemon=True)
                 self._thread.start()
@@ -244,7 +244,7 @@ class QueuedChildren(Progress):
 def test_the_suite_sees_another_order(check: str) -> None:
     def body(outer: ProcessGroup) -> None:
         group = HostGroup(InProcessTransport(shared_states[-1], outer.rank), outer.rank, 2, timeout_s=5)
-        group._progress = QueuedChildren("broken")
+        group._queue = QueuedChildren("broken")
         try:
             CHECKS[check](group)
         finally:

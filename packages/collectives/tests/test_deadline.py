@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from syncline.collectives import InvalidArgumentError, TransportError
-from syncline.collectives.contract.deadline import DEFAULT_TIMEOUT_S, Deadline, seconds
+from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S, CancelScope, seconds
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ def test_seconds_refuses(timeout: timedelta | float) -> None:
 
 def test_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr("syncline.collectives.contract.deadline.monotonic", lambda: now_s)
-    deadline = Deadline(5.0)
+    monkeypatch.setattr("syncline.collectives.engine.cancel_scope.monotonic", lambda: now_s)
+    deadline = CancelScope(5.0)
     assert (deadline.remaining_s(), deadline.expired()) == (5.0, False)
     now_s = 104.0
     assert (deadline.remaining_s(), deadline.expired()) == (1.0, False)
@@ -43,8 +43,8 @@ def test_a_wait_in_vain_ends_the_deadline(monkeypatch: pytest.MonkeyPatch) -> No
     now_s = 100.0
     left = TransportError("rank 1 left")
     reasons = [None, left, TransportError("asked too often")]
-    monkeypatch.setattr("syncline.collectives.contract.deadline.monotonic", lambda: now_s)
-    deadline = Deadline(5.0, lambda: reasons.pop(0))
+    monkeypatch.setattr("syncline.collectives.engine.cancel_scope.monotonic", lambda: now_s)
+    deadline = CancelScope(5.0, lambda: reasons.pop(0))
     assert not deadline.expired()
     assert len(reasons) == 3  # a short wait asks nobody
     now_s += 1.0

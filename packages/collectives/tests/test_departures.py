@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives.host import departures as module
-from syncline.collectives.host.departures import Departure, Departures, absentees
+from syncline.collectives.health import leavers as module
+from syncline.collectives.health.leaving import Leavers, Leaving, absentees
 
 
 @pytest.mark.parametrize(
@@ -18,16 +18,16 @@ from syncline.collectives.host.departures import Departure, Departures, absentee
     ],
 )
 def test_absentees(started: dict[int, int], number: int, expected: list[int]) -> None:
-    notices = [Departure(rank, {"group": count, "other": 0}) for rank, count in started.items()]
+    notices = [Leaving(rank, {"group": count, "other": 0}) for rank, count in started.items()]
     assert absentees(notices, "group", number, [0, 1, 2]) == expected
 
 
 def test_a_rank_that_never_made_the_group_will_not_come_to_it() -> None:
-    assert absentees([Departure(1, {})], "group", 1, [0, 1]) == [1]
+    assert absentees([Leaving(1, {})], "group", 1, [0, 1]) == [1]
 
 
 def test_groups_of_the_same_name_are_told_apart() -> None:
-    departures = Departures(list)
+    departures = Leavers(list)
     first, second = departures.group("default", range(2)), departures.group("default", range(2))
     other = departures.group("default", range(3))
     first.count.begun, second.count.begun, other.count.begun = 3, 1, 2
@@ -36,7 +36,7 @@ def test_groups_of_the_same_name_are_told_apart() -> None:
 
 def test_a_group_has_one_key_on_all_ranks_whatever_its_parts() -> None:
     """Two of four ranks make a sub-group; then all make a second default group."""
-    member, other = Departures(list), Departures(list)
+    member, other = Leavers(list), Leavers(list)
     for departures in (member, other):
         first = departures.group("default", range(4))
         if departures is member:
@@ -46,7 +46,7 @@ def test_a_group_has_one_key_on_all_ranks_whatever_its_parts() -> None:
 
 
 def test_a_closed_group_is_not_open() -> None:
-    departures = Departures(list)
+    departures = Leavers(list)
     calls = departures.group("default", range(2))
     calls.part("default/0.0", range(2))  # closed with what it is made of
     assert departures.has_open_group()
@@ -57,17 +57,17 @@ def test_a_closed_group_is_not_open() -> None:
 def test_notices_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 10.0
     monkeypatch.setattr(module, "monotonic", lambda: now_s)
-    post: list[Departure] = []
+    post: list[Leaving] = []
 
-    def receive() -> list[Departure]:
+    def receive() -> list[Leaving]:
         found, post[:] = list(post), []
         return found
 
-    departures = Departures(receive)
+    departures = Leavers(receive)
     calls = departures.group("default", [4, 5])
     calls.count.begun = 2
     assert calls.reason_to_give_up() is None
-    post.append(Departure(5, {next(iter(departures.own())): 1}))
+    post.append(Leaving(5, {next(iter(departures.own())): 1}))
     for _ in range(2):
         assert "rank(s) 5 of the job left" in str(calls.reason_to_give_up())
     calls.count.begun = 1

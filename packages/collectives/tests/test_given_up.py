@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout
-from syncline.collectives.backends.in_process import InProcessTransport, SharedState
-from syncline.collectives.host import serial_group
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.engine import serial_group
+from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
 
 def fail_once() -> None:

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.backends.gloo import connect
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.gloo import connect
 
 pytestmark = pytest.mark.ranks
 
@@ -20,7 +20,7 @@ def test_a_name_that_was_used_before_may_be_used_again() -> None:
     store = dist.HashStore()
 
     def body(outer: ProcessGroup) -> list[float]:
-        transport = connect(store, outer.rank, 3, "whole", Deadline(20))
+        transport = connect(store, outer.rank, 3, "whole", CancelScope(20))
         group = HostGroup(transport, outer.rank, 3, name="whole", timeout_s=20)
         sums = []
         for members in ([0, 1], [0, 1], [1, 2]):

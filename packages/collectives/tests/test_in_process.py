@@ -17,13 +17,13 @@ from syncline.collectives import (
     ProcessGroup,
     TransportError,
 )
-from syncline.collectives.backends.in_process import InProcessTransport, SharedState, backend, create_groups
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.host import serial_group
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.engine import serial_group
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.launch import Launch
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.threads import InProcessTransport, SharedState, backend, create_groups
 
 pytestmark = pytest.mark.ranks
 
@@ -234,7 +234,7 @@ def test_an_abort_does_not_miss_the_call_that_is_about_to_start(numel: int | Non
         def abort(self) -> None:
             pass
 
-    class AbortedMeanwhile(Deadline):
+    class AbortedMeanwhile(CancelScope):
         """Another thread aborts the group between the look at its state and the start of the call."""
 
         def __init__(self, *arguments: Any) -> None:
@@ -242,7 +242,7 @@ def test_an_abort_does_not_miss_the_call_that_is_about_to_start(numel: int | Non
             group.abort()
 
     group = HostGroup(Deaf(SharedState(1), 0), 0, 1, timeout_s=10)
-    monkeypatch.setattr(serial_group, "Deadline", AbortedMeanwhile)
+    monkeypatch.setattr(serial_group, "CancelScope", AbortedMeanwhile)
     with pytest.raises(TransportError, match="aborted"):
         group.barrier() if numel is None else group.all_reduce(torch.ones(numel))
     assert not ran

@@ -22,16 +22,16 @@ from syncline.collectives import (
     all_reduce,
     premul_sum,
 )
-from syncline.collectives.backends.in_process import InProcessTransport, SharedState
-from syncline.collectives.contract.call_observer import ObservedCall, observe_calls
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.contract.layout import flat
-from syncline.collectives.contract.running_call import RunningCall
-from syncline.collectives.default_group import functional
-from syncline.collectives.host.departures import Departures
-from syncline.collectives.host.host_group import HostGroup
-from syncline.collectives.host.transport import CallKind, Plan
+from syncline.collectives.api import functional
+from syncline.collectives.engine.call import Call
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.observers import ObservedCall, observe_calls
+from syncline.collectives.engine.transport import Plan
+from syncline.collectives.health.leaving import Leavers
+from syncline.collectives.tensors.layout import flat
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
 pytestmark = pytest.mark.ranks
 
@@ -46,10 +46,10 @@ class RecordingPlan(Plan):
         self._kind = kind
         transport.log.append("made")
 
-    def run(self, tensor: torch.Tensor, whole: torch.Tensor, deadline: Deadline) -> None:
+    def run(self, tensor: torch.Tensor, whole: torch.Tensor, scope: CancelScope) -> None:
         self._transport.log.append("run")
         self._transport.on_run(deadline)
-        call, op = RunningCall(self._kind.call(tensor), deadline), self._kind.op
+        call, op = Call(self._kind.call(tensor), deadline), self._kind.op
         if op is None:
             self._transport.all_gather(flat(whole), flat(tensor), call)
         elif tensor is whole:
@@ -64,7 +64,7 @@ class PlanningTransport(InProcessTransport):
     def __init__(self, shared_state: SharedState, rank: int) -> None:
         super().__init__(shared_state, rank)
         self.log: list[str] = []
-        self.on_run: Callable[[Deadline], object] = lambda deadline: None
+        self.on_run: Callable[[CancelScope], object] = lambda deadline: None
 
     def plan(self, kind: CallKind) -> Plan | None:
         return None if kind.name == "broadcast" else RecordingPlan(self, kind)
@@ -192,7 +192,7 @@ def test_failures_are_told_in_the_groups_words() -> None:
     group, transport = make()
     group.all_reduce(torch.ones(2, 3))
 
-    def fail(deadline: Deadline) -> None:
+    def fail(scope: CancelScope) -> None:
         raise TransportError("the wire was cut")
 
     transport.on_run = fail
@@ -207,7 +207,7 @@ def test_the_time_limit_holds() -> None:
     group, transport = make(timeout_s=0.05)
     group.all_reduce(torch.ones(3))
 
-    def hang(deadline: Deadline) -> None:
+    def hang(scope: CancelScope) -> None:
         while not deadline.expired():
             pass
         raise TimeoutError("nobody came")
@@ -222,7 +222,7 @@ def test_abort_ends_it() -> None:
     group.all_reduce(torch.ones(3))
     is_waiting = threading.Event()
 
-    def wait(deadline: Deadline) -> None:
+    def wait(scope: CancelScope) -> None:
         is_waiting.set()
         while not deadline.expired():
             pass
@@ -291,7 +291,7 @@ def test_it_has_its_place_in_the_total_order() -> None:
 
 
 def test_many_kinds_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.host import host_group
+    from syncline.collectives.engine import group as host_group
 
     monkeypatch.setattr(host_group, "MOST_PLANS", 4)
     group, transport = make()
@@ -458,7 +458,7 @@ def test_functional_forms_do_not_ask_for_what_shall_run_beside(monkeypatch: pyte
 
 
 def test_calls_by_kept_plans_are_told_to_those_who_wait_for_a_rank_that_leaves() -> None:
-    departures = Departures(list)
+    departures = Leavers(list)
     group, transport = make(calls=departures.group("default", [0]))
     for _ in range(2):
         group.all_reduce(torch.ones(3))

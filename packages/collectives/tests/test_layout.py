@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from syncline.collectives.contract.layout import bytes_of, in_plain_order, overlaps_itself
+from syncline.collectives.tensors.layout import bytes_of, in_plain_order, overlaps_itself
 
 
 @pytest.mark.parametrize(

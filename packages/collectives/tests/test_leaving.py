@@ -71,11 +71,11 @@ watchdog.watch(group)
 FORKED = """
 import os
 from syncline.collectives.failures import stall_watch
-from syncline.collectives.failures.flight_recorder import FlightRecorder
+from syncline.collectives.health.recorder import Recorder
 
 def watched():
-    watch = stall_watch.StallWatch(FlightRecorder("default", 1, [0, 1]), None, 1000.0)
-    stall_watch.look_now_and_then(watch)
+    watch = stall_watch.StallWatch(Recorder("default", 1, [0, 1]), None, 1000.0)
+    stall_watch.call_now_and_then(watch)
     return watch
 
 def look():

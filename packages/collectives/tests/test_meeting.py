@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.failures.process_identity import ProcessIdentity
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.health.process_identity import ProcessIdentity
 from syncline.collectives.startup import meeting
 from syncline.collectives.startup.meeting import meet
 from syncline.collectives.stores import InMemoryStore
@@ -21,7 +21,8 @@ def test_each_rank_learns_which_process_the_others_are() -> None:
     store = InMemoryStore()
     met: dict[int, Mapping[int, ProcessIdentity]] = {}
     threads = [
-        threading.Thread(target=lambda rank=rank: met.update({rank: meet(store, rank, 2, Deadline(10.0))})) for rank in range(2)
+        threading.Thread(target=lambda rank=rank: met.update({rank: meet(store, rank, 2, CancelScope(10.0))}))
+        for rank in range(2)
     ]
     for thread in threads:
         thread.start()
@@ -64,7 +65,7 @@ def test_requests_grow_with_the_ranks_of_a_node_only(monkeypatch: pytest.MonkeyP
         met: dict[int, Mapping[int, ProcessIdentity]] = {}
 
         def body(rank: int, store: CountingStore = store, size: int = size, met: Any = met) -> None:
-            met[rank] = meet(store, rank, size, Deadline(10.0))
+            met[rank] = meet(store, rank, size, CancelScope(10.0))
 
         threads = [threading.Thread(target=body, args=(rank,), name=str(rank)) for rank in range(size)]
         for thread in threads:
@@ -79,4 +80,4 @@ def test_requests_grow_with_the_ranks_of_a_node_only(monkeypatch: pytest.MonkeyP
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"rank\(s\) 1, 2 did not come"):
-        meet(InMemoryStore(), 0, 3, Deadline(0.3))
+        meet(InMemoryStore(), 0, 3, CancelScope(0.3))

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from syncline.collectives import BackendUnavailableError
-from syncline.collectives.backends.mpi import backend as mpi
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.registry import load_backend
+from syncline.collectives.transports.mpi import backend as mpi
 
-module = sys.modules["syncline.collectives.backends.mpi.backend"]
+module = sys.modules["syncline.collectives.transports.mpi.backend"]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.collectives import ProcessGroup, exchange_objects
-from syncline.collectives.contract.object_exchange import all_gather_bytes
+from syncline.collectives.api.object_exchange import all_gather_bytes
 from syncline.collectives.testing import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 
 from syncline.collectives import ProcessGroup, RoundRobinGroup, TransportError
-from syncline.collectives.backends.in_process import backend as in_process
 from syncline.collectives.startup.backend import Backend, ConnectRequest
 from syncline.collectives.startup.per_device_backend import PerDeviceBackend
+from syncline.collectives.transports.threads import backend as in_process
 
 REQUEST = ConnectRequest(None, None, None, None, 5.0)
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from syncline.collectives import LaunchError, Placement, default_device, placement_of
-from syncline.collectives.backends.in_process import create_groups
-from syncline.collectives.default_group import default_device as device_module
-from syncline.collectives.default_group import placement
-from syncline.collectives.default_group.default_device import assign_devices
+from syncline.collectives.api import default_device as device_module
+from syncline.collectives.api import placement
+from syncline.collectives.api.default_device import assign_devices
 from syncline.collectives.startup.nodes import HostIdentity, place
+from syncline.collectives.transports.threads import create_groups
 
 A, B = HostIdentity("a", "1"), HostIdentity("b", "2")
 A_REBOOTED = HostIdentity("a", "3")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.contract import profiling
+from syncline.collectives.engine import profiling
 from syncline.collectives.testing import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -11,14 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from syncline.collectives.host.progress import Progress
-
 
 class Recorder:
     """Tasks that write their names when they start and end."""
 
     def __init__(self) -> None:
-        self.progress = Progress("test")
+        self.progress = Queue("test")
         self.log: list[str] = []
 
     def task(self, name: str, *children, gate: threading.Event | None = None):

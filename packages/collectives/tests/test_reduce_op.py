@@ -4,16 +4,7 @@ import pytest
 import torch
 
 from syncline.collectives import InvalidArgumentError, ReduceOp
-from syncline.collectives.contract.reduce_op import (
-    BOOL,
-    COMPLEX,
-    DTYPES_OF,
-    FLOATS,
-    HALVES,
-    INTEGERS,
-    check_reduction,
-    premul_sum,
-)
+from syncline.collectives.reduce_op import BOOL, COMPLEX, DTYPES_OF, FLOATS, HALVES, INTEGERS, check_reduction, premul_sum
 
 
 def test_every_reduction_has_its_dtypes() -> None:

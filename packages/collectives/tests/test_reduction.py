@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from syncline.collectives import ReduceOp, premul_sum
-from syncline.collectives.contract.reduce_op import DTYPES_OF, Reduction, divide
-from syncline.collectives.host.reduction import always_of, reduce_in_rank_order
+from syncline.collectives.reduce_op import DTYPES_OF, Reduction, divide
+from syncline.collectives.tensors.reduction import always_of, reduce_in_rank_order
 
 # PREMUL_SUM is a kind of reduction; the reduction itself has a factor, here 2, which every dtype multiplies exactly.
 CELLS = [(op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str)]

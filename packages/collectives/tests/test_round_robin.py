@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from syncline.collectives import MisuseError, ProcessGroup, RoundRobinGroup
-from syncline.collectives.backends.in_process import backend as in_process
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.threads import backend as in_process
 
 
 def test_each_collective_goes_to_the_next_group() -> None:
@@ -44,14 +44,14 @@ def test_barriers_and_comparisons_of_calls_are_those_of_every_group() -> None:
         return groups[number].all_reduce(torch.ones(1), async_op=async_op)
 
     for number, group in enumerate(groups):
-        group.verify_calls = partial(note, number, "verify_calls")  # type: ignore[method-assign]
+        group.agree_on_calls = partial(note, number, "agree_on_calls")  # type: ignore[method-assign]
         group.barrier = partial(note, number, "barrier")  # type: ignore[method-assign]
     in_turn = RoundRobinGroup(groups)
     in_turn.barrier()
-    work = in_turn.verify_calls(async_op=True)
+    work = in_turn.agree_on_calls(async_op=True)
     assert work is not None
     work.wait()
-    assert asked == [(number, name) for name in ("barrier", "verify_calls") for number in range(3)]
+    assert asked == [(number, name) for name in ("barrier", "agree_on_calls") for number in range(3)]
     in_turn.close()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from syncline.collectives import SiteFileError
-from syncline.collectives.contract.deadline import DEFAULT_TIMEOUT_S
+from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.startup.settings import SITE_VARIABLE, Settings, load_settings, parse_settings
 

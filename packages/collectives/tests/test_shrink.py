@@ -28,14 +28,14 @@ from syncline.collectives import (
     TransportError,
     init_process_group,
 )
-from syncline.collectives.backends import gloo
-from syncline.collectives.backends.gloo import GlooBackend
-from syncline.collectives.backends.gloo_reconnector import store_lack
-from syncline.collectives.backends.in_process import InProcessGroup, create_groups
+from syncline.collectives.membership.membership_vote import MembershipVote
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.stores import InMemoryStore
-from syncline.collectives.survivors.membership_vote import MembershipVote
 from syncline.collectives.testing.processes import run_processes
+from syncline.collectives.transports import gloo
+from syncline.collectives.transports.gloo import GlooBackend
+from syncline.collectives.transports.gloo_reconnector import store_lack
+from syncline.collectives.transports.threads import InProcessGroup, create_groups
 
 JOB = Path(__file__).with_name("shrinking_job.py")
 

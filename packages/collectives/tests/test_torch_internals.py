@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import InvalidArgumentError, TransportError, torch_internals
-from syncline.collectives.composed.torch_work import TorchRequest
-from syncline.collectives.contract import checks
-from syncline.collectives.contract.checks import is_simple
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.contract.torch_reduction import checked_reduction, from_torch
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.reduce_op import checked_reduction, from_torch
+from syncline.collectives.tensors import checks
+from syncline.collectives.tensors.checks import is_simple
+from syncline.collectives.torch_bridge.torch_work import TorchRequest
 from syncline.collectives.torch_internals import copy_each, premul_factor, source_rank
 
 
@@ -106,12 +106,12 @@ def test_without_source_rank_a_receive_from_any_rank_is_an_error() -> None:
         source_rank(Received())
     request = TorchRequest(Received(), torch.empty(1), receives=True)
     with pytest.raises(TransportError, match="pass the sender"):
-        request.wait(Deadline(1.0))
+        request.wait(CancelScope(1.0))
 
 
 def test_without_source_rank_a_receive_from_a_named_rank_works() -> None:
     request = TorchRequest(Received(), torch.empty(1), receives=True, source=3)
-    request.wait(Deadline(1.0))
+    request.wait(CancelScope(1.0))
     assert request.source() == 3
 
 

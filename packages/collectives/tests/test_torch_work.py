@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from syncline.collectives import TransportError
-from syncline.collectives.composed.torch_group import TorchGroup
 from syncline.collectives.testing.processes import run_processes
+from syncline.collectives.torch_bridge.torch_group import TorchGroup
 
 JOB = Path(__file__).parent / "leaving_job.py"
 

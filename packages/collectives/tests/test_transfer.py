@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout, DisagreementError
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.host.transfer import TransferWork
-from syncline.collectives.host.transport import Request
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.transfer import TransferWork
+from syncline.collectives.engine.transport import Request
 
 
 class RequestThatFails(Request):
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def wait(self, deadline: Deadline) -> None:
+    def wait(self, scope: CancelScope) -> None:
         raise self._error
 
     def test(self) -> bool:
@@ -46,7 +46,7 @@ def test_an_error_that_is_not_ours_is_raised_as_it_is() -> None:
 
 def test_a_wait_without_a_limit_ends_with_the_groups() -> None:
     class RequestThatIsNeverOver(RequestThatFails):
-        def wait(self, deadline: Deadline) -> None:
+        def wait(self, scope: CancelScope) -> None:
             raise TimeoutError(f"{deadline.timeout_s:g} s went by")
 
     work = TransferWork(RequestThatIsNeverOver(ValueError()), [torch.ones(1)], lambda: None, lambda: "recv", 8.0)
@@ -74,7 +74,7 @@ def test_a_transfer_that_was_given_up_is_not_finished_again() -> None:
     waits, comes = threading.Event(), threading.Event()
 
     class RequestThatIsLate(RequestThatFails):
-        def wait(self, deadline: Deadline) -> None:
+        def wait(self, scope: CancelScope) -> None:
             waits.set()
             assert comes.wait(60)
 

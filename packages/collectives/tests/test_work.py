@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, RankLostError, TransportError, Work
-from syncline.collectives.contract.work import FinishedWork, PendingWork, join_futures
+from syncline.collectives.work import FinishedWork, PendingWork, join_futures
 
 
 def pending(*tensors: torch.Tensor) -> PendingWork:

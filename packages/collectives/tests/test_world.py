@@ -24,7 +24,7 @@ from syncline.collectives import (
     init_process_group,
     is_initialized,
 )
-from syncline.collectives.backends.in_process import create_groups
+from syncline.collectives.transports.threads import create_groups
 
 LAUNCHED = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 

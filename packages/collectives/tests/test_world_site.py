@@ -16,10 +16,10 @@ from syncline.collectives import (
     init_process_group,
     is_initialized,
 )
-from syncline.collectives.backends.in_process import create_groups
-from syncline.collectives.backends.mpi import backend as mpi_backend
-from syncline.collectives.default_group import default_group as world
+from syncline.collectives.api import default_group as world
 from syncline.collectives.startup.backend import Backend, ConnectRequest
+from syncline.collectives.transports.mpi import backend as mpi_backend
+from syncline.collectives.transports.threads import create_groups
 
 LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "RANK", "MASTER_ADDR", "SYNCLINE_BACKEND")
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.backends.gloo import connect
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.gloo import connect
 
 pytestmark = pytest.mark.ranks
 
@@ -22,7 +22,7 @@ Call = Callable[[ProcessGroup, torch.Tensor], object]
 
 def over_gloo(outer: ProcessGroup, store: dist.Store) -> HostGroup:
     """Gloo writes memory without torch's knowledge; ranks as threads that copy tensors do not."""
-    transport = connect(store, outer.rank, outer.size, "written", Deadline(30))
+    transport = connect(store, outer.rank, outer.size, "written", CancelScope(30))
     return HostGroup(transport, outer.rank, outer.size, name="written", timeout_s=30)
 
 

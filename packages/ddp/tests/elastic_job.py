@@ -26,13 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from syncline.collectives import (
-    ProcessGroup,
-    RankGivenUpError,
-    destroy_process_group,
-    get_default_group,
-    init_process_group,
-)
+from syncline.collectives import ProcessGroup, RankGivenUpError, destroy_process_group, get_default_group, init_process_group
 from syncline.collectives.internal import broadcast_object
 from syncline.ddp import DistributedDataParallel, Elastic, ElasticSampler
 
@@ -148,7 +142,7 @@ def instrument(model: DistributedDataParallel, elastic: Elastic, kill: Killer) -
 
     around(elastic, "_sum_over_ranks", "before the sum", "after the sum")
     if model.join_process_group.backend_name == "mpi":
-        connecting = import_module("syncline.collectives.backends.mpi.node.hierarchy")  # asks between two collectives
+        connecting = import_module("syncline.collectives.transports.mpi.node.hierarchy")  # asks between two collectives
         around(connecting, "has_total_store_order", "shrink, while connecting", "shrink, while connecting", at_any_step=True)
     each_group(model.join_process_group)
     update = model.update_process_group

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from syncline.collectives.backends.in_process import create_groups
+from syncline.collectives.transports.threads import create_groups
 from syncline.reducer import BucketTimes, IterationStatistics
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits"

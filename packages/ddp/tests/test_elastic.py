@@ -24,8 +24,8 @@ from syncline.collectives import (
     ReduceOp,
     TransportError,
 )
-from syncline.collectives.backends.in_process import InProcessGroup, create_groups
 from syncline.collectives.testing.ranks import run_ranks
+from syncline.collectives.transports.threads import InProcessGroup, create_groups
 from syncline.ddp import DistributedDataParallel, Elastic, ElasticSampler
 from syncline.ddp.elastic_sampler import batch_bounds, share_bounds
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from syncline.collectives import CollectiveTimeout, DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
-from syncline.collectives.backends.in_process import create_groups
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.threads import create_groups
 from syncline.ddp import DistributedDataParallel
 from syncline.reducer import GradBucket
 

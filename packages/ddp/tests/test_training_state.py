@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from syncline.collectives.backends.in_process import create_groups
+from syncline.collectives.transports.threads import create_groups
 from syncline.ddp import DistributedDataParallel, ElasticSampler
 from syncline.ddp.training_state import HookState, TrainingState
 

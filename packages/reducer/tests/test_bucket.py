@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from syncline.collectives import MisuseError
-from syncline.collectives.backends.in_process import create_groups
+from syncline.collectives.transports.threads import create_groups
 from syncline.reducer.bucket import Bucket
 from syncline.reducer.grad_bucket import GradBucket
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives.backends.in_process import create_groups
+from syncline.collectives.transports.threads import create_groups
 from syncline.reducer.bucket import Bucket
 from syncline.reducer.bucket_reduction import BucketReduction
 from syncline.reducer.statistics import BucketTimes

@@ -12,8 +12,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp, Work
-from syncline.collectives.backends.in_process import create_groups
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.threads import create_groups
 from syncline.reducer import GradBucket, Reducer
 
 pytestmark = pytest.mark.ranks

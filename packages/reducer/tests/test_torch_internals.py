@@ -14,8 +14,8 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from syncline.collectives import MisuseError, ProcessGroup, Work
-from syncline.collectives.backends.in_process import create_groups
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.threads import create_groups
 from syncline.reducer import Reducer, dynamic_usage, gradient_aliasing, torch_internals
 from syncline.reducer.torch_internals import (
     accumulation_node,

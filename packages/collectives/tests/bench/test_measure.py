@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from syncline.collectives import InvalidArgumentError, ProcessGroup, TransportError
-from syncline.collectives.backends.in_process import create_groups
-from syncline.collectives.commands.bench import KINDS, Buffers, Case, Measurement, Subject, measure
-from syncline.collectives.commands.bench.subjects import Floor, GroupSubject, connect_subject
+from syncline.collectives.cli.bench import KINDS, Buffers, Case, Measurement, Subject, measure
+from syncline.collectives.cli.bench.subjects import Floor, GroupSubject, connect_subject
+from syncline.collectives.transports.threads import create_groups
 
 # The package offers the function of the same name.
-measure_module = importlib.import_module("syncline.collectives.commands.bench.measure")
+measure_module = importlib.import_module("syncline.collectives.cli.bench.measure")
 
 
 def on_ranks(size: int, body: Callable[[ProcessGroup], object]) -> list[object]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ReduceOp
-from syncline.collectives.commands.bench import KINDS, Buffers, Case, Measurement, command, plot
-from syncline.collectives.commands.bench.measure import LEAST_ROUNDS, MOST_ROUNDS, refusal_of_all, repeats_of, rounds_of
-from syncline.collectives.commands.bench.results import in_json, in_text
-from syncline.collectives.commands.bench.sizes import in_words, ladder, parse_size
-from syncline.collectives.contract.reduce_op import BOOL, DTYPES_OF
+from syncline.collectives.cli.bench import KINDS, Buffers, Case, Measurement, command, plot
+from syncline.collectives.cli.bench.measure import LEAST_ROUNDS, MOST_ROUNDS, refusal_of_all, repeats_of, rounds_of
+from syncline.collectives.cli.bench.results import in_json, in_text
+from syncline.collectives.cli.bench.sizes import in_words, ladder, parse_size
+from syncline.collectives.reduce_op import BOOL, DTYPES_OF
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp
-from syncline.collectives.backends.in_process import InProcessTransport, SharedState
-from syncline.collectives.devices import DeviceDispatchTransport
-from syncline.collectives.devices.cuda import CudaRuntime, cuda_runtime
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.devices import DeviceTransport
+from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.cuda import CudaRuntime, cuda_runtime
+from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
 NUMEL = 1 << 20
 
@@ -33,7 +33,7 @@ def on_two_ranks(check) -> None:
 
     def body(outer: ProcessGroup) -> None:
         device = CudaRuntime()
-        transport = DeviceDispatchTransport(InProcessTransport(shared_state, outer.rank), outer.rank, device)
+        transport = DeviceTransport(InProcessTransport(shared_state, outer.rank), outer.rank, device)
         group = HostGroup(transport, outer.rank, 2, timeout_s=60, device=device)
         with torch.cuda.stream(torch.cuda.Stream()):
             check(group)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, TransportError
-from syncline.collectives.backends.in_process import InProcessTransport, SharedState
-from syncline.collectives.devices import DeviceDispatchTransport
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.devices import DeviceTransport
+from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.testing import CHECKS, Check, run_ranks
+from syncline.collectives.transports.threads import InProcessTransport, SharedState
 from test_support.recording_device import RecordingDevice
 
 pytestmark = pytest.mark.ranks
@@ -26,7 +26,7 @@ def staged(size: int, is_mine: Callable[[torch.Tensor], bool] = lambda _: True) 
 
     def make(rank: int) -> tuple[HostGroup, RecordingDevice]:
         device = RecordingDevice(is_mine)
-        transport = DeviceDispatchTransport(InProcessTransport(shared_state, rank), rank, device)
+        transport = DeviceTransport(InProcessTransport(shared_state, rank), rank, device)
         return HostGroup(transport, rank, size, timeout_s=20, device=device), device
 
     return make
@@ -153,7 +153,7 @@ def test_directly() -> None:
         def all_reduce(self, tensor, op, call) -> None:
             tensor.fill_(7)
 
-    transport = DeviceDispatchTransport(InProcessTransport(SharedState(1), 0), 0, device, Direct(SharedState(1), 0))
+    transport = DeviceTransport(InProcessTransport(SharedState(1), 0), 0, device, Direct(SharedState(1), 0))
     group = HostGroup(transport, 0, 1, timeout_s=5, device=device)
     small, large = torch.ones(2), torch.ones(3)
     group.all_reduce(small)
@@ -172,7 +172,7 @@ def test_memory_that_a_library_may_still_write_is_kept() -> None:
             raise TransportError("the wire was cut")
 
     device = RecordingDevice()
-    transport = DeviceDispatchTransport(Gone(SharedState(1), 0), 0, device)
+    transport = DeviceTransport(Gone(SharedState(1), 0), 0, device)
     group = HostGroup(transport, 0, 1, timeout_s=5, device=device)
     tensor = torch.ones(3)
     with pytest.raises(TransportError, match=r"all_reduce\(float32\[3\], op=SUM\), number 0 .*the wire was cut"):

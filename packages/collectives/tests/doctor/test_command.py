@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from syncline.collectives import TransportError
-from syncline.collectives.commands.doctor import command
-from syncline.collectives.devices.cuda_awareness import CudaAwareness
+from syncline.collectives.cli.doctor import command
+from syncline.collectives.transports.cuda_awareness import CudaAwareness
 
 
 def test_a_transfer_that_hangs_is_not_taken_for_ranks_that_do_not_come(

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from syncline.collectives.commands.doctor import Finding, MPIFacts, Observation, Status, diagnose
-from syncline.collectives.commands.doctor import diagnosis as d
-from syncline.collectives.commands.doctor import memory as m
-from syncline.collectives.commands.doctor.finding import exit_status, in_text, ok, summary
-from syncline.collectives.commands.doctor.observation import _abi, nccl_version_in_words
-from syncline.collectives.commands.doctor.survival import survival
-from syncline.collectives.host.shared_memory.memory_limit import HEADROOM_BYTES, Limit
+from syncline.collectives.cli.doctor import Finding, MPIFacts, Observation, Status, diagnose
+from syncline.collectives.cli.doctor import diagnosis as d
+from syncline.collectives.cli.doctor import memory as m
+from syncline.collectives.cli.doctor.finding import exit_status, in_text, ok, summary
+from syncline.collectives.cli.doctor.observation import _abi, nccl_version_in_words
+from syncline.collectives.cli.doctor.survival import survival
 from syncline.collectives.startup.backend_choice import BackendChoice
 from syncline.collectives.startup.nodes import HostIdentity
+from syncline.collectives.transports.shared_memory.memory_limit import HEADROOM_BYTES, Limit
 
 A, B = HostIdentity("a", "1"), HostIdentity("b", "2")
 GIB = 2**30

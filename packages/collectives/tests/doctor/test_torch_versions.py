@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from syncline.collectives.commands.doctor import torch_versions
+from syncline.collectives.cli.doctor import torch_versions
 
 
 @pytest.mark.parametrize(

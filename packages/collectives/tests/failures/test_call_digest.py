@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from syncline.collectives.failures.call_digest import CallDigest
+from syncline.collectives.health.call_digest import CallDigest
 
 
 def digest_of(calls: Sequence[int]) -> tuple[int, int]:

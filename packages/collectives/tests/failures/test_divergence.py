@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives.failures.call_record import DONE, CallRecord
-from syncline.collectives.failures.divergence import find_divergence
+from syncline.collectives.engine.call import DONE, CallRecord
+from syncline.collectives.health.divergence import find_divergence
 
 NAMES = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
-from syncline.collectives.failures.flight_recorder import MOST_CALLS, FlightRecorder
+from syncline.collectives.health.recorder import MOST_CALLS, Recorder
 from syncline.collectives.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -30,7 +30,7 @@ def test_calls_are_remembered_in_order() -> None:
 
 
 def test_a_kept_plan_is_remembered_from_the_callers_line() -> None:
-    recorder = FlightRecorder("default", 0, [0, 1])
+    recorder = Recorder("default", 0, [0, 1])
     _as_a_group_does(recorder)
     (record,) = recorder.records()
     assert record.where.startswith("test_flight_recorder.py:")
@@ -38,7 +38,7 @@ def test_a_kept_plan_is_remembered_from_the_callers_line() -> None:
     assert (record.state, record.position) == ("running", 0)
 
 
-def _as_a_group_does(recorder: FlightRecorder) -> list[object]:
+def _as_a_group_does(recorder: Recorder) -> list[object]:
     entry = recorder.issue_kind(0, ("all_reduce", torch.float32, ReduceOp.SUM, None, ""), (2,))
     recorder.begin(entry)
     return entry
@@ -55,7 +55,7 @@ def test_a_failed_call_and_those_after_it() -> None:
 
 
 def test_it_keeps_the_last_and_no_tensor() -> None:
-    recorder = FlightRecorder("default", 0, [0])
+    recorder = Recorder("default", 0, [0])
     tensor = torch.ones(2)
     gone = weakref.ref(tensor)
     for number in range(MOST_CALLS + 10):
@@ -67,7 +67,7 @@ def test_it_keeps_the_last_and_no_tensor() -> None:
 
 
 def test_calls_that_not_all_ranks_issue_have_no_place() -> None:
-    recorder = FlightRecorder("default", 0, [0])
+    recorder = Recorder("default", 0, [0])
     recorder.begin(recorder.issue(None, "subset", None))
     recorder.begin(recorder.issue(0, "barrier", None))
     assert [record.position for record in recorder.records()] == [None, 0]

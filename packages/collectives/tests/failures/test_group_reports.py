@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
-from syncline.collectives.backends.in_process import InProcessTransport, SharedState
-from syncline.collectives.failures import report
-from syncline.collectives.failures.job_report import merged, read_reports
-from syncline.collectives.failures.report import Reporter
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.health import report
+from syncline.collectives.health.job_report import merged, read_reports
+from syncline.collectives.health.report import Reporter
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
 pytestmark = pytest.mark.ranks
 

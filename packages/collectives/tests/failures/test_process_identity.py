@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from syncline.collectives.failures import process_identity
-from syncline.collectives.failures.process_identity import ProcessIdentity, has_ended, own_identity
+from syncline.collectives.health import process_identity
+from syncline.collectives.health.process_identity import ProcessIdentity, has_ended, own_identity
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="only /proc tells of other processes")
 

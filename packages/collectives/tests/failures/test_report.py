@@ -10,15 +10,15 @@ import torch
 
 from syncline.collectives import InvalidArgumentError
 from syncline.collectives.__main__ import main
-from syncline.collectives.failures.flight_recorder import FlightRecorder
-from syncline.collectives.failures.job_report import merged, read_reports
-from syncline.collectives.failures.report import Reporter
+from syncline.collectives.health.job_report import merged, read_reports
+from syncline.collectives.health.recorder import Recorder
+from syncline.collectives.health.report import Reporter
 
 CALLS = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
 
 
-def recorded(letters: str, rank: int, *, size: int, unfinished: bool = False) -> FlightRecorder:
-    recorder = FlightRecorder("default", rank, range(size))
+def recorded(letters: str, rank: int, *, size: int, unfinished: bool = False) -> Recorder:
+    recorder = Recorder("default", rank, range(size))
     entry = None
     for number, letter in enumerate(letters):
         entry = recorder.issue(number, CALLS[letter], torch.ones(2))

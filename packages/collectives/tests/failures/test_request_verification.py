@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 
 from syncline.collectives import DisagreementError, ProcessGroup
-from syncline.collectives.backends.in_process import InProcessTransport, SharedState
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.contract.statements import Statements, ranks_in_words
-from syncline.collectives.default_group.request_verification import verify_request
-from syncline.collectives.host.group_start import agree_on_start
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.api.request_verification import verify_request
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.health.group_start import agree_on_start
+from syncline.collectives.health.statements import Statements, ranks_in_words
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
 pytestmark = pytest.mark.ranks
 
@@ -87,14 +87,14 @@ def test_who_hears_first_does_not_leave_before_the_others_have_heard() -> None:
     class Recorded:
         """Two ranks that were given different options."""
 
-        def maximum(self, numbers: Sequence[int], deadline: Deadline) -> list[int]:
+        def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
             asked.append(f"maximum of {len(numbers)}")
             return [number + 1 for number in numbers]
 
-        def statements(self, text: str, deadline: Deadline) -> Statements:
+        def statements(self, text: str, scope: CancelScope) -> Statements:
             asked.append("statements")
             return Statements.of([text, "other"])
 
     with pytest.raises(DisagreementError, match="rank 1: other"):
-        agree_on_start(Recorded(), 0, 2, {"check_calls": True}, Deadline(10))
+        agree_on_start(Recorded(), 0, 2, {"check_calls": True}, CancelScope(10))
     assert asked == ["maximum of 3", "statements", "maximum of 1"]

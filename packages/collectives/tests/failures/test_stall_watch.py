@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from syncline.collectives.failures.flight_recorder import FlightRecorder
-from syncline.collectives.failures.stall_watch import StallWatch, StatusPost, Waiting, stall_in_words
+from syncline.collectives.health.recorder import Recorder
+from syncline.collectives.health.stalls import StallWatch, StatusPost, Waiting, stall_in_words
 
 LIMIT_S = 30.0
 
@@ -34,7 +34,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         lines: dict[int, str] = {}
-        self.recorders = [FlightRecorder("default", rank, range(size)) for rank in range(size)]
+        self.recorders = [Recorder("default", rank, range(size)) for rank in range(size)]
         self._watches = [StallWatch(recorder, Lines(recorder.rank, lines), LIMIT_S) for recorder in self.recorders]
 
     def begin(self, *ranks: int) -> list[list[object]]:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
-from syncline.collectives.backends.in_process import InProcessTransport, SharedState
-from syncline.collectives.contract.collective import Collective
-from syncline.collectives.host import history_verification
-from syncline.collectives.host.host_group import HostGroup
+from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.health import agreement as history_verification
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
 pytestmark = pytest.mark.ranks
 
@@ -23,7 +22,7 @@ Body = Callable[[ProcessGroup], object]
 class Trusting(InProcessTransport):
     """Does not compare the calls, as Gloo does not."""
 
-    verifies_every_call = False
+    compares_every_call = False
 
     def _meet(self, call, value):
         return super()._meet(call._replace(collective=Collective("anything")), value)
@@ -43,11 +42,11 @@ def close(group: ProcessGroup) -> None:
 
 
 def verify(group: ProcessGroup) -> None:
-    group.verify_calls()
+    group.agree_on_calls()
 
 
 def verify_later(group: ProcessGroup) -> None:
-    work = group.verify_calls(async_op=True)
+    work = group.agree_on_calls(async_op=True)
     assert work is not None
     work.wait()
 
@@ -98,7 +97,7 @@ def test_a_rank_that_never_closes_is_no_failure_of_the_others(caplog: pytest.Log
 
 
 def test_the_ranks_compare_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_verification, "VERIFY_EVERY_CALLS", 5)
+    monkeypatch.setattr(history_verification, "COMPARE_EVERY_CALLS", 5)
 
     def body(group: ProcessGroup) -> None:
         group.all_reduce(torch.ones(3), ReduceOp.SUM if group.rank else ReduceOp.MAX)
@@ -125,6 +124,6 @@ def test_calls_from_callbacks_have_one_order() -> None:
 
 def test_a_group_that_compares_each_call_has_nothing_to_verify() -> None:
     def body(group: ProcessGroup) -> None:
-        assert group.verify_calls() is None
+        assert group.agree_on_calls() is None
 
     run_ranks(2, body)

@@ -9,15 +9,15 @@ from collections.abc import Callable
 import pytest
 
 from syncline.collectives import RankLostError, TransportError
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.failures.watchdog import END_LOOKS, INTERRUPT_LOOKS, NOTICED_LOOKS, CallEscalation, Step, Watchdog
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.health.monitor import END_LOOKS, INTERRUPT_LOOKS, NOTICED_LOOKS, Step
 
 
 class Group:
     """A group whose call sits in a library."""
 
-    def __init__(self, deadline: Deadline, reason: TransportError | None = None) -> None:
-        self.running_deadline: Deadline | None = deadline
+    def __init__(self, scope: CancelScope, reason: TransportError | None = None) -> None:
+        self.running_deadline: CancelScope | None = deadline
         self.reason = reason
         self.interrupted = threading.Event()
         self.reported: list[str] = []
@@ -35,23 +35,23 @@ class Group:
         self.reported.append(reason)
 
 
-def steps(escalation: CallEscalation, next_deadline: Callable[[], Deadline | None], looks: int) -> list[Step]:
+def steps(escalation: CallEscalation, next_deadline: Callable[[], CancelScope | None], looks: int) -> list[Step]:
     return [escalation.look(next_deadline()) for _ in range(looks)]
 
 
 def test_a_call_that_has_time_is_left_alone() -> None:
-    deadline = Deadline(100.0)
+    deadline = CancelScope(100.0)
     assert set(steps(CallEscalation(), lambda: deadline, 50)) == {Step.NOTHING}
 
 
 def test_short_calls_are_left_alone() -> None:
-    kept = [Deadline(1e-9) for _ in range(50)]
+    kept = [CancelScope(1e-9) for _ in range(50)]
     assert set(steps(CallEscalation(), kept.pop, 50)) == {Step.NOTHING}
     assert set(steps(CallEscalation(), lambda: None, 50)) == {Step.NOTHING}
 
 
 def test_a_call_that_nobody_ends_is_interrupted_and_then_the_process_ends() -> None:
-    deadline = Deadline(1e-9)
+    deadline = CancelScope(1e-9)
     found = steps(CallEscalation(), lambda: deadline, 1 + END_LOOKS)
     assert found.index(Step.INTERRUPT) == INTERRUPT_LOOKS
     assert found.index(Step.END) == END_LOOKS
@@ -59,13 +59,13 @@ def test_a_call_that_nobody_ends_is_interrupted_and_then_the_process_ends() -> N
 
 
 def test_a_thread_that_has_noticed_ends_its_call_itself() -> None:
-    deadline = Deadline(1e-9)
+    deadline = CancelScope(1e-9)
     assert deadline.expired()
     assert set(steps(CallEscalation(), lambda: deadline, 50)) == {Step.NOTHING}
 
 
 def test_a_thread_that_has_noticed_and_does_not_come_back_ends_with_the_process() -> None:
-    deadline = Deadline(1e-9)
+    deadline = CancelScope(1e-9)
     assert deadline.expired()
     found = steps(CallEscalation(), lambda: deadline, 2 * NOTICED_LOOKS)
     assert found.index(Step.INTERRUPT) == NOTICED_LOOKS // 2
@@ -74,7 +74,7 @@ def test_a_thread_that_has_noticed_and_does_not_come_back_ends_with_the_process(
 
 
 def test_a_lost_rank_cancels_the_call_that_runs() -> None:
-    deadline = Deadline(100.0)
+    deadline = CancelScope(100.0)
     group = Group(deadline, RankLostError("rank 1 ended", [1]))
     watchdog = Watchdog(lambda words: None)
     watchdog.watch(group)
@@ -92,7 +92,7 @@ def look_until_the_process_ends(watchdog: Watchdog) -> None:
 
 def test_the_last_resort_says_who_is_waited_for() -> None:
     said: list[str] = []
-    group = Group(Deadline(1e-9))
+    group = Group(CancelScope(1e-9))
     watchdog = Watchdog(said.append)
     watchdog.watch(group)
     look_until_the_process_ends(watchdog)
@@ -102,7 +102,7 @@ def test_the_last_resort_says_who_is_waited_for() -> None:
 
 def test_a_group_that_nobody_holds_is_forgotten() -> None:
     watchdog = Watchdog(lambda words: None)
-    watchdog.watch(Group(Deadline(1e-9)))
+    watchdog.watch(Group(CancelScope(1e-9)))
     gc.collect()
     watchdog.look()
     assert watchdog._watched == []
@@ -120,7 +120,7 @@ class BrokenGroup(Group):
 
 def test_an_error_of_one_group_ends_neither_the_watch_over_it_nor_over_others(caplog: pytest.LogCaptureFixture) -> None:
     said: list[str] = []
-    broken, group = BrokenGroup(Deadline(1e-9)), Group(Deadline(1e-9))
+    broken, group = BrokenGroup(CancelScope(1e-9)), Group(CancelScope(1e-9))
     watchdog = Watchdog(said.append)
     watchdog.watch(broken)
     watchdog.watch(group)
@@ -136,7 +136,7 @@ def test_the_process_ends_even_where_no_thread_can_start(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     said: list[str] = []
-    group = Group(Deadline(1e-9))
+    group = Group(CancelScope(1e-9))
     watchdog = Watchdog(said.append)
     watchdog.watch(group)
     look_until_the_process_ends(watchdog)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from syncline.collectives import InvalidArgumentError
-from syncline.collectives.host.split_verification import different_splits
-from syncline.collectives.host.wire_tag import sized_wire_tag, wire_tag
+from syncline.collectives.engine.tags import sized_wire_tag, wire_tag
+from syncline.collectives.health.agreement import different_splits
 
 MOST = 2**31 - 1
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.bool, torch.float8_e5m2]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives.backends.mpi.node.algorithm import (
+from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
+from syncline.collectives.transports.mpi.node.algorithm import (
     Algorithm,
     Capabilities,
     Operation,
@@ -15,7 +16,6 @@ from syncline.collectives.backends.mpi.node.algorithm import (
     slice_of,
     slot_bytes,
 )
-from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 
 EAGER, STAGED, MPI, NODES = Algorithm.EAGER, Algorithm.COPY_IN_COPY_OUT, Algorithm.MPI, Algorithm.HIERARCHICAL
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST = Operation

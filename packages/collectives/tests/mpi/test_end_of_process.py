@@ -13,7 +13,7 @@ PROGRAM = """
 import signal, time
 import mpi4py
 mpi4py.rc.initialize = False
-from syncline.collectives.backends.mpi.job_abort import _end_within
+from syncline.collectives.transports.mpi.job_abort import _end_within
 
 signal.signal(signal.SIGALRM, signal.SIG_IGN)  # whatever the program did with it before
 _end_within(0.2)

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
-from syncline.collectives.backends.mpi import library
-from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.transports.mpi import library
 
 
 class Late:
@@ -30,7 +30,7 @@ def test_a_wait_sleeps_where_it_may_and_else_yields(
     monkeypatch.setattr(library.time, "sleep", lambda _: did.append("slept"))
     monkeypatch.setattr(library, "yield_cpu", lambda: did.append("yielded"))
     request: Any = Late()
-    library.wait(request, Deadline(60.0), nap=nap)
+    library.wait(request, CancelScope(60.0), nap=nap)
     assert did == [expected] * (59 - at_once)
 
 
@@ -39,4 +39,4 @@ def test_a_wait_that_sleeps_has_its_time_limit(monkeypatch: pytest.MonkeyPatch) 
     request: Any = Late()
     request.tests = 60
     with pytest.raises(TimeoutError):
-        library.wait(request, Deadline(0.01), nap=True)
+        library.wait(request, CancelScope(0.01), nap=True)

@@ -13,13 +13,11 @@ pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
 from mpi4py import MPI
 
-from syncline.collectives.backends.mpi import timeout_report
-from syncline.collectives.backends.mpi.departure_notices import DepartureNotices
-from syncline.collectives.backends.mpi.library import Tag
-from syncline.collectives.backends.mpi.neighbours import connect_neighbours, neighbours
-from syncline.collectives.backends.mpi.status_post import MPIStatusPost
-from syncline.collectives.backends.mpi.timeout_report import TimeoutReport
-from syncline.collectives.contract.statements import ranks_in_words
+from syncline.collectives.health.statements import ranks_in_words
+from syncline.collectives.transports.mpi import timeout_report
+from syncline.collectives.transports.mpi.leave_notices import LeaveNotices
+from syncline.collectives.transports.mpi.library import Tag
+from syncline.collectives.transports.mpi.neighbours import MPIStatusPost, TimeoutReport, connect_neighbours, neighbours
 
 
 class Done:
@@ -181,7 +179,7 @@ class Clock:
 def test_many_that_leave_are_heard_of_in_few_messages() -> None:
     size, clock = 256, Clock()
     world = World(size)
-    notices = [DepartureNotices(communicator, clock) for communicator in world.communicators()]
+    notices = [LeaveNotices(communicator, clock) for communicator in world.communicators()]
     for rank in range(1, size):
         notices[rank].leave({"default": 7, "part": rank // 200})
     heard: dict[int, dict[str, int]] = {}
@@ -199,7 +197,7 @@ def test_many_that_leave_are_heard_of_in_few_messages() -> None:
 
 def test_one_that_leaves_is_heard_of_by_all_who_wait() -> None:
     size, clock = 32, Clock()
-    notices = [DepartureNotices(communicator, clock) for communicator in World(size).communicators()]
+    notices = [LeaveNotices(communicator, clock) for communicator in World(size).communicators()]
     notices[9].leave({"default": 3})
     heard = set()
     for _ in range(60):
@@ -211,7 +209,7 @@ def test_one_that_leaves_is_heard_of_by_all_who_wait() -> None:
 
 
 def test_nothing_is_received_after_the_end() -> None:
-    notices = [DepartureNotices(communicator) for communicator in World(2).communicators()]
+    notices = [LeaveNotices(communicator) for communicator in World(2).communicators()]
     notices[0].leave({"default": 1})
     notices[1].close()
     assert notices[1].receive() == []
@@ -238,7 +236,7 @@ def test_lines_come_to_rank_0_in_time_by_two_ways(silent: int | None) -> None:
 
 def test_nothing_is_passed_on_when_all_have_left() -> None:
     world = World(8)
-    notices = [DepartureNotices(communicator) for communicator in world.communicators()]
+    notices = [LeaveNotices(communicator) for communicator in world.communicators()]
     notices[0].leave({"default": 1})
     notices[1].stop()
     assert [departure.rank for departure in notices[1].receive()] == [0]

@@ -15,21 +15,20 @@ import torch
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
-from syncline.collectives.backends.mpi.call_verifier import NO_KEY
-from syncline.collectives.backends.mpi.node import copy_in_copy_out, window_collective
-from syncline.collectives.backends.mpi.node.algorithm import Operation, size_of
-from syncline.collectives.backends.mpi.node.copy_in_copy_out import CopyInCopyOut, StagingArea
-from syncline.collectives.backends.mpi.node.eager_exchange import EagerExchange
-from syncline.collectives.backends.mpi.node.plan import NodePlan, PlanRequest
-from syncline.collectives.backends.mpi.node.shm_barrier import ShmBarrier, barrier_bytes, has_total_store_order
-from syncline.collectives.backends.mpi.node.window_collective import WindowCollective, tensor_from_address
-from syncline.collectives.backends.mpi.node.windows import Windows
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.contract.reduce_op import DTYPES_OF, Reduction
-from syncline.collectives.host.reduction import reduce_in_rank_order
-from syncline.collectives.host.shared_memory.segment import Segment, create_file, padded
-from syncline.collectives.host.transport import CallKind
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.reduce_op import DTYPES_OF, Reduction
+from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.mpi.node import copy_in_copy_out, window_collective
+from syncline.collectives.transports.mpi.node.algorithm import Operation, size_of
+from syncline.collectives.transports.mpi.node.copy_in_copy_out import CopyInCopyOut, StagingArea
+from syncline.collectives.transports.mpi.node.eager_exchange import EagerExchange
+from syncline.collectives.transports.mpi.node.plan import NodePlan, PlanRequest
+from syncline.collectives.transports.mpi.node.shm_barrier import ShmBarrier, barrier_bytes, has_total_store_order
+from syncline.collectives.transports.mpi.node.window_collective import WindowCollective, tensor_from_address
+from syncline.collectives.transports.mpi.node.windows import Windows
+from syncline.collectives.transports.mpi.sync import NOWHERE
+from syncline.collectives.transports.shared_memory.segment import Segment, create_file, padded
 from test_support.full_run import cases
 
 pytestmark = [
@@ -68,12 +67,12 @@ class FakeSync:
     def barrier(self, *_: Any) -> ShmBarrier:
         return self._barrier
 
-    def verify(self, describe: Any, tensor: Any, deadline: Deadline, digest: int = 0, key: int = NO_KEY) -> bool:
+    def verify(self, describe: Any, tensor: Any, scope: CancelScope, digest: int = 0, key: int = NOWHERE) -> bool:
         is_same, is_common = self._barrier.arrive_and_wait(deadline, digest, key)
         assert is_same, describe(tensor)
         return is_common
 
-    def wait(self, describe: Any, tensor: Any, deadline: Deadline) -> None:
+    def wait(self, describe: Any, tensor: Any, scope: CancelScope) -> None:
         self._barrier.arrive_and_wait(deadline)
 
 
@@ -120,7 +119,7 @@ class Rank:
         kind = CallKind(operation.name.lower(), op, root, tensor.dtype, tensor.numel())
         if kind not in self._plans:
             self._plans[kind] = self._make(operation, kind)
-        self._plans[kind].run(tensor, whole, Deadline(30))
+        self._plans[kind].run(tensor, whole, CancelScope(30))
         assert self._plans[kind].algorithm == self._name
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("mpi4py")
 
 from syncline.collectives import TransportError
-from syncline.collectives.backends.mpi import fault_tolerance
-from syncline.collectives.backends.mpi import reconnector as module
-from syncline.collectives.backends.mpi.reconnector import MPIReconnector
-from syncline.collectives.survivors.reconnector import MOST_ATTEMPTS, Generation
-from syncline.collectives.survivors.shrinkable_group import ShrinkableGroup
+from syncline.collectives.membership.reconnector import MOST_ATTEMPTS, Generation
+from syncline.collectives.membership.shrinkable_group import ShrinkableGroup
+from syncline.collectives.transports.mpi import fault_tolerance
+from syncline.collectives.transports.mpi import reconnector as module
+from syncline.collectives.transports.mpi.reconnector import MPIReconnector
 
 PATIENCE_S = 20.0
 
@@ -73,7 +73,7 @@ def test_whatever_keeps_a_rank_from_connecting_the_others_are_told() -> None:
 
 def test_a_group_that_is_closed_gives_its_communicator_back() -> None:
     reconnector = a_reconnector(Connecting())
-    group = ShrinkableGroup(MagicMock(liveness=None, verifies_every_call=True), reconnector, timeout_s=1.0)
+    group = ShrinkableGroup(MagicMock(liveness=None, compares_every_call=True), reconnector, timeout_s=1.0)
     group.close()
     assert reconnector._communicator.is_free  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
-from syncline.collectives.backends.mpi.ring_all_reduce import TCP_EAGER_LIMIT, largest_piece_bytes, pieces_of_part
+from syncline.collectives.transports.mpi.ring_all_reduce import TCP_EAGER_LIMIT, largest_piece_bytes, pieces_of_part
 
 
 @pytest.mark.parametrize(

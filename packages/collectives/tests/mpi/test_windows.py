@@ -17,14 +17,14 @@ import torch
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
-from syncline.collectives.backends.mpi.call_verifier import NO_KEY
-from syncline.collectives.backends.mpi.node.windows import Windows
-from syncline.collectives.host.shared_memory.segment import Segment, create_file, padded, reserve
+from syncline.collectives.transports.mpi.node.windows import Windows
+from syncline.collectives.transports.mpi.sync import NOWHERE
+from syncline.collectives.transports.shared_memory.segment import Segment, create_file, padded, reserve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's")
 
 PAGE = padded(1)
-SORTED = "syncline.collectives.backends.mpi.node.windows.sorted"  # what `add` calls in its middle
+SORTED = "syncline.collectives.transports.mpi.node.windows.sorted"  # what `add` calls in its middle
 
 
 def segments(size: int, part_bytes: int) -> list[Segment]:
@@ -144,18 +144,18 @@ def test_tensors_are_found_where_they_lie() -> None:
     windows.add(second)
     whole, other = first.view(0, 0, 25, torch.float32), second.view(1, 0, 20, torch.float16)
     keys = [windows.key_of(tensor) for tensor in (whole, whole[1:], other, other[7:9])]
-    assert len({NO_KEY, *keys}) == 5
+    assert len({NOWHERE, *keys}) == 5
     assert [windows.place(key) for key in keys] == [(first, 0), (first, 4), (second, 0), (second, 14)]
 
 
 def test_tensors_elsewhere_or_partly_elsewhere_are_not_found() -> None:
     windows, (first, _) = Windows(), segments(2, 100)
-    assert windows.key_of(torch.zeros(3)) == NO_KEY
+    assert windows.key_of(torch.zeros(3)) == NOWHERE
     windows.add(first)
-    assert windows.key_of(torch.zeros(3)) == NO_KEY
-    assert windows.key_of(first.view(0, 96, 1, torch.float32)) != NO_KEY
-    assert windows.key_of(first.view(0, 96, 2, torch.float32)) == NO_KEY  # ends in the padding
-    assert windows.key_of(first.view(1, 0, 1, torch.float32)) == NO_KEY  # another rank's part
+    assert windows.key_of(torch.zeros(3)) == NOWHERE
+    assert windows.key_of(first.view(0, 96, 1, torch.float32)) != NOWHERE
+    assert windows.key_of(first.view(0, 96, 2, torch.float32)) == NOWHERE  # ends in the padding
+    assert windows.key_of(first.view(1, 0, 1, torch.float32)) == NOWHERE  # another rank's part
 
 
 def test_a_place_in_a_segment_that_has_gone_is_no_place() -> None:
@@ -187,7 +187,7 @@ def test_memory_lasts_as_long_as_tensors_and_no_longer() -> None:
 
 def key_of(windows: Windows, segment: Segment, offset_bytes: int = 0) -> int:
     key = windows.key_of(segment.view(segment.mine, offset_bytes, 1, torch.uint8))
-    assert key != NO_KEY
+    assert key != NOWHERE
     return key
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives.backends.nccl import issued_calls
+from syncline.collectives.transports.nccl import issued_calls
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,9 @@ from syncline.collectives import (
     TransportError,
     destroy_process_group,
 )
-from syncline.collectives.backends.nccl import connections
-from syncline.collectives.backends.nccl.process_group import NcclGroup
 from syncline.collectives.testing import CHECKS
+from syncline.collectives.transports.nccl import connections
+from syncline.collectives.transports.nccl.process_group import NcclGroup
 from test_support.gpu_ranks import choose_gpu, connect
 
 # NCCL has neither tags nor a receive from any rank.

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from syncline.collectives import ReduceOp, premul_sum
-from syncline.collectives.backends.nccl.connector import Connector
-from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.backends.nccl.rendezvous import Rendezvous
+from syncline.collectives.transports.nccl.connector import Connector
+from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.transports.nccl.rendezvous import Rendezvous
 from test_support.fake_accelerator import FakeAccelerator
 
 SIZE, RANK = 3, 1

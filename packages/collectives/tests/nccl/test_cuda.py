@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives.backends.nccl import cuda
-from syncline.collectives.backends.nccl.streams import StreamPool
+from syncline.collectives.transports.nccl import cuda
+from syncline.collectives.transports.nccl.streams import StreamPool
 
 DEVICE = torch.device("cuda", 1)
 OWN = 77

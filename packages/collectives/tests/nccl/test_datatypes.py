@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from syncline.collectives import ReduceOp, premul_sum
-from syncline.collectives.backends.nccl.datatypes import NCCL_OPS, NCCL_TYPES, as_moved, as_reduced, native_reduction
-from syncline.collectives.backends.nccl.library import load, preload_nccl
-from syncline.collectives.contract.reduce_op import DTYPES_OF, FLOATS
+from syncline.collectives.reduce_op import DTYPES_OF, FLOATS
+from syncline.collectives.transports.nccl.datatypes import NCCL_OPS, NCCL_TYPES, as_moved, as_reduced, native_reduction
+from syncline.collectives.transports.nccl.library import load, preload_nccl
 
 BY_NAME = {
     "NCCL_INT8": torch.int8,

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, MisuseError, TransportError
-from syncline.collectives.backends.nccl import connections
-from syncline.collectives.backends.nccl.connector import Connector
-from syncline.collectives.backends.nccl.failure import Failure
-from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.backends.nccl.rendezvous import GroupRendezvous, StoreRendezvous
-from syncline.collectives.backends.nccl.watchdog import Watchdog
-from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.transports.nccl import connections
+from syncline.collectives.transports.nccl.connector import Connector
+from syncline.collectives.transports.nccl.failure import Failure
+from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.transports.nccl.rendezvous import GroupRendezvous, StoreRendezvous
+from syncline.collectives.transports.nccl.watchdog import Watchdog
 from test_support.fake_accelerator import FakeAccelerator, FakeEvent
 from test_support.fake_nccl import FakeNccl, NcclError
 from test_support.fake_nccl_group import run_on_fakes
@@ -129,7 +129,7 @@ class FakeCollective:
     """In flight for ever."""
 
     def __init__(self) -> None:
-        self.deadline = Deadline(PATIENCE_S)
+        self.deadline = CancelScope(PATIENCE_S)
         self.heard = threading.Event()
 
     def describe(self) -> str:

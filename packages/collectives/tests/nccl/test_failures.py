@@ -19,18 +19,18 @@ from syncline.collectives import (
     InvalidArgumentError,
     TransportError,
 )
-from syncline.collectives.backends.nccl import library
-from syncline.collectives.backends.nccl.accelerator import Event
-from syncline.collectives.backends.nccl.connector import Connector
-from syncline.collectives.backends.nccl.failure import Failure
-from syncline.collectives.backends.nccl.peer_info import find_conflict, peer_info
-from syncline.collectives.backends.nccl.pending_collective import gpu_fault
-from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.backends.nccl.rendezvous import StoreRendezvous
-from syncline.collectives.backends.nccl.watchdog import Watchdog
-from syncline.collectives.contract.deadline import Deadline
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.registry import load_backend
+from syncline.collectives.transports.nccl import library
+from syncline.collectives.transports.nccl.accelerator import Event
+from syncline.collectives.transports.nccl.connector import Connector
+from syncline.collectives.transports.nccl.failure import Failure
+from syncline.collectives.transports.nccl.peer_info import find_conflict, peer_info
+from syncline.collectives.transports.nccl.pending_collective import gpu_fault
+from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.transports.nccl.rendezvous import StoreRendezvous
+from syncline.collectives.transports.nccl.watchdog import Watchdog
 from test_support.fake_accelerator import FakeAccelerator, FakeCommStream, FakeEvent
 from test_support.fake_nccl import FakeNccl, NcclError
 from test_support.fake_nccl_group import run_on_fakes
@@ -177,7 +177,7 @@ class FakeCollective:
 
     def __init__(self, log: list[str], name: str, timeout_s: float = 60.0) -> None:
         self.log, self.name = log, name
-        self.deadline = Deadline(timeout_s)
+        self.deadline = CancelScope(timeout_s)
         self.over = False
 
     def describe(self) -> str:
@@ -234,7 +234,7 @@ def test_the_order_of_a_failure() -> None:
     ("break_it", "kind", "words"),
     [
         (
-            lambda collective, communicator: setattr(collective, "deadline", Deadline(1e-9)),
+            lambda collective, communicator: setattr(collective, "deadline", CancelScope(1e-9)),
             CollectiveTimeout,
             "late did not finish within",
         ),

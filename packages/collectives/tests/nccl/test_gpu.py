@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from syncline.collectives.backends.nccl import backend
 from syncline.collectives.testing.processes import run_processes
+from syncline.collectives.transports.nccl import backend
 from test_support.fake_nccl_group import run_on_fakes
 
 MISSING = backend.missing()

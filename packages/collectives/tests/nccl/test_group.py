@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, MisuseError, TransportError
-from syncline.collectives.backends.nccl.accelerator import Event
-from syncline.collectives.backends.nccl.connector import Connector, warn_unverified
-from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.backends.nccl.rendezvous import StoreRendezvous
+from syncline.collectives.transports.nccl.accelerator import Event
+from syncline.collectives.transports.nccl.connector import Connector, warn_unverified
+from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.transports.nccl.rendezvous import StoreRendezvous
 from test_support.fake_accelerator import FakeAccelerator, FakeCommStream, FakeEvent
 from test_support.fake_nccl import FakeNccl
 from test_support.fake_nccl_group import run_on_fakes

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, DisagreementError, ReduceOp, TransportError
-from syncline.collectives.backends.nccl import issued_calls, rendezvous
-from syncline.collectives.backends.nccl.backend import agree_on_start
-from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.backends.nccl.work import NcclWork
-from syncline.collectives.contract.deadline import Deadline
-from syncline.collectives.contract.process_group import ProcessGroup
-from syncline.collectives.contract.reserved_tags import FIRST_NCCL_AGREEMENT, ReservedTag
-from syncline.collectives.failures.call_record import DONE, FAILED
-from syncline.collectives.failures.report import Reporter
-from syncline.collectives.host import history_verification
+from syncline.collectives.engine.call import DONE, FAILED
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.tags import FIRST_NCCL_AGREEMENT, ReservedTag
+from syncline.collectives.group import ProcessGroup
+from syncline.collectives.health import agreement as history_verification
+from syncline.collectives.health.report import Reporter
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.testing.ranks import run_ranks
+from syncline.collectives.transports.nccl import issued_calls, rendezvous
+from syncline.collectives.transports.nccl.backend import agree_on_start
+from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.transports.nccl.work import NcclWork
 from test_support.fake_nccl_group import run_on_fakes
 
 pytestmark = pytest.mark.ranks
@@ -33,7 +33,7 @@ OVER = pytest.mark.parametrize("over_host_group", [False, True], ids=["store", "
 
 def until_failed(group: NcclGroup, work: NcclWork) -> None:
     """Wait for the watchdog to end the group."""
-    deadline = Deadline(PATIENCE_S)
+    deadline = CancelScope(PATIENCE_S)
     while group._engine._watchdog.failure is None and not deadline.expired():
         work._failed.wait(0.01)
     work.wait(PATIENCE_S)
@@ -41,7 +41,7 @@ def until_failed(group: NcclGroup, work: NcclWork) -> None:
 
 def until_found(group: NcclGroup) -> str:
     """What ended the group, once the comparison beside the step has found it."""
-    deadline = Deadline(PATIENCE_S)
+    deadline = CancelScope(PATIENCE_S)
     while group._engine._watchdog.failure is None and not deadline.expired():
         time.sleep(0.005)
     with pytest.raises(TransportError, match="had failed before") as raised:
@@ -123,7 +123,7 @@ def test_a_barrier_tells_of_another_call(over_host_group: bool) -> None:
 def test_a_difference_is_found_beside_a_step(over_host_group: bool) -> None:
     def body(group: NcclGroup) -> None:
         group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)
-        assert group.verify_calls(async_op=True) is None
+        assert group.agree_on_calls(async_op=True) is None
         assert "different collectives" in until_found(group)
 
     run_on_fakes(2, body, over_host_group=over_host_group)
@@ -141,7 +141,7 @@ def test_close_tells_of_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls_are_compared_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_verification, "VERIFY_EVERY_CALLS", 3)
+    monkeypatch.setattr(history_verification, "COMPARE_EVERY_CALLS", 3)
 
     def body(group: NcclGroup) -> None:
         group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)
@@ -158,10 +158,10 @@ def test_many_ranks_compare_some_backwards(monkeypatch: pytest.MonkeyPatch) -> N
     def body(group: NcclGroup) -> None:
         group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)
         for _ in range(2):
-            group.verify_calls(async_op=True)
+            group.agree_on_calls(async_op=True)
         group._engine._calls._progress.drain(PATIENCE_S)
         assert group._engine._watchdog.failure is None
-        group.verify_calls(async_op=True)
+        group.agree_on_calls(async_op=True)
         until_found(group)
 
     run_on_fakes(3, body)
@@ -176,9 +176,9 @@ def test_groups_compare_side_by_side(over_host_group: bool) -> None:
         for _ in range(20):
             for part in (group, *parts):
                 part.all_reduce(torch.ones(1))
-                part.verify_calls(async_op=True)
+                part.agree_on_calls(async_op=True)
         for part in (group, *parts):
-            part.verify_calls()
+            part.agree_on_calls()
         for part in parts:
             part.close()
 
@@ -191,7 +191,7 @@ def test_the_store_keeps_nothing_of_a_comparison() -> None:
     def body(group: ProcessGroup) -> None:
         meeting = rendezvous.StoreRendezvous(store)
         for number in range(5):
-            meeting.agree(f"topic {number}", range(group.size), group.rank, {}, lambda said: {}, Deadline(PATIENCE_S))
+            meeting.agree(f"topic {number}", range(group.size), group.rank, {}, lambda said: {}, CancelScope(PATIENCE_S))
 
     run_ranks(3, body)
     assert store.num_keys() == 0
@@ -225,7 +225,7 @@ def test_topics_of_one_tag_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(rendezvous, "_tag", lambda topic: ReservedTag(FIRST_NCCL_AGREEMENT))
 
     def body(group: ProcessGroup) -> None:
-        meeting, deadline = rendezvous.GroupRendezvous(group, owned=False), Deadline(PATIENCE_S)
+        meeting, deadline = rendezvous.GroupRendezvous(group, owned=False), CancelScope(PATIENCE_S)
         if group.rank == 0:
             for topic in ("a", "b", "c"):
                 meeting.send(topic, 1, 0, {"of": topic}, deadline)

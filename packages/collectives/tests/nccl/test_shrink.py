@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import BackendUnavailableError, GroupClosedError, ProcessGroup, TransportError
-from syncline.collectives.backends.in_process import InProcessGroup, create_groups
-from syncline.collectives.backends.nccl.connector import Connector
-from syncline.collectives.backends.nccl.process_group import NcclGroup
-from syncline.collectives.backends.nccl.rendezvous import GroupRendezvous, Rendezvous, StoreRendezvous
-from syncline.collectives.composed.per_device import PerDeviceGroup
+from syncline.collectives.engine.composed import PerDeviceGroup
+from syncline.collectives.transports.nccl.connector import Connector
+from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.transports.nccl.rendezvous import GroupRendezvous, Rendezvous, StoreRendezvous
+from syncline.collectives.transports.threads import InProcessGroup, create_groups
 from test_support.fake_accelerator import FakeAccelerator
 from test_support.fake_nccl import FakeNccl, NcclError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from syncline.collectives.backends.nccl.streams import StreamPool
+from syncline.collectives.transports.nccl.streams import StreamPool
 
 
 class User:

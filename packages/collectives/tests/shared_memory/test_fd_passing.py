@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from syncline.collectives.host.shared_memory import fd_passing
-from syncline.collectives.host.shared_memory.fd_passing import FdServer, open_peer_fd, receive_fd, request_fd
-from syncline.collectives.host.shared_memory.segment import create_file, padded
+from syncline.collectives.transports.shared_memory import fd_passing
+from syncline.collectives.transports.shared_memory.fd_passing import FdServer, open_peer_fd, receive_fd, request_fd
+from syncline.collectives.transports.shared_memory.segment import create_file, padded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets and memfd_create are Linux's")
 

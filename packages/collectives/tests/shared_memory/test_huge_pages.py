@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from syncline.collectives.host.shared_memory import os_memory, segment
-from syncline.collectives.host.shared_memory.os_memory import collapse, huge_page_bytes
-from syncline.collectives.host.shared_memory.segment import Segment, create_file, padded, reserve
+from syncline.collectives.transports.shared_memory import os_memory, segment
+from syncline.collectives.transports.shared_memory.os_memory import collapse, huge_page_bytes
+from syncline.collectives.transports.shared_memory.segment import Segment, create_file, padded, reserve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="huge pages as Linux has them")
 

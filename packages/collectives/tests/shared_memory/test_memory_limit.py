@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from syncline.collectives.host.shared_memory import memory_limit
-from syncline.collectives.host.shared_memory.memory_limit import HEADROOM_BYTES, Limit, Room, memory_limits, room_for_each
+from syncline.collectives.transports.shared_memory import memory_limit
+from syncline.collectives.transports.shared_memory.memory_limit import HEADROOM_BYTES, Limit, Room, memory_limits, room_for_each
 
 MIB = 2**20
 UNLIMITED = 9223372036854771712

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import InvalidArgumentError, ReduceOp, premul_sum
-from syncline.collectives.torch_backend import options
+from syncline.collectives.torch_bridge import options
 
 NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 

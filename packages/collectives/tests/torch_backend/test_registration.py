@@ -24,7 +24,7 @@ from syncline.collectives import (
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.launch import detect_launch
 from syncline.collectives.testing.processes import run_processes
-from syncline.collectives.torch_backend import (
+from syncline.collectives.torch_bridge import (
     TorchProcessGroup,
     group_factory,
     monitored_barrier,
@@ -164,7 +164,7 @@ def test_options_that_would_be_ignored() -> None:
 
 
 def test_a_group_of_some_ranks_needs_one_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.torch_backend import group_factory
+    from syncline.collectives.torch_bridge import group_factory
 
     with pytest.raises(LaunchError, match=r"new_group\(\[1, 3\], backend='syncline'\).*there is none of that backend"):
         group_factory._root("syncline", [1, 3])
@@ -197,7 +197,7 @@ def test_forms_without_options() -> None:
 
 def test_our_group_ends_with_torchs() -> None:
     from syncline.collectives import GroupClosedError
-    from syncline.collectives.torch_backend.group_factory import _everybody
+    from syncline.collectives.torch_bridge.group_factory import _everybody
 
     ours = init().syncline_group
     dist.destroy_process_group()

@@ -28,14 +28,7 @@ from placement import gather_placements, threads_for
 from progress import epochs_with_progress
 from replicas import replicas_are_identical
 from report import Report, versions
-from syncline.collectives import (
-    ReduceOp,
-    all_reduce,
-    destroy_process_group,
-    get_rank,
-    get_world_size,
-    init_process_group,
-)
+from syncline.collectives import ReduceOp, all_reduce, destroy_process_group, get_rank, get_world_size, init_process_group
 from syncline.ddp import DistributedDataParallel
 from timeline import draw, record
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
-from syncline.collectives.contract.call_observer import observe_calls, observers
+from syncline.collectives.engine.observers import observe_calls, observers
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel, distributed_data_parallel
 from syncline.ddp.tracing import TraceSettings

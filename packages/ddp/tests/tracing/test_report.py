@@ -99,7 +99,7 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_failure_is_shown_in_the_same_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from syncline.collectives.failures.report import Reporter
+    from syncline.collectives.health.report import Reporter
 
     Reporter("today", 0, 2, str(folder)).write("a test")
     page = folder.parent / "page.html"

@@ -5,22 +5,16 @@ Where to begin reading: the way of a tensor from `all_reduce(tensor)` to shared 
 1. `default_group.functional` finds the group.
 2. `host.host_group` says what is to be done. If it keeps a plan for such tensors, that comes next, as in 6.
 3. `contract.group_collectives` checks the arguments. A `ProcessGroup` is what `contract` promises.
-4. `host.serial_group` runs one call after the other, with deadline and record. (`backends.nccl` has a group of its own.)
+4. `host.serial_group` runs one call after the other, with scope and record. (`backends.nccl` has a group of its own.)
 5. A backend's `host.transport.Transport` moves the data (`backends.in_process` is the shortest); here
    `backends.mpi.node.node_transport` makes a plan: which algorithm, for which sizes.
 6. `backends.mpi.node.window_collective` is one: each rank reduces a slice where it lies.
 7. `backends.mpi.node.windows` knows where the tensor lies in the shared window of the node.
 """
 
-from .composed.round_robin import RoundRobinGroup
-from .composed.torch_group import TorchGroup, as_process_group
-from .contract.object_exchange import exchange_objects
-from .contract.process_group import ProcessGroup
-from .contract.reduce_op import ReduceOp, premul_sum
-from .contract.work import Work
-from .default_group.coalescing import all_gather_coalesced, all_reduce_coalesced, broadcast_coalesced
-from .default_group.default_device import default_device
-from .default_group.default_group import (
+from .api.coalescing import all_gather_coalesced, all_reduce_coalesced, broadcast_coalesced
+from .api.default_device import default_device
+from .api.default_group import (
     destroy_process_group,
     get_default_group,
     get_rank,
@@ -28,7 +22,7 @@ from .default_group.default_group import (
     init_process_group,
     is_initialized,
 )
-from .default_group.functional import (
+from .api.functional import (
     all_gather,
     all_gather_into_tensor,
     all_reduce,
@@ -42,12 +36,14 @@ from .default_group.functional import (
     reduce_scatter_tensor,
     scatter,
 )
-from .default_group.monitored_barrier import monitored_barrier
-from .default_group.non_member import NonMember
-from .default_group.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
-from .default_group.placement import get_local_rank, get_node_rank, placement_of
-from .default_group.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from .default_group.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
+from .api.monitored_barrier import monitored_barrier
+from .api.non_member import NonMember
+from .api.object_exchange import exchange_objects
+from .api.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
+from .api.placement import get_local_rank, get_node_rank, placement_of
+from .api.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from .api.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
+from .engine.composed import RoundRobinGroup
 from .errors import (
     BackendUnavailableError,
     CollectiveTimeout,
@@ -69,9 +65,13 @@ from .errors import (
     TransportError,
     UnknownBackendError,
 )
+from .group import ProcessGroup
+from .reduce_op import ReduceOp, premul_sum
 from .startup.nodes import Placement
 from .startup.registry import backend_names
+from .torch_bridge.torch_group import TorchGroup, as_process_group
 from .version import __version__
+from .work import Work
 
 __all__ = [
     "BackendUnavailableError",

@@ -1,13 +1,12 @@
 """What the other layers of Syncline use of this one beyond its public names. Not for other programs: it may change any day."""
 
-from .contract.call_observer import ObservedCall, observe_calls
-from .contract.object_exchange import all_gather_bytes, are_same_on_all_ranks, broadcast_object
-from .contract.process_group import DEFAULT_SILENCE_TIMEOUT_S
-from .contract.reduce_op import Reduction
-from .contract.reserved_tags import TRACE_CLOCK
-from .default_group.coalescing import DEFAULT_BUFFER_BYTES
-from .default_group.default_group import replace_default_group
-from .host.serial_group import expect_losses
+from .api.coalescing import DEFAULT_BUFFER_BYTES
+from .api.default_group import replace_default_group
+from .api.object_exchange import all_gather_bytes, are_same_on_all_ranks, broadcast_object
+from .engine.observers import ObservedCall, observe_calls
+from .engine.tags import TRACE_CLOCK
+from .group import DEFAULT_SILENCE_TIMEOUT_S
+from .reduce_op import Reduction
 from .startup.algorithm_thresholds import AlgorithmThresholds
 from .torch_internals import disable_dynamo, disable_dynamo_here
 
@@ -23,7 +22,6 @@ __all__ = [
     "broadcast_object",
     "disable_dynamo",
     "disable_dynamo_here",
-    "expect_losses",
     "observe_calls",
     "replace_default_group",
 ]

@@ -22,7 +22,7 @@ from syncline.collectives import (
     TransportError,
     exchange_objects,
 )
-from syncline.collectives.internal import DEFAULT_SILENCE_TIMEOUT_S, broadcast_object, expect_losses, replace_default_group
+from syncline.collectives.internal import DEFAULT_SILENCE_TIMEOUT_S, broadcast_object, replace_default_group
 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
@@ -228,7 +228,7 @@ class Elastic:
         self._snapshot = StepSnapshot(self._model.module, self._holders)
         self._newcomers = 0
         self._phase = _Phase.COMPUTING
-        expect_losses(self._group, True)
+        self._group.expect_losses(True)
         try:
             with self._refusing_late_losses():
                 yield
@@ -241,7 +241,7 @@ class Elastic:
             self._recover(error)
         finally:
             self._phase = _Phase.BETWEEN_STEPS
-            expect_losses(self._group, False)
+            self._group.expect_losses(False)
 
     @contextmanager
     def _refusing_late_losses(self) -> Iterator[None]:
@@ -288,7 +288,7 @@ class Elastic:
     def _end_epoch(self) -> None:
         """Agree that it has ended, as in Note [Applied on all or on none]."""
         self._phase = _Phase.ENDING_EPOCH
-        expect_losses(self._group, True)
+        self._group.expect_losses(True)
         try:
             self._sum_over_ranks(0)
             self._agreements += 1
@@ -297,7 +297,7 @@ class Elastic:
                 self._end_epoch()
         finally:
             self._phase = _Phase.BETWEEN_STEPS
-            expect_losses(self._group, False)
+            self._group.expect_losses(False)
 
     def _sum_over_ranks(self, number: int) -> int:
         mine = torch.tensor([number])

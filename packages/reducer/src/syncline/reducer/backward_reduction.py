@@ -96,4 +96,4 @@ class BackwardReduction:
     def _start_agreements(self) -> None:
         """After the last bucket, on every rank: who used what, and whether all called the same."""
         self._usage.sync_used_map()
-        self._verification = self._group.verify_calls(async_op=True)
+        self._verification = self._group.agree_on_calls(async_op=True)

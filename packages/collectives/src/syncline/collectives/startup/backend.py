@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..contract.process_group import ProcessGroup
-from ..failures.stall_watch import DEFAULT_STALL_WARNING_S
+from ..group import ProcessGroup
+from ..health.stalls import DEFAULT_STALL_WARNING_S
 from .algorithm_thresholds import AlgorithmThresholds
 from .launch import Launch
 from .settings import Settings

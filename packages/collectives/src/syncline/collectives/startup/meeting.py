@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..contract.deadline import Deadline
+from ..engine.cancel_scope import CancelScope
 from ..errors import StoreTimeout
-from ..failures.process_identity import ProcessIdentity, own_identity
+from ..health.process_identity import ProcessIdentity, own_identity
 from ..stores import Store
 
 _SLICE_S = 0.25
 _ALL = "all came"
 
 
-def meet(store: Store, rank: int, size: int, deadline: Deadline) -> Mapping[int, ProcessIdentity]:
+def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Mapping[int, ProcessIdentity]:
     """Return when all ranks have come: which processes the ranks of this node are, as far as the system tells.
 
     Nobody can look after a process of another node, so nobody asks which it is.
@@ -25,7 +25,7 @@ def meet(store: Store, rank: int, size: int, deadline: Deadline) -> Mapping[int,
         store: of these ranks alone, for this meeting alone.
         rank: this one.
         size: how many there are.
-        deadline: for all of it.
+        scope: for all of it.
 
     Raises:
         TimeoutError: not all came; it says which did not.
@@ -39,8 +39,8 @@ def meet(store: Store, rank: int, size: int, deadline: Deadline) -> Mapping[int,
     store.set(_key(rank), "")
     if store.add("came", 1) == size:
         store.set(_ALL, "")
-    while not _have_come(store, deadline):
-        if deadline.expired():
+    while not _have_come(store, scope):
+        if scope.is_over():
             absent = _absent(store, range(size))
             raise TimeoutError(f"rank(s) {', '.join(map(str, absent)) or 'that came late'} did not come to the rendezvous")
     return {} if node is None else _on_node(store, node)
@@ -56,9 +56,9 @@ def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
     return _absent(store, ranks[:middle]) + _absent(store, ranks[middle:])
 
 
-def _have_come(store: Store, deadline: Deadline) -> bool:
+def _have_come(store: Store, scope: CancelScope) -> bool:
     try:
-        store.wait([_ALL], min(max(deadline.remaining_s(), 1e-3), _SLICE_S))
+        store.wait([_ALL], min(max(scope.remaining_s(), 1e-3), _SLICE_S))
     except StoreTimeout:
         return False
     return True

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..composed.per_device import PerDeviceGroup
-from ..contract.process_group import ProcessGroup
+from ..engine.composed import PerDeviceGroup
 from ..errors import InvalidArgumentError
+from ..group import ProcessGroup
 from .backend import Backend, ConnectRequest
 
 

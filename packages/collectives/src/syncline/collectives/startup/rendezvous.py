@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..contract.object_exchange import exchange_objects
-from ..contract.process_group import ProcessGroup
+from ..api.object_exchange import exchange_objects
 from ..errors import LaunchError
+from ..group import ProcessGroup
 from ..stores import AsTorchStore, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
 from ..stores.tcp.secret import require_pyzmq
 from .init_method import Address, address_by_environment, parse_address, parse_folder

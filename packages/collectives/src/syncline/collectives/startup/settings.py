@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..contract.deadline import DEFAULT_TIMEOUT_S, seconds
+from ..engine.cancel_scope import DEFAULT_TIMEOUT_S, seconds
 from ..errors import InvalidArgumentError, SiteFileError
-from ..failures.stall_watch import DEFAULT_STALL_WARNING_S
+from ..health.stalls import DEFAULT_STALL_WARNING_S
 from .algorithm_thresholds import AlgorithmThresholds
 
 if sys.version_info >= (3, 11):

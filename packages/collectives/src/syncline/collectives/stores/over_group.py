@@ -11,10 +11,10 @@ from datetime import timedelta
 import torch
 from typing_extensions import override
 
-from ..contract.deadline import Deadline
-from ..contract.process_group import ProcessGroup
-from ..contract.work import Work
+from ..engine.cancel_scope import CancelScope
 from ..errors import InvalidArgumentError, StoreError, SynclineError
+from ..group import ProcessGroup
+from ..work import Work
 from .messages import Op, Status, pack, pack_seconds, unpack
 from .polling import poll
 from .served_store import ServedStore
@@ -54,7 +54,7 @@ class GroupStore(ServedStore):
 
     @override
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
-        deadline = Deadline(self._limit_s(timeout))
+        scope = CancelScope(self._limit_s(timeout))
         name, value = as_key(key), list[bytes]()
 
         def ask() -> bool:
@@ -62,15 +62,15 @@ class GroupStore(ServedStore):
             value[:] = fields
             return status == Status.DONE
 
-        if not poll(ask, deadline):
-            raise key_timeout([name], self.describe(), deadline.timeout_s)
+        if not poll(ask, scope):
+            raise key_timeout([name], self.describe(), scope.timeout_s)
         return value[0]
 
     @override
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
-        deadline, names = Deadline(self._limit_s(timeout)), as_keys(keys)
-        if not poll(lambda: self.check(names), deadline):
-            raise key_timeout((key for key in names if not self.check([key])), self.describe(), deadline.timeout_s)
+        scope, names = CancelScope(self._limit_s(timeout)), as_keys(keys)
+        if not poll(lambda: self.check(names), scope):
+            raise key_timeout((key for key in names if not self.check([key])), self.describe(), scope.timeout_s)
 
     def close(self) -> None:
         """Say goodbye to rank 0, which waits for that of all ranks, a few seconds at most; close the group. May be repeated."""

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from typing_extensions import Self
 
-from ..contract.deadline import Deadline, seconds
+from ..engine.cancel_scope import CancelScope, seconds
 from ..errors import InvalidArgumentError, StoreTimeout
 
 DEFAULT_STORE_TIMEOUT_S = 300.0
@@ -174,7 +174,7 @@ class Store(ABC):
         Raises:
             StoreTimeout: there was none, or with `block` none came in time.
         """
-        deadline, me = Deadline(self._limit_s(timeout)), uuid.uuid4().hex
+        scope, me = CancelScope(self._limit_s(timeout)), uuid.uuid4().hex
         while True:
             before = self._latest_taken(key)
             number = _count(before) + 1
@@ -186,11 +186,11 @@ class Store(ABC):
                     self.delete_key(item)
                     return value
             elif self._latest_taken(key) == before:  # else another has taken it, and there may be a next one
-                if not (block and deadline.remaining_s()):
+                if not (block and scope.remaining_s()):
                     raise StoreTimeout(f"{self.describe()}: timeout: queue {key!r} is empty (block={block})")
                 # Another may take and delete the item before this handle sees it: look again now and then.
                 with suppress(StoreTimeout):
-                    self.wait([item], min(deadline.remaining_s() or 1e-3, _LOOK_AGAIN_S))
+                    self.wait([item], min(scope.remaining_s() or 1e-3, _LOOK_AGAIN_S))
 
     def queue_len(self, key: str) -> int:
         """How many values a queue has."""

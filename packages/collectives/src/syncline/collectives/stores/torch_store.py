@@ -16,7 +16,7 @@ Note [Waiting in torch's stores]
 --------------------------------
 `FromTorchStore` waits by asking, every 1 to 50 ms, and not by torch's own `wait`, which breaks our contract in three ways:
 a thread that waits in a TCPStore holds its mutex, so other threads of that handle stand still; who waits in a HashStore is
-not woken by `add`, but at his deadline; a FileStore looks once per second. (Measured with torch 2.13.)
+not woken by `add`, but at his scope; a FileStore looks once per second. (Measured with torch 2.13.)
 
 Note [Set in torch's TCPStore]
 ------------------------------
@@ -34,7 +34,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from typing_extensions import override
 
-from ..contract.deadline import Deadline
+from ..engine.cancel_scope import CancelScope
 from ..errors import InvalidArgumentError, StoreError, StoreTimeout
 from .polling import poll
 from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, key_timeout
@@ -208,7 +208,7 @@ class FromTorchStore(Store):
     @override
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         timeout_s, names = self._limit_s(timeout), as_keys(keys)
-        if not poll(lambda: self.check(names), Deadline(timeout_s)):
+        if not poll(lambda: self.check(names), CancelScope(timeout_s)):
             raise key_timeout(self._missing(names) or names, self.describe(), timeout_s)
 
     @override

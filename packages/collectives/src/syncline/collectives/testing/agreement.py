@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..contract.deadline import Deadline
+from ..engine.cancel_scope import CancelScope
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,7 +30,7 @@ class Agreement:
         self.rank = self._communicator.Get_rank()
         self.size = self._communicator.Get_size()
 
-    def exchange(self, value: Any, deadline: Deadline) -> list[Any]:
+    def exchange(self, value: Any, scope: CancelScope) -> list[Any]:
         """Give every rank the values of all ranks, by rank.
 
         Raises:
@@ -38,11 +38,11 @@ class Agreement:
         """
         payload = pickle.dumps(value)
         lengths = bytearray(8 * self.size)
-        self._wait(lambda: self._communicator.Iallgather(len(payload).to_bytes(8, "little"), lengths), deadline)
+        self._wait(lambda: self._communicator.Iallgather(len(payload).to_bytes(8, "little"), lengths), scope)
         counts = [int.from_bytes(lengths[8 * rank : 8 * rank + 8], "little") for rank in range(self.size)]
         starts = [sum(counts[:rank]) for rank in range(self.size)]
         payloads = bytearray(sum(counts))
-        self._wait(lambda: self._communicator.Iallgatherv(payload, _gathered(payloads, counts, starts)), deadline)
+        self._wait(lambda: self._communicator.Iallgatherv(payload, _gathered(payloads, counts, starts)), scope)
         return [pickle.loads(payloads[start : start + count]) for start, count in zip(starts, counts, strict=True)]
 
     def end_job(self) -> None:
@@ -53,11 +53,11 @@ class Agreement:
         MPI.COMM_WORLD.Abort(1)
 
     @staticmethod
-    def _wait(start: Callable[[], MPI.Request], deadline: Deadline) -> None:
+    def _wait(start: Callable[[], MPI.Request], scope: CancelScope) -> None:
         request = start()
         pause_s = 1e-5
         while not request.Test():
-            if deadline.expired():
+            if scope.is_over():
                 raise TimeoutError
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.001)

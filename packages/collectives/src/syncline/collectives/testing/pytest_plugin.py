@@ -22,8 +22,8 @@ from collections.abc import Generator
 
 import pytest
 
-from ..contract.process_group import ProcessGroup
-from ..default_group.default_group import destroy_process_group, init_process_group
+from ..api.default_group import destroy_process_group, init_process_group
+from ..group import ProcessGroup
 from ..startup.backend import ConnectRequest
 from ..startup.launch import Launch, detect_launch
 from ..startup.registry import load_backend

@@ -11,8 +11,8 @@ from typing import NoReturn, TextIO, TypeVar
 import pytest
 from _pytest.terminal import TerminalReporter  # pytest exports it since 9 only
 
-from ..contract.deadline import Deadline
-from ..contract.process_group import ProcessGroup
+from ..engine.cancel_scope import CancelScope
+from ..group import ProcessGroup
 from .agreement import Agreement
 from .watchdog import Watchdog
 
@@ -145,7 +145,7 @@ class RankPlugin:
     def _exchange(self, value: T, place: str, patience_s: float, words: str = "") -> list[T]:
         """Give each rank the values of all; end the job if they do not come, or come from another place."""
         try:
-            everyone: list[tuple[str, T]] = self._agreement.exchange((place, value), Deadline(patience_s))
+            everyone: list[tuple[str, T]] = self._agreement.exchange((place, value), CancelScope(patience_s))
         except TimeoutError:
             self._give_up(
                 f"{patience_s:g} s after this rank, not all others have come to: {place}; they may be waiting for it in a "

@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from ..backends.in_process import create_groups
-from ..contract.deadline import Deadline
-from ..contract.process_group import ProcessGroup
+from ..engine.cancel_scope import CancelScope
+from ..group import ProcessGroup
+from ..transports.threads import create_groups
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class _Ranks(Generic[T]):
         if late:
             raise TimeoutError(f"{_names(late)} did not return within {timeout_s:g} s\n{stacks}")
         with self._condition:
-            self._condition.wait_for(lambda: not self._running, Deadline(_GRACE_S).remaining_s())
+            self._condition.wait_for(lambda: not self._running, CancelScope(_GRACE_S).remaining_s())
 
     def _annotated(self, rank: _Rank[T], error: BaseException) -> BaseException:
         for group in (member.group for member in self.members):

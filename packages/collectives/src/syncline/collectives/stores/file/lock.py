@@ -8,7 +8,7 @@ do not exclude threads of one process. Making a hard link is atomic on the *serv
 succeeds in giving the name `lock` to its own file. So::
 
     1. write a file `ticket-<random>` that says who we are
-    2. link(ticket, "lock"), again and again until the deadline
+    2. link(ticket, "lock"), again and again until the scope
     3. ours, if link said so, or if the ticket now has two names: an NFS client that lost the server's answer
        asks again, and is told that the name exists (open(2) recommends this check)
     4. release: unlink("lock"), but only if the ticket has two names; then unlink the ticket
@@ -16,7 +16,7 @@ succeeds in giving the name `lock` to its own file. So::
 A process that is killed between 2 and 4, some milliseconds, leaves the lock behind. A process of the same machine can know
 that the holder has ended (`process_identity`), and takes the lock away. So that only one does, and never the lock of the next
 holder, it must first make the file `break-<the holder's ticket>`, which nobody removes. On other machines nobody can know;
-there the others fail at their deadline, with an error that names the holder and the file to delete. Breaking the lock by age
+there the others fail at their scope, with an error that names the holder and the file to delete. Breaking the lock by age
 would let two in.
 """
 
@@ -29,9 +29,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ...contract.deadline import Deadline
+from ...engine.cancel_scope import CancelScope
 from ...errors import StoreTimeout
-from ...failures.process_identity import ProcessIdentity, has_ended, own_identity
+from ...health.process_identity import ProcessIdentity, has_ended, own_identity
 from ..polling import poll
 from .folder import Folder
 
@@ -60,7 +60,7 @@ class LinkLock:
         with self._folder.opened() as folder:
             ticket = self._write_ticket(folder)
             try:
-                if not poll(lambda: _take(folder, ticket) or self._take_over(folder, ticket), Deadline(timeout_s)):
+                if not poll(lambda: _take(folder, ticket) or self._take_over(folder, ticket), CancelScope(timeout_s)):
                     raise self._not_free(timeout_s, self._holder(folder))
                 yield
             finally:

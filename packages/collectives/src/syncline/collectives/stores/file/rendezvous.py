@@ -29,7 +29,7 @@ import secrets
 from datetime import timedelta
 from typing import NamedTuple
 
-from ...contract.deadline import Deadline
+from ...engine.cancel_scope import CancelScope
 from ...errors import InvalidArgumentError, StoreError, StoreTimeout
 from ..polling import poll
 from .store import FileStore
@@ -88,7 +88,7 @@ def join_latest_run(
         StoreError: a record there is not one that a rendezvous writes.
     """
     store = FileStore(path, rendezvous_id, timeout)
-    if not poll(lambda: store.check(["offer"]), Deadline(store.timeout.total_seconds())):
+    if not poll(lambda: store.check(["offer"]), CancelScope(store.timeout.total_seconds())):
         raise StoreTimeout(
             f"{store.describe()}: no job has met here within {store.timeout.total_seconds():g} s (timeout); was it given "
             "another folder, or does this process not see that file system?"
@@ -110,7 +110,7 @@ def _host(store: FileStore, world_size: int) -> str:
             answered = joined
         return store.check(list(here))
 
-    if not poll(all_here, Deadline(store.timeout.total_seconds())):
+    if not poll(all_here, CancelScope(store.timeout.total_seconds())):
         absent = [rank for key, rank in here.items() if not store.check([key])]
         raise StoreTimeout(
             f"{store.describe()}: of {world_size} ranks, {absent} did not come within {store.timeout.total_seconds():g} s "
@@ -133,7 +133,7 @@ def _join(store: FileStore, rank: int, world_size: int) -> str:
         offer = _read_offer(store)
         return offer.joined.get(str(rank)) == number
 
-    if not poll(answered, Deadline(store.timeout.total_seconds())):
+    if not poll(answered, CancelScope(store.timeout.total_seconds())):
         raise StoreTimeout(
             f"{store.describe()}: rank 0 did not answer rank {rank} within {store.timeout.total_seconds():g} s "
             "(timeout); either it failed or never started, or it was given another path, or it does not see this file system"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from ...contract.deadline import Deadline
+from ...engine.cancel_scope import CancelScope
 from ...errors import InvalidArgumentError, StoreError, StoreUnavailableError
 from .. import mutations
 from ..locked_store import LockedStore
@@ -75,14 +75,14 @@ class FileStore(LockedStore):
             found.extend([] if value is None else [value])
             return bool(found)
 
-        if not poll(look, Deadline(timeout_s)):
+        if not poll(look, CancelScope(timeout_s)):
             raise key_timeout([name], self.describe(), timeout_s)
         return found[0]
 
     @override
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         timeout_s, names = self._limit_s(timeout), as_keys(keys)
-        if not poll(lambda: not mutations.missing(names, self._values()), Deadline(timeout_s)):
+        if not poll(lambda: not mutations.missing(names, self._values()), CancelScope(timeout_s)):
             raise key_timeout(mutations.missing(names, self._values()) or names, self.describe(), timeout_s)
 
     @override

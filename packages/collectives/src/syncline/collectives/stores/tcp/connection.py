@@ -10,7 +10,7 @@ from math import ceil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ...contract.deadline import Deadline
+from ...engine.cancel_scope import CancelScope
 from ...errors import StoreAuthenticationError
 from ..messages import ProtocolError
 from .sockets import endpoint, public_key, set_options, split
@@ -39,7 +39,7 @@ class Connection:
         host: the server's address or name.
         port: the server's port.
         secret: the shared secret.
-        deadline: for connecting and for the handshake.
+        scope: for connecting and for the handshake.
 
     Raises:
         HungUpError: the server hung up on us.
@@ -48,16 +48,16 @@ class Connection:
         OSError: nobody listens, or the connection broke (ConnectionError), or the time is up (TimeoutError).
     """
 
-    def __init__(self, host: str, port: int, secret: bytes, deadline: Deadline) -> None:
+    def __init__(self, host: str, port: int, secret: bytes, scope: CancelScope) -> None:
         self._where = f"TCP store at {host}:{port}"
-        address = _reach(host, port, deadline)
+        address = _reach(host, port, scope)
         try:
             self._make_sockets(secret)
         except zmq.ZMQError as error:  # no descriptor is left, say
             raise OSError(error.errno, error.strerror) from error
         try:
             self._socket.connect(address)
-            self._shake_hands(deadline)
+            self._shake_hands(scope)
         except BaseException:
             self.close()
             raise
@@ -78,7 +78,7 @@ class Connection:
         """Whether the server has not hung up since the last exchange."""
         return not self._events.poll(0, zmq.POLLIN)
 
-    def exchange(self, table: bytes, message: bytes, deadline: Deadline) -> tuple[bytes, bytes]:
+    def exchange(self, table: bytes, message: bytes, scope: CancelScope) -> tuple[bytes, bytes]:
         """Send a request for `table` and wait for its answer; the table that it is from, and the answer.
 
         After an error, close the connection: the answer may still be on its way.
@@ -90,7 +90,7 @@ class Connection:
             self._socket.send_multipart([table, *split(message)], zmq.NOBLOCK)
         except zmq.Again:
             raise ConnectionResetError("the server hung up") from None
-        ready = dict(self._poller.poll(_left_ms(deadline)))
+        ready = dict(self._poller.poll(_left_ms(scope)))
         if not ready:
             raise TimeoutError
         if self._socket not in ready and not self._socket.poll(0, zmq.POLLIN):  # an answer may have come just before the end
@@ -104,8 +104,8 @@ class Connection:
         self._events.close(0)
         self._socket.close(0)
 
-    def _shake_hands(self, deadline: Deadline) -> None:
-        if not self._events.poll(_left_ms(deadline), zmq.POLLIN):
+    def _shake_hands(self, scope: CancelScope) -> None:
+        if not self._events.poll(_left_ms(scope), zmq.POLLIN):
             raise TimeoutError("it took the connection and said nothing")
         message = recv_monitor_message(self._events)
         event, value = message["event"], message["value"]
@@ -138,14 +138,14 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
     return _contexts[pid]
 
 
-def _reach(host: str, port: int, deadline: Deadline) -> str:
+def _reach(host: str, port: int, scope: CancelScope) -> str:
     """Which of the addresses of `host` takes connections. Unlike ZeroMQ, the system says why none does."""
-    with socket.create_connection((host, port), max(deadline.remaining_s(), 1e-3)) as probe:
+    with socket.create_connection((host, port), max(scope.remaining_s(), 1e-3)) as probe:
         if probe.getsockname() == probe.getpeername():  # nobody listens, and the system gave us that very port for ours
             raise ConnectionRefusedError("connection refused")
         number, _ = socket.getnameinfo(probe.getpeername(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
     return endpoint(number, port)
 
 
-def _left_ms(deadline: Deadline) -> int:
-    return ceil(1000 * deadline.remaining_s())
+def _left_ms(scope: CancelScope) -> int:
+    return ceil(1000 * scope.remaining_s())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from ...contract.deadline import Deadline
+from ...engine.cancel_scope import CancelScope
 from ...errors import InvalidArgumentError, StoreError, StoreTimeout
 from ..messages import Op, ProtocolError, Status, pack, pack_seconds, unpack
 from ..polling import poll
@@ -62,7 +62,7 @@ class TCPStore(ServedStore):
         self._idle: list[Connection] = []
         self._owner = os.getpid()
         self._closed = False
-        self._put_back(self._connect_patiently(Deadline(self._timeout_s)))
+        self._put_back(self._connect_patiently(CancelScope(self._timeout_s)))
 
     def describe(self) -> str:
         """Address and port of the server."""
@@ -94,13 +94,13 @@ class TCPStore(ServedStore):
 
     def _call_waiting(self, op: Op, keys: list[str], timeout_s: float) -> list[bytes]:
         """Ask until the keys are there, as the server does not let anybody wait for long."""
-        deadline, names = Deadline(timeout_s), [key.encode() for key in keys]
+        scope, names = CancelScope(timeout_s), [key.encode() for key in keys]
         while True:
-            left_s = deadline.remaining_s()
+            left_s = scope.remaining_s()
             status, fields = self._exchange(pack(op, pack_seconds(left_s), *names), left_s + GRACE_S)
             if status != Status.TIMED_OUT:
                 return fields
-            if deadline.expired():
+            if scope.is_over():
                 raise key_timeout([field.decode() for field in fields], self.describe(), timeout_s)
 
     def _exchange(self, message: bytes, timeout_s: float) -> tuple[int, list[bytes]]:
@@ -109,10 +109,10 @@ class TCPStore(ServedStore):
                 f"{self.describe()}: a message of {len(message)} bytes, where at most {LONGEST_MESSAGE_BYTES} are allowed; a "
                 "store is for addresses and counters, send data through a process group"
             )
-        deadline = Deadline(timeout_s)
-        connection = self._take(deadline)
+        scope = CancelScope(timeout_s)
+        connection = self._take(scope)
         try:
-            table, answer = connection.exchange(self._table, message, deadline)
+            table, answer = connection.exchange(self._table, message, scope)
         except OSError as error:
             connection.close()
             raise self._broken(error, timeout_s) from error
@@ -143,7 +143,7 @@ class TCPStore(ServedStore):
             "carried out is not known"
         )
 
-    def _take(self, deadline: Deadline) -> Connection:
+    def _take(self, scope: CancelScope) -> Connection:
         with self._lock:
             if self._closed:
                 raise StoreError(f"{self.describe()}: this handle was closed; open another")
@@ -154,9 +154,9 @@ class TCPStore(ServedStore):
                     return connection
                 connection.close()
         try:
-            return self._connect(deadline)
+            return self._connect(scope)
         except OSError as error:
-            raise self._broken(error, deadline.timeout_s) from error
+            raise self._broken(error, scope.timeout_s) from error
 
     def _leave_parents_alone(self) -> None:
         """In a fork: the connections belong to the parent. Nothing is done to them here, not even by their destructors."""
@@ -171,34 +171,34 @@ class TCPStore(ServedStore):
                 return
         connection.close()
 
-    def _connect_patiently(self, deadline: Deadline) -> Connection:
+    def _connect_patiently(self, scope: CancelScope) -> Connection:
         """Try until there is a server; an answer that no later attempt can better is an error at once."""
         found: list[Connection] = []
         last: list[OSError] = []
 
         def attempt() -> bool:
             try:
-                found.append(self._connect(deadline))
+                found.append(self._connect(scope))
             except OSError as error:
                 last[:] = [error]
             return bool(found)
 
-        if not poll(attempt, deadline):
+        if not poll(attempt, scope):
             raise StoreTimeout(
-                f"{self.describe()}: no server was there within {deadline.timeout_s:g} s (last: {last[0]}; timeout); "
+                f"{self.describe()}: no server was there within {scope.timeout_s:g} s (last: {last[0]}; timeout); "
                 "has its process started, and can this machine reach that address?"
             )
         return found[0]
 
-    def _connect(self, deadline: Deadline) -> Connection:
+    def _connect(self, scope: CancelScope) -> Connection:
         """Try once; twice if the server hangs up on us, which one that is just ending does only once."""
         from .connection import Connection, HungUpError, other_secret
 
         try:
             try:
-                return Connection(self._host, self._port, self._secret, deadline)
+                return Connection(self._host, self._port, self._secret, scope)
             except HungUpError:
-                return Connection(self._host, self._port, self._secret, deadline)
+                return Connection(self._host, self._port, self._secret, scope)
         except HungUpError as error:
             raise other_secret(self.describe()) from error
         except ProtocolError as error:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ...contract.process_group import ProcessGroup
-from ...contract.reduce_op import BOOL, COMPLEX, DTYPES_OF, FLOATS, HALVES, INTEGERS, ReduceOp, Reduction, premul_sum
 from ...errors import InvalidArgumentError
+from ...group import ProcessGroup
+from ...reduce_op import BOOL, COMPLEX, DTYPES_OF, FLOATS, HALVES, INTEGERS, ReduceOp, Reduction, premul_sum
 from .values import (
     LAYOUTS,
     MOVABLE_DTYPES,

@@ -6,8 +6,8 @@ import random
 import socket
 import time
 
-from ...contract.object_exchange import exchange_objects
-from ...contract.process_group import ProcessGroup
+from ...api.object_exchange import exchange_objects
+from ...group import ProcessGroup
 from .values import Check, CheckError, expect, expect_equal, sum_of_terms, terms
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...contract.process_group import ProcessGroup
+from ...group import ProcessGroup
 from .values import LAYOUTS, MOVABLE_DTYPES, SAME_SHAPE, Check, Laid, expect, expect_equal, values
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ...contract.process_group import ProcessGroup
-from ...default_group.coalescing import broadcast_coalesced
+from ...api.coalescing import broadcast_coalesced
 from ...errors import InvalidArgumentError
+from ...group import ProcessGroup
 from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_raises, values
 
 _BUFFER_SIZES_BYTES = (1, 40, 1000, 250 * 1024 * 1024)

@@ -6,9 +6,9 @@ from datetime import timedelta
 
 import torch
 
-from ...contract.process_group import ProcessGroup
-from ...contract.reduce_op import ReduceOp
-from ...contract.work import Work
+from ...group import ProcessGroup
+from ...reduce_op import ReduceOp
+from ...work import Work
 from .values import Check, CheckError, expect, expect_equal, expect_raises, sum_of_terms, terms, values
 
 

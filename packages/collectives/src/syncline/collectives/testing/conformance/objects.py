@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...contract.object_exchange import all_gather_bytes, exchange_objects
-from ...contract.process_group import ProcessGroup
+from ...api.object_exchange import all_gather_bytes, exchange_objects
+from ...group import ProcessGroup
 from .values import MOVABLE_DTYPES, Check, expect_equal, sum_of_terms, terms
 from .values import expect as expect_tensor
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from ...contract.process_group import ProcessGroup
 from ...errors import InvalidArgumentError
+from ...group import ProcessGroup
 from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, expect_raises, values
 
 

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from ...contract.process_group import ProcessGroup
-from ...contract.reduce_op import ReduceOp
-from ...contract.work import Work
 from ...errors import GroupClosedError, InvalidArgumentError
+from ...group import ProcessGroup
+from ...reduce_op import ReduceOp
+from ...work import Work
 from .values import Check, expect, expect_raises, sum_of_terms, terms
 
 

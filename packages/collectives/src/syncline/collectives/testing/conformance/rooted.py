@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...contract.process_group import ProcessGroup
-from ...contract.reduce_op import DTYPES_OF, ReduceOp
+from ...group import ProcessGroup
+from ...reduce_op import DTYPES_OF, ReduceOp
 from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, sum_of_terms, terms, values
 
 

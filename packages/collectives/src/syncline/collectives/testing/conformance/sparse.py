@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from ...contract.process_group import ProcessGroup
-from ...contract.reduce_op import ReduceOp, premul_sum
 from ...errors import DisagreementError
+from ...group import ProcessGroup
+from ...reduce_op import ReduceOp, premul_sum
 from .values import Check, expect, expect_equal, expect_raises
 
 

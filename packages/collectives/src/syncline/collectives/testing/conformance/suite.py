@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...contract.process_group import ProcessGroup
+from ...group import ProcessGroup
 from . import (
     all_gather,
     all_reduce,

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...contract.process_group import ProcessGroup
-from ...contract.work import Work
+from ...group import ProcessGroup
+from ...work import Work
 from .values import Check, CheckError, expect_equal
 
 _ROUNDS = 25

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...contract.layout import bytes_of, in_plain_order
-from ...contract.process_group import ProcessGroup
-from ...contract.reduce_op import BOOL, COMPLEX, FLOATS, INTEGERS
+from ...group import ProcessGroup
+from ...reduce_op import BOOL, COMPLEX, FLOATS, INTEGERS
+from ...tensors.layout import bytes_of, in_plain_order
 
 Check: TypeAlias = Callable[[ProcessGroup], None]
 

@@ -1,0 +1,250 @@
+"""The default group: the one place that remembers something between calls."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ..engine.cancel_scope import seconds
+from ..errors import BackendUnavailableError, InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
+from ..group import ProcessGroup
+from ..startup.backend import Backend, ConnectRequest
+from ..startup.backend_choice import BackendChoice, choose_backend
+from ..startup.launch import check_init_method, detect_launch
+from ..startup.registry import load_backend, what_is_missing
+from ..startup.settings import load_settings
+from ..startup.uncaught_errors import print_failure_once
+from .non_member import NonMember
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from ..stores import Store
+
+logger = logging.getLogger("syncline.collectives")
+
+_ALONE_AMONG_SIBLINGS = (
+    "multiprocessing started this process, and nothing says which rank it is and how many ranks there are. So this process is "
+    "a group of one: it averages nothing with the processes that were started beside it. Pass rank=..., world_size=... and set "
+    "MASTER_ADDR=localhost and MASTER_PORT (or pass init_method='file:///folder'); for a single process, pass rank=0, "
+    "world_size=1"
+)
+
+_lock = threading.Lock()
+_default: ProcessGroup | None = None
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | float | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | dist.Store | None = None,
+    *,
+    reproducible: bool | None = None,
+    check_calls: bool = False,
+) -> ProcessGroup:
+    """Connect all ranks of the job and make their group the default. Every rank calls it once.
+
+    Started by mpirun, mpiexec or srun it needs no argument, no exported variable and no port.
+
+    A process with SYNCLINE_JOIN=1 in its environment joins a job that runs already, over Gloo with the `init_method` ("file://")
+    or the store of that job; `rank`, `world_size` and the launcher's are ignored. It gets a group of its own, until it and the
+    members of the job call `admit`.
+
+    Args:
+        backend: a name from `backend_names()`; None chooses: `SYNCLINE_BACKEND`, else the site file's, else MPI under an MPI
+            launcher, else Gloo under another launcher, else a group of one; and NCCL beside it where there are GPUs and CuPy.
+        init_method: where the ranks of Gloo meet: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or "env://"; see
+            `rendezvous.store_at`. "mpi://" is backend "mpi".
+        timeout: seconds or a timedelta: how long one collective may take. By default the site file's, else 30 minutes.
+        world_size: number of ranks; -1 takes the launcher's, another value must agree with it.
+        rank: this process's rank; -1 takes the launcher's, another value must agree with it.
+        store: what the ranks of Gloo meet in, instead of an `init_method`: one of `stores`, or a `torch.distributed.Store`.
+            It must hold nothing of an earlier run.
+        reproducible: reductions give the same bits in every run, at the price that the backend states. By default the site
+            file's, else False. (Every rank of one run has the same bits always.)
+        check_calls: before each collective the ranks compare what they are about to do (not for sends and receives), so that a
+            mistake in a script is a `DisagreementError` that names both calls. It costs a small all_gather; for debugging.
+
+    Returns:
+        The default group, which `get_default_group()` returns from now on.
+
+    Raises:
+        MisuseError: there is a default group already.
+        InvalidArgumentError: the `init_method` is of an unknown kind, or a store was given beside it.
+        SiteFileError, UnknownBackendError, BackendUnavailableError, LaunchError: see `errors`.
+    """
+    global _default
+    if world_size != -1 and world_size < 1:
+        raise InvalidArgumentError(f"expected a world_size of at least 1 (or -1 for the launcher's), found {world_size}")
+    if rank < -1:
+        raise InvalidArgumentError(f"expected a rank of at least 0 (or -1 for the launcher's), found {rank}")
+    if store is not None and init_method is not None:
+        raise InvalidArgumentError(f"expected an init_method or a store, found both ({init_method!r} and {store!r})")
+    settings = load_settings(os.environ)
+    timeout_s = seconds(timeout, settings.timeout_s)
+    launch = detect_launch(os.environ)
+    joins = _joins(os.environ)
+    scheme = check_init_method(init_method)
+    try:
+        with _lock:
+            if _default is not None:
+                raise MisuseError(
+                    f"init_process_group was called before and made {_default!r}; call destroy_process_group first"
+                )
+            choice = choose_backend(
+                backend,
+                os.environ,
+                launch,
+                what_is_missing,
+                scheme=scheme,
+                rendezvous_given=init_method is not None or store is not None or world_size != -1,
+                settings=settings,
+            )
+            request = ConnectRequest.from_settings(
+                settings,
+                os.environ,
+                timeout_s,
+                launch=launch,
+                rank=None if rank == -1 else rank,
+                world_size=None if world_size == -1 else world_size,
+                init_method=init_method,
+                reproducible=settings.reproducible if reproducible is None else reproducible,
+                store=store,
+                check_calls=check_calls,
+                joins=joins,
+            )
+            logger.debug("backend %s: %s", choice.name, choice.reason)
+            chosen = _load(choice)
+            if joins and not chosen.serves_newcomers:
+                raise BackendUnavailableError(
+                    f"SYNCLINE_JOIN=1 says that this process joins a job that runs, and backend '{choice.name}' cannot "
+                    "let it in; use backend 'gloo' with init_method='file:///shared/folder'"
+                )
+            _default = chosen.connect(request)
+    except Exception:
+        print_failure_once(launch, is_initialized)
+        raise
+    if (
+        not joins
+        and _default.size == 1
+        and launch is None
+        and world_size == -1
+        and multiprocessing.parent_process() is not None
+    ):
+        warnings.warn(_ALONE_AMONG_SIBLINGS, stacklevel=2)
+    logger.info("rank %d of %d: host %s, pid %d", _default.rank, _default.size, socket.gethostname(), os.getpid())
+    if _default.rank == 0:
+        logger.info("%d rank(s) over %s (%s)", _default.size, _default.describe(), choice.reason)
+    return _default
+
+
+def _joins(environ: Mapping[str, str]) -> bool:
+    value = environ.get("SYNCLINE_JOIN", "")
+    if value not in ("", "0", "1"):
+        raise InvalidArgumentError(f"expected SYNCLINE_JOIN to be 1 (this process joins a job that runs) or 0, found {value!r}")
+    return value == "1"
+
+
+def _load(choice: BackendChoice) -> Backend:
+    try:
+        return load_backend(choice.name)
+    except UnknownBackendError as error:
+        raise UnknownBackendError(f"{error} (the backend was {choice.reason})") from None
+
+
+def destroy_process_group() -> None:
+    """Finish what is in flight and close the default group. Every rank calls it; without a default group it does nothing.
+
+    While an exception is being handled (a `finally:` around the training), the group is aborted instead. The other ranks may
+    wait for this rank in a collective that it will not start, and to finish the group would hide the exception.
+    """
+    global _default
+    with _lock:
+        group, _default = _default, None
+    if group is None:
+        return
+    if sys.exc_info()[0] is None:
+        group.close()
+    else:
+        group.abort()
+
+
+def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
+    """Let `new` be the default group if `old` is; whether it was."""
+    global _default
+    with _lock:
+        if _default is not old:
+            return False
+        _default = new
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether there is a default group."""
+    return _default is not None
+
+
+def get_default_group() -> ProcessGroup:
+    """The default group.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    return resolve_group(None)
+
+
+def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
+    """The group that a function works on: the given group, or the default group if it is None.
+
+    Raises:
+        NotInitializedError: None was given and there is no default group.
+        MisuseError: this rank is not in the group.
+    """
+    chosen = _default if group is None else group
+    if chosen is None:
+        raise NotInitializedError(
+            "there is no default process group: call syncline.collectives.init_process_group() first (and not after "
+            "destroy_process_group()), or pass a group"
+        )
+    if isinstance(chosen, NonMember):
+        raise MisuseError(chosen.error_message())
+    return chosen
+
+
+def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, default: int | None = None) -> int:
+    """The rank in a group that a pair of arguments such as `src` (a rank of the default group) and `group_src` means.
+
+    Raises:
+        InvalidArgumentError: both or (without a default) none were given, or `rank` is not in the group.
+    """
+    if rank is not None and group_rank is not None:
+        raise InvalidArgumentError(f"expected a rank or a rank in the group, found both ({rank} and {group_rank})")
+    if rank is None:
+        chosen = default if group_rank is None else group_rank
+        if chosen is None:
+            raise InvalidArgumentError("expected a rank, found none")
+        return chosen
+    if rank not in group.ranks:
+        raise InvalidArgumentError(f"rank {rank} is not in group '{group.name}', which has ranks {list(group.ranks)}")
+    return group.ranks.index(rank)
+
+
+def get_rank(group: ProcessGroup | NonMember | None = None) -> int:
+    """This process's rank in the group, the default one if None; -1 if it is not in the group."""
+    return -1 if isinstance(group, NonMember) else resolve_group(group).rank
+
+
+def get_world_size(group: ProcessGroup | NonMember | None = None) -> int:
+    """The number of ranks of the group, the default one if None; -1 if this process is not in the group."""
+    return -1 if isinstance(group, NonMember) else resolve_group(group).size

@@ -1,0 +1,82 @@
+"""Collectives on Python objects, which travel as pickles: use them only between ranks that you trust.
+
+The functions named as in torch.distributed have its arguments; `exchange_objects` is what they are made of.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import InvalidArgumentError
+from ..group import ProcessGroup
+from .default_group import rank_in, resolve_group
+from .object_exchange import broadcast_object, exchange_objects
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+    """Fill `object_list` (one place for each rank) with the objects of all ranks."""
+    chosen = resolve_group(group)
+    if len(object_list) != chosen.size:
+        raise InvalidArgumentError(
+            f"all_gather_object on {chosen.place()}: expected a list with {chosen.size} places, found {len(object_list)}"
+        )
+    object_list[:] = exchange_objects(obj, group=chosen)
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    group_dst: int | None = None,
+) -> None:
+    """Fill the root's `object_gather_list` with the objects of all ranks; the others pass None."""
+    chosen = resolve_group(group)
+    root = rank_in(chosen, dst, group_dst, default=0)
+    if (chosen.rank == root) != (object_gather_list is not None):
+        expected = "a list" if chosen.rank == root else "None, for it is not the root"
+        raise InvalidArgumentError(f"gather_object on {chosen.place()}: expected {expected} as object_gather_list")
+    objects = exchange_objects(obj, group=chosen)
+    if object_gather_list is not None:
+        object_gather_list[:] = objects
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Overwrite `object_list` with the root's; all lists are of one length."""
+    chosen = resolve_group(group)
+    root = rank_in(chosen, src, group_src, default=0)
+    received = broadcast_object(list(object_list), root, group=chosen)
+    if len(received) != len(object_list):
+        raise InvalidArgumentError(
+            f"broadcast_object_list on {chosen.place()}: expected a list of {len(received)} places as on the root, "
+            f"found {len(object_list)}"
+        )
+    object_list[:] = received
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Put this rank's entry of the root's list into `scatter_object_output_list[0]`; the others pass no input."""
+    chosen = resolve_group(group)
+    root = rank_in(chosen, src, group_src, default=0)
+    if not scatter_object_output_list:
+        raise InvalidArgumentError(f"scatter_object_list on {chosen.place()}: expected an output list with a place, found none")
+    if chosen.rank == root and len(scatter_object_input_list or ()) != chosen.size:
+        raise InvalidArgumentError(
+            f"scatter_object_list on {chosen.place()}: expected {chosen.size} objects on the root, found "
+            f"{len(scatter_object_input_list or ())}"
+        )
+    entries = broadcast_object([pickle.dumps(entry) for entry in scatter_object_input_list or ()], root, group=chosen)
+    scatter_object_output_list[0] = pickle.loads(entries[chosen.rank])

@@ -1,0 +1,59 @@
+"""Where the ranks of a group are: which of them share a node.
+
+The ranks ask one another. Variables such as LOCAL_RANK are the launcher's view of the job; a group may be a part
+of the job, may mix launchers, and is right also where none set anything.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from ..group import ProcessGroup
+from ..startup.nodes import Placement, host_identity, place
+from .default_group import resolve_group
+from .object_exchange import exchange_objects
+
+
+def placement_of(group: ProcessGroup | None = None) -> Placement:
+    """Find out which ranks of a group share a node. A collective: every rank of the group calls it.
+
+    Cost: an `exchange_objects` of some hundred bytes. Nothing is remembered; keep the result.
+
+    Args:
+        group: the default group if None.
+    """
+    chosen = resolve_group(group)
+    return place(chosen.rank, exchange_objects(host_identity(), group=chosen))
+
+
+def get_local_rank(group: ProcessGroup | None = None) -> int:
+    """This process's number among the ranks of the group on its node, from 0.
+
+    A collective when it is called for a group for the first time: every rank of the group calls it. Then it is remembered.
+
+    Args:
+        group: the default group if None.
+    """
+    return _remembered(group).local_rank
+
+
+def get_node_rank(group: ProcessGroup | None = None) -> int:
+    """The number of this process's node among the nodes of the group, from 0, in the order of their lowest ranks.
+
+    A collective when it (or `get_local_rank`) is called for a group for the first time: every rank of the group calls it.
+
+    Args:
+        group: the default group if None.
+    """
+    return _remembered(group).node
+
+
+_placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKeyDictionary()
+
+
+def _remembered(group: ProcessGroup | None) -> Placement:
+    chosen = resolve_group(group)
+    found = _placements.get(chosen)
+    if found is None:
+        found = _placements[chosen] = placement_of(chosen)
+    return found

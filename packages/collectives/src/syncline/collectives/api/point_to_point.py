@@ -1,0 +1,94 @@
+"""Between two ranks, as functions on the default group; names, arguments and defaults are torch.distributed's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import InvalidArgumentError
+from ..group import ProcessGroup
+from ..work import Work
+from .default_group import rank_in, resolve_group
+
+
+def isend(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work:
+    """Begin to send a tensor; see `ProcessGroup.send`."""
+    chosen = resolve_group(group)
+    return chosen.send(tensor, rank_in(chosen, dst, group_dst), tag, async_op=True)
+
+
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work:
+    """Begin to receive a tensor, from any rank if none is given; see `ProcessGroup.recv`."""
+    chosen = resolve_group(group)
+    source = None if src is None and group_src is None else rank_in(chosen, src, group_src)
+    return chosen.recv(tensor, source, tag, async_op=True)
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    """Send a tensor; see `ProcessGroup.send`."""
+    isend(tensor, dst, group, tag, group_dst).wait(resolve_group(group).timeout_s)
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    """Receive a tensor, from any rank if none is given; returns the sender's rank in the default group."""
+    chosen = resolve_group(group)
+    work = irecv(tensor, src, group, tag, group_src)
+    work.wait(chosen.timeout_s)
+    source = work.source_rank()
+    assert source is not None
+    return chosen.ranks[source]
+
+
+@dataclass
+class P2POp:
+    """One transfer of `batch_isend_irecv`: `op` is `isend` or `irecv`, the rest their arguments."""
+
+    op: Callable[..., Work]
+    tensor: torch.Tensor
+    peer: int | None = None
+    group: ProcessGroup | None = None
+    tag: int = 0
+    group_peer: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.op not in (isend, irecv):
+            raise InvalidArgumentError(f"expected isend or irecv of syncline.collectives as op, found {self.op!r}")
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+    """Begin several transfers; one `Work` for each, in the same order.
+
+    Raises:
+        InvalidArgumentError: the list is empty, or names several groups.
+    """
+    if not p2p_op_list:
+        raise InvalidArgumentError("expected at least one P2POp, found none")
+    if len({id(resolve_group(entry.group)) for entry in p2p_op_list}) > 1:
+        raise InvalidArgumentError("expected all P2POps to be of one group, found several; make one batch for each group")
+    return [entry.op(entry.tensor, entry.peer, entry.group, entry.tag, entry.group_peer) for entry in p2p_op_list]

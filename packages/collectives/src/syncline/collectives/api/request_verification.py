@@ -1,0 +1,42 @@
+"""Whether all ranks are about to make the same groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import DisagreementError
+from ..group import ProcessGroup
+from ..health.statements import Statements
+from .object_exchange import all_gather_bytes, are_same_on_all_ranks
+
+_MOST_BYTES = 1024
+
+
+def verify_request(group: ProcessGroup, request: str) -> None:
+    """Compare what the ranks of a group ask for. A collective of the group.
+
+    Cost: an all_reduce of 16 bytes; only if the texts differ, two all-gathers, of the first 1024 bytes of each. (A request may
+    name all ranks: what each rank gathered would grow as the square of their number.)
+
+    Args:
+        group: whose ranks compare.
+        request: the same text on every rank, such as "new_group([0, 1])".
+
+    Raises:
+        DisagreementError: the texts differ; on all ranks.
+    """
+    if are_same_on_all_ranks(request.encode(), group=group):
+        return
+    said = all_gather_bytes(request.encode()[:_MOST_BYTES], group=group)
+    raise DisagreementError(different_requests([text.decode(errors="replace") for text in said], group.place()))
+
+
+def different_requests(requests: Sequence[str], place: str) -> str:
+    """What is wrong, in words. A pure function.
+
+    Args:
+        requests: of each rank, by rank.
+        place: this rank and the group.
+    """
+    said = Statements.of(requests).in_words()
+    return f"{place}: the ranks ask for different groups ({said}); let every rank name the same members, in the same order"

@@ -1,0 +1,95 @@
+"""Groups of some of the ranks. Every rank of the parent calls, also those that will not be in any new group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from ..engine.cancel_scope import seconds
+from ..errors import InvalidArgumentError
+from ..group import ProcessGroup
+from .default_group import get_default_group, resolve_group
+from .non_member import NonMember
+from .request_verification import verify_request
+
+
+def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | None = None) -> ProcessGroup | NonMember:
+    """A group of some ranks of the default group.
+
+    Args:
+        ranks: ranks of the default group, each once; None takes all. The new group has them in ascending order, as in torch.
+        timeout: seconds or a timedelta; None takes the default group's.
+
+    Returns:
+        The group; on a rank that is not in it, a `NonMember`, whose use is an error.
+
+    Raises:
+        InvalidArgumentError: no rank, a rank twice, or one that the default group does not have.
+        DisagreementError: the ranks name different members; on all ranks, and no group is made.
+    """
+    world = get_default_group()
+    chosen = sorted(range(world.size) if ranks is None else ranks)
+    _check_ranks(chosen, world.size)
+    verify_request(world, f"new_group({chosen})")
+    made = world.split(0 if world.rank in chosen else None, timeout_s=_timeout_s(timeout, world))
+    return NonMember(f"new_group({chosen})", chosen, world.rank) if made is None else made
+
+
+def new_subgroups(
+    group_size: int, group: ProcessGroup | None = None, timeout: timedelta | float | None = None
+) -> tuple[ProcessGroup, list[list[int]]]:
+    """Divide a group into groups of `group_size` consecutive ranks.
+
+    Returns:
+        The group that this rank is in, and the ranks (of the default group) of all of them. (torch returns handles of all;
+        a handle of a group that this rank is not in has no use.)
+
+    Raises:
+        InvalidArgumentError: the size does not divide the number of ranks.
+        DisagreementError: the ranks give different sizes; on all ranks, and no group is made.
+    """
+    parent = resolve_group(group)
+    if group_size < 1 or parent.size % group_size != 0:
+        raise InvalidArgumentError(
+            f"expected a group_size that divides the {parent.size} ranks of group '{parent.name}', found {group_size}"
+        )
+    verify_request(parent, f"new_subgroups({group_size})")
+    made = parent.split(parent.rank // group_size, timeout_s=_timeout_s(timeout, parent))
+    assert made is not None
+    ranks = list(parent.ranks)
+    return made, [ranks[start : start + group_size] for start in range(0, parent.size, group_size)]
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]], timeout: timedelta | float | None = None
+) -> tuple[ProcessGroup | NonMember, list[list[int]]]:
+    """Make one group for each list of ranks of the default group; no rank may be in two.
+
+    Returns:
+        The group that this rank is in (a `NonMember` if none), and the lists.
+
+    Raises:
+        InvalidArgumentError: a rank is in two lists, or does not exist.
+        DisagreementError: the ranks give different lists; on all ranks, and no group is made.
+    """
+    world = get_default_group()
+    lists = [sorted(entry) for entry in ranks_per_subgroup_list]
+    _check_ranks([rank for entry in lists for rank in entry], world.size)
+    verify_request(world, f"new_subgroups_by_enumeration({lists})")
+    color = next((number for number, entry in enumerate(lists) if world.rank in entry), None)
+    made = world.split(color, timeout_s=_timeout_s(timeout, world))
+    everyone = [rank for entry in lists for rank in entry]
+    return NonMember("new_subgroups_by_enumeration", everyone, world.rank) if made is None else made, lists
+
+
+def _check_ranks(ranks: Sequence[int], world_size: int) -> None:
+    if not ranks:
+        raise InvalidArgumentError("expected at least one rank, found none")
+    if len(set(ranks)) < len(ranks):
+        raise InvalidArgumentError(f"expected each rank once, found {list(ranks)}")
+    if not all(0 <= rank < world_size for rank in ranks):
+        raise InvalidArgumentError(f"expected ranks in 0..{world_size - 1}, found {list(ranks)}")
+
+
+def _timeout_s(timeout: timedelta | float | None, parent: ProcessGroup) -> float:
+    return seconds(timeout, parent.timeout_s)

@@ -1,7 +1,0 @@
-"""The backends that come with syncline-collectives, and what the author of another one needs."""
-
-from ..host.host_group import HostGroup
-from ..host.transport import Request, Transport
-from ..startup.backend import Backend, ConnectRequest
-
-__all__ = ["Backend", "ConnectRequest", "HostGroup", "Request", "Transport"]

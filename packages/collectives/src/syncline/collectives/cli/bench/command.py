@@ -1,0 +1,167 @@
+"""The command `bench`: connect, measure every case on every backend, and show the figures on rank 0."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ...api.default_device import default_device
+from ...api.default_group import destroy_process_group, init_process_group
+from ...api.placement import placement_of
+from ...errors import InvalidArgumentError
+from ...group import ProcessGroup
+from ...reduce_op import BOOL, DTYPES_OF, ReduceOp
+from .kinds import CPU, KINDS
+from .measure import Case, measure
+from .plot import require_matplotlib, save_plot
+from .results import Measurement, in_json, in_text
+from .sizes import ladder, parse_size
+from .subjects import Subject, connect_subject, default_subjects
+
+HELP = "measure latency and bandwidth of collectives, backends side by side"
+
+TIMEOUT_S = 120.0
+DEFAULT_SIZES = ("4", "64M")
+DDP_BUCKET_BYTES = 25 * 2**20
+_FLOAT8 = frozenset(getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"))
+_DTYPES = (DTYPES_OF[ReduceOp.SUM] - BOOL) | _FLOAT8
+
+Judge = Callable[[Sequence[Measurement]], Sequence[str]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--collective", nargs="+", choices=sorted(KINDS), default=["all_reduce"], help="what to measure")
+    parser.add_argument(
+        "--sizes",
+        nargs=2,
+        metavar=("SMALLEST", "LARGEST"),
+        help="bytes of the collective's larger side (default: 4 64M, and 25M, which is a bucket of DDP)",
+    )
+    parser.add_argument("--factor", type=int, default=4, help="each size is so many times the one before")
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="such as float32 bfloat16")
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        help="backends (mpi-in-window: mpi on memory that the group allocates), and the baselines raw-mpi (mpi4py's blocking "
+        "calls) and torch-gloo (torch's own group), and floor (what the memory allows); ratios are to the first",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors lie (default: cpu)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="time for each case on each backend")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw them into this file (needs the extra [bench])")
+
+
+def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
+    """Every rank of the job calls it. Returns the exit status.
+
+    Args:
+        arguments: as `add_arguments` has them parsed.
+        judge: what else to print on rank 0, line by line, and to keep, about what was measured.
+    """
+    cases = _cases(arguments)
+    _check_outputs(arguments)
+    _check_device(arguments.device)
+    names = arguments.backends
+    control = init_process_group(timeout=TIMEOUT_S)
+    subjects: list[Subject] = []
+    try:
+        device = _device(arguments.device, control)
+        for name in dict.fromkeys(names or default_subjects(control)):
+            subjects.append(connect_subject(name, control))
+        environment = _environment(control, device)
+        measurements: list[Measurement] = []
+        for case in cases:
+            measurements += measure(case, subjects, control, arguments.seconds, device)
+            if control.rank == 0 and sys.stderr.isatty():
+                print(f"\r{case.collective} {case.dtype} {case.size_bytes} B", end="\033[K\r", file=sys.stderr, flush=True)
+        if control.rank == 0:
+            _show(measurements, environment, arguments, judge(measurements))
+    finally:
+        for subject in subjects:
+            subject.close()
+        destroy_process_group()
+    return 0
+
+
+def _cases(arguments: argparse.Namespace) -> list[Case]:
+    smallest, largest = map(parse_size, arguments.sizes or DEFAULT_SIZES)
+    sizes = ladder(smallest, largest, arguments.factor)
+    if arguments.sizes is None:
+        sizes = sorted({*sizes, DDP_BUCKET_BYTES})
+    dtypes = [_dtype(name) for name in arguments.dtypes]
+    cases: list[Case] = []
+    for collective in dict.fromkeys(arguments.collective):
+        if collective == "barrier":
+            cases.append(Case(collective, dtypes[0], sizes[0]))
+        else:
+            cases += [Case(collective, dtype, size) for dtype in dtypes for size in sizes]
+    return cases
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if dtype not in _DTYPES:
+        known = ", ".join(sorted(str(known).removeprefix("torch.") for known in _DTYPES))
+        raise InvalidArgumentError(
+            f"expected a dtype of numbers such as float32, bfloat16 or int64, found {name!r}; known are {known}"
+        )
+    return cast(torch.dtype, dtype)
+
+
+def _check_device(kind: str) -> None:
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgumentError("--device cuda: torch sees no CUDA device here; measure with --device cpu")
+
+
+def _device(kind: str, control: ProcessGroup) -> torch.device:
+    """Where this rank's tensors lie: on a GPU of its own, if on any. A collective."""
+    if kind == "cpu":
+        return CPU
+    device = default_device(control)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    if arguments.plot is not None:
+        require_matplotlib()
+    for path in (arguments.json, arguments.plot):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise InvalidArgumentError(f"cannot write {path}: there is no folder {path.resolve().parent}")
+
+
+def _environment(control: ProcessGroup, device: torch.device) -> dict[str, Any]:
+    placement = placement_of(control)
+    return {
+        "syncline": version("syncline-collectives"),
+        "torch": torch.__version__,
+        "control": control.describe(),
+        "world_size": control.size,
+        "nodes": placement.nodes,
+        "threads": torch.get_num_threads(),
+        "device": device.type,
+    }
+
+
+def _show(
+    measurements: list[Measurement], environment: dict[str, Any], arguments: argparse.Namespace, verdicts: Sequence[str]
+) -> None:
+    print(", ".join(f"{name} {value}" for name, value in environment.items()))
+    print("seconds per call on the slowest rank; size and bandwidths as nccl-tests define them\n")
+    print(in_text(measurements))
+    refused = {f"{row.backend}: {row.collective} of {row.dtype}: {row.note}" for row in measurements if not row.samples_s}
+    print("".join(f"\nnot measured: {line}" for line in sorted(refused)), end="")
+    print("".join(f"\n{line}" for line in verdicts), flush=True)
+    if arguments.json is not None:
+        figures = {**in_json(measurements, environment), **({"verdicts": list(verdicts)} if verdicts else {})}
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if arguments.plot is not None:
+        save_plot(measurements, str(arguments.plot))

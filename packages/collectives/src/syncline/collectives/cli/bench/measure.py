@@ -1,0 +1,183 @@
+"""Measuring one case: every subject verified once, then all of them in turn, sample by sample.
+
+1. Each subject runs the collective once on known data, and the ranks agree whether the result is right. They agree before
+   whether all can, and afterwards whether all could, so that a refusal by one rank is one by all.
+2. Each runs it a few times more, which warms it up and says about how long it takes.
+3. Round by round each subject gives one sample: it runs once more, not timed, so that it finds the caches as it leaves them
+   itself and not as its predecessor does; all ranks meet in a barrier, then call it as often as makes a sample long enough
+   for the clock. What disturbs the machine for a while so disturbs all of them. Every other round runs backwards. On a GPU
+   the clock stops when all is done there.
+4. A sample counts as long as it took on the slowest rank.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch
+
+from ...api.object_exchange import exchange_objects
+from ...errors import MisuseError, TransportError
+from ...group import ProcessGroup
+from ...reduce_op import ReduceOp
+from .kinds import CPU, KINDS, Buffers
+from .results import Measurement
+from .subjects import Call, Subject
+
+T = TypeVar("T")
+
+SAMPLE_S = 100e-6
+LEAST_ROUNDS = 5
+MOST_ROUNDS = 500
+_TRIALS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collective, a dtype and a size."""
+
+    collective: str
+    dtype: torch.dtype
+    size_bytes: int
+
+    def numel(self, world_size: int) -> int:
+        """How many elements the block has: as the size says, rounded down to equal parts, one element each at least."""
+        parts = world_size if KINDS[self.collective].has_parts else 1
+        return max(1, self.size_bytes // (self.dtype.itemsize * parts)) * parts
+
+    def true_bytes(self, world_size: int) -> int:
+        """The size that is measured."""
+        return 0 if self.collective == "barrier" else self.numel(world_size) * self.dtype.itemsize
+
+
+def measure(
+    case: Case, subjects: Sequence[Subject], control: ProcessGroup, budget_s: float = 0.3, device: torch.device = CPU
+) -> list[Measurement]:
+    """Measure a case on all subjects, for about `budget_s` seconds each. Every rank of `control` calls it.
+
+    Raises:
+        TransportError: a subject's result is wrong.
+    """
+    common = Buffers(control.rank, control.size, case.numel(control.size), case.dtype, device=device)
+    calls: dict[str, Call] = {}
+    refusals: dict[str, str] = {}
+    for subject in subjects:
+        try:
+            calls[subject.name] = _verified(case, subject, common, control)
+        except _RefusedError as refused:
+            refusals[subject.name] = str(refused)
+    common.clear()  # who refused late may have left data there
+    samples = _sample_in_turn(list(calls.values()), control, budget_s, device)
+    taken = dict(zip(calls, samples, strict=True))
+    return [
+        Measurement(
+            case.collective,
+            str(case.dtype).removeprefix("torch."),
+            case.true_bytes(control.size),
+            control.size,
+            subject.name,
+            tuple(taken.get(subject.name, ())),
+            refusals.get(subject.name, ""),
+        )
+        for subject in subjects
+    ]
+
+
+def _verified(case: Case, subject: Subject, common: Buffers, control: ProcessGroup) -> Call:
+    kind = KINDS[case.collective]
+    buffers, call = _agreed(lambda: _prepared(case, subject, common), control)
+    buffers.clear()
+    kind.fill(buffers)
+    _agreed(call, control)
+    verdicts = exchange_objects(kind.is_right(buffers) or not subject.communicates, group=control)
+    if not all(verdicts):
+        wrong = [rank for rank, is_right in enumerate(verdicts) if not is_right]
+        raise TransportError(f"{subject.name}: {case.collective} of {case.dtype} gave a wrong result on rank(s) {wrong}")
+    buffers.clear()
+    return call
+
+
+def _prepared(case: Case, subject: Subject, common: Buffers) -> tuple[Buffers, Call]:
+    least = KINDS[case.collective].least_ranks
+    if common.size < least:
+        raise NotImplementedError(f"needs {least} ranks")
+    allocate = subject.allocate()
+    buffers = common if allocate is None else common.like(allocate)
+    return buffers, subject.prepare(case.collective, buffers)
+
+
+class _RefusedError(Exception):
+    """On some rank; all know of it."""
+
+
+def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
+    """What the action returns, if it refuses on no rank. A collective."""
+    refusal, result = "", None
+    try:
+        result = action()
+    except (MisuseError, NotImplementedError, RuntimeError) as error:
+        refusal = str(error) or type(error).__name__
+    refusals = exchange_objects(refusal, group=control)
+    if any(refusals):
+        raise _RefusedError(refusal_of_all(refusals))
+    return cast(T, result)
+
+
+def refusal_of_all(refusals: Sequence[str]) -> str:
+    """From what each rank said, if it refused, to what is told. A pure function."""
+    if len(set(refusals)) == 1:
+        return refusals[0]
+    return "; ".join(f"rank {rank}: {refusal}" for rank, refusal in enumerate(refusals) if refusal)
+
+
+def _sample_in_turn(calls: Sequence[Call], control: ProcessGroup, budget_s: float, device: torch.device) -> list[list[float]]:
+    estimates = _slowest([_sample(call, _TRIALS, control, device) for call in calls], control)
+    repeats = [repeats_of(estimate) for estimate in estimates]
+    rounds = rounds_of([estimate * count for estimate, count in zip(estimates, repeats, strict=True)], budget_s)
+    samples: list[list[float]] = [[] for _ in calls]
+    for number in range(rounds):
+        for index in range(len(calls)) if number % 2 == 0 else reversed(range(len(calls))):
+            samples[index].append(_sample(calls[index], repeats[index], control, device))
+    return [_slowest(taken, control) for taken in samples]
+
+
+def repeats_of(estimate_s: float) -> int:
+    """How many calls make a sample. A pure function."""
+    return min(1000, max(1, math.ceil(SAMPLE_S / estimate_s)))
+
+
+def rounds_of(sample_s: Sequence[float], budget_s: float) -> int:
+    """How many samples of each subject fit in the budget, which is for each of them. A pure function."""
+    if not sample_s:
+        return 0
+    with_warm_up_s = 2 * sum(sample_s)
+    return min(MOST_ROUNDS, max(LEAST_ROUNDS, int(budget_s * len(sample_s) / with_warm_up_s)))
+
+
+def _sample(call: Call, repeats: int, control: ProcessGroup, device: torch.device) -> float:
+    call()
+    _finish(device)
+    control.barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    _finish(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def _finish(device: torch.device) -> None:
+    """Until the device has done what was issued; the host's own memory needs no waiting."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _slowest(samples: Sequence[float], control: ProcessGroup) -> list[float]:
+    """For each sample the longest time on any rank."""
+    tensor = torch.tensor(samples, dtype=torch.float64)
+    control.all_reduce(tensor, ReduceOp.MAX)
+    slowest: list[float] = tensor.tolist()
+    return slowest

@@ -1,0 +1,208 @@
+"""Observation: what one process sees of its machine. Plain values, so that rank 0 can gather and compare them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from ...errors import LaunchError
+from ...startup.launch import Launch, detect_launch, tolerates_faults
+from ...startup.nodes import HostIdentity, host_identity
+from ...transports.shared_memory.memory_limit import Limit, memory_limits
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class MPIFacts:
+    """What mpi4py says once the library is loaded.
+
+    Attributes:
+        library: name and version, such as "MPICH 5.0.2".
+        standard: the version of the MPI standard, such as "4.1".
+        abi: the binary interface that mpi4py was loaded for, such as "mpich".
+        thread_level: "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
+        world_size: the number of processes that the library sees.
+        mpi4py: mpi4py's version.
+    """
+
+    library: str
+    standard: str
+    abi: str
+    thread_level: str
+    world_size: int
+    mpi4py: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one process sees.
+
+    Attributes:
+        host: which node.
+        software: names and versions that must be the same on every rank.
+        launcher: the launcher in words, or None.
+        launch_problem: why the launcher's variables make no sense, or None.
+        launch_world_size: how many processes the launcher says there are, or None.
+        launch_is_mpi: whether the launcher starts MPI programs, whose library must see as many.
+        mpi: what the library says, or None if it was not loaded.
+        mpi_lack: what MPI lacks here, or None.
+        cores: the cores that this process may run on.
+        node_cores: the number of cores of the node.
+        threads: how many threads torch computes with.
+        shm_total_bytes, shm_free_bytes: the size of /dev/shm; both 0 if there is none.
+        memory_limits: the limits on memory that this process is under.
+        sharing: the result of sharing memory with the other ranks of the node, in words; None if it was not tried.
+        gpus: the names of the visible CUDA devices.
+        cupy, nccl: CuPy's version and that of the NCCL it finds, or None.
+        cuda_aware: the result of a transfer of CUDA memory by MPI, in words; None if it was not tried.
+        tolerates_faults: whether mpirun was told to leave the other ranks alone when one is lost (`--with-ft ulfm`).
+    """
+
+    host: HostIdentity
+    software: tuple[tuple[str, str], ...]
+    launcher: str | None
+    launch_problem: str | None
+    launch_world_size: int | None
+    mpi: MPIFacts | None
+    mpi_lack: str | None
+    cores: frozenset[int]
+    node_cores: int
+    threads: int
+    shm_total_bytes: int
+    shm_free_bytes: int
+    memory_limits: tuple[Limit, ...] = ()
+    sharing: str | None = None
+    gpus: tuple[str, ...] = ()
+    cupy: str | None = None
+    nccl: str | None = None
+    cuda_aware: str | None = None
+    launch_is_mpi: bool = True
+    tolerates_faults: bool = False
+
+
+def observe(
+    environ: Mapping[str, str], mpi_lack: str | None, cuda_aware: str | None = None, sharing: str | None = None
+) -> Observation:
+    """Look around. Not a collective; starts no MPI that is not started already."""
+    launch, problem = _launch(environ)
+    shm_total, shm_free = _shared_memory()
+    cupy, nccl = _cupy()
+    return Observation(
+        host=host_identity(),
+        software=_software(),
+        launcher=None if launch is None else launch.launcher,
+        launch_problem=problem,
+        launch_world_size=None if launch is None else launch.world_size,
+        launch_is_mpi=launch is not None and launch.is_mpi,
+        mpi=_mpi(),
+        mpi_lack=mpi_lack,
+        cores=frozenset(os.sched_getaffinity(0)),
+        node_cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        shm_total_bytes=shm_total,
+        shm_free_bytes=shm_free,
+        memory_limits=tuple(memory_limits()),
+        sharing=sharing,
+        gpus=_gpus(),
+        cupy=cupy,
+        nccl=nccl,
+        cuda_aware=cuda_aware,
+        tolerates_faults=tolerates_faults(environ),
+    )
+
+
+def version_of(distribution: str) -> str:
+    """The version of an installed distribution, or "not installed"."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _software() -> tuple[tuple[str, str], ...]:
+    return (
+        ("syncline-collectives", version_of("syncline-collectives")),
+        ("torch", torch.__version__),
+        ("Python", platform.python_version()),
+    )
+
+
+def _launch(environ: Mapping[str, str]) -> tuple[Launch | None, str | None]:
+    try:
+        return detect_launch(environ), None
+    except LaunchError as error:
+        return None, str(error)
+
+
+def _mpi() -> MPIFacts | None:
+    if "mpi4py.MPI" not in sys.modules:
+        return None
+    from mpi4py import MPI
+
+    from ...transports.mpi.library import library_name
+
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        return None
+    levels = {
+        MPI.THREAD_SINGLE: "SINGLE",
+        MPI.THREAD_FUNNELED: "FUNNELED",
+        MPI.THREAD_SERIALIZED: "SERIALIZED",
+        MPI.THREAD_MULTIPLE: "MULTIPLE",
+    }
+    return MPIFacts(
+        library=library_name(),
+        standard=".".join(map(str, MPI.Get_version())),
+        abi=_abi(Path(MPI.__file__).name),
+        thread_level=levels[MPI.Query_thread()],
+        world_size=MPI.COMM_WORLD.Get_size(),
+        mpi4py=version_of("mpi4py"),
+    )
+
+
+def _abi(file_name: str) -> str:
+    """The wheels of mpi4py hold one extension module for each ABI: MPI.openmpi.cpython-311-x86_64-linux-gnu.so."""
+    word = file_name.split(".")[1]
+    return "the one that mpi4py was built for" if word.startswith(("cpython", "abi3", "so")) else word
+
+
+def _shared_memory() -> tuple[int, int]:
+    if not SHARED_MEMORY.is_dir():
+        return 0, 0
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    return usage.total, usage.free
+
+
+def _gpus() -> tuple[str, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+def _cupy() -> tuple[str | None, str | None]:
+    """CuPy's version and NCCL's as CuPy finds it; an import that fails for whatever reason is the same as no CuPy."""
+    try:
+        import cupy
+    except Exception:  # noqa: BLE001 - a CuPy without its CUDA raises many things
+        return None, None
+    try:
+        from cupy.cuda import nccl
+
+        number = int(nccl.get_version())
+    except Exception:  # noqa: BLE001 - the same
+        return str(cupy.__version__), None
+    return str(cupy.__version__), nccl_version_in_words(number)
+
+
+def nccl_version_in_words(number: int) -> str:
+    """NCCL's number as a version: 22703 is 2.27.3, and before 2.9, 2804 is 2.8.4. A pure function."""
+    step = 10_000 if number >= 10_000 else 1_000
+    return f"{number // step}.{number % step // 100}.{number % 100}"

@@ -1,1 +1,0 @@
-"""Groups made of other groups, and torch's groups seen as ours."""

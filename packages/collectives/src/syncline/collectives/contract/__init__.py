@@ -1,1 +1,0 @@
-"""What every process group promises, and what each of them needs to keep it."""

@@ -1,0 +1,159 @@
+"""Call: one issue of a signature; and CallRecord, what is told of a call to other ranks and in reports."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from .cancel_scope import CancelScope
+from .signature import Signature
+
+QUEUED, RUNNING, DONE, FAILED = "queued", "running", "done", "failed"
+
+# Modules whose frames are not the user's program.
+_LIBRARIES = ("syncline.", "torch.")
+
+
+class Call:
+    """One issue of a collective on this rank.
+
+    The group makes it, its thread runs it, the recorder keeps it, and the monitor looks at its scope. It holds its tensors only
+    until it is over, so that the record keeps no memory alive.
+
+    Args:
+        signature: what is called.
+        number: the count of calls that this rank has issued; None if not all ranks of the group issue this one.
+        reads: tensors that are only read.
+        writes: tensors that are written, or read and written.
+
+    Attributes:
+        position: the call's place in the group's total order, from 0; None while it has not begun.
+        state: QUEUED, RUNNING, DONE or FAILED.
+        issued_at: seconds since the epoch, by this rank's clock.
+        scope: ends the call's waits; None while it has not begun.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_code",
+        "_instruction",
+        "issued_at",
+        "number",
+        "position",
+        "reads",
+        "scope",
+        "signature",
+        "state",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        signature: Signature,
+        number: int | None = None,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        scope: CancelScope | None = None,
+    ) -> None:
+        self.signature = signature
+        self.number = number
+        self.reads = reads
+        self.writes = writes
+        self.scope: CancelScope = scope  # type: ignore[assignment]  # whoever runs the call sets it first
+        self.position: int | None = None
+        self.state = QUEUED
+        self.issued_at = time.time()
+        self._code, self._instruction = _users_line()
+
+    def is_over(self, state: str) -> None:
+        """The call has ended in this state. It lets go of its tensors."""
+        self.state = state
+        self.reads = self.writes = ()
+
+    def __str__(self) -> str:
+        """In words: "all_reduce(float32[10, 3], op=SUM), number 7"."""
+        return f"{self.signature}" if self.number is None else f"{self.signature}, number {self.number}"
+
+    def record(self) -> CallRecord:
+        """What is told of the call."""
+        signature = self.signature
+        return CallRecord(
+            self.number,
+            self.position,
+            signature.name,
+            str(signature),
+            signature.digest(),
+            self.state,
+            self.issued_at,
+            self.where,
+        )
+
+    @property
+    def where(self) -> str:
+        """File and line of the user's program that issued the call, such as "train.py:88"; "?" if no frame is the user's."""
+        code = self._code
+        if code is None:
+            return "?"
+        spans = code.co_lines()
+        line = next((line for start, stop, line in spans if start <= self._instruction < stop and line is not None), None)
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno if line is None else line}"  # paths differ between hosts
+
+
+def _users_line() -> tuple[CodeType | None, int]:
+    """The innermost function of the user's program, and the instruction where it is: less work than a line number."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+            return frame.f_code, frame.f_lasti
+        frame = frame.f_back
+    return None, 0
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One call of one rank, as other ranks and reports are told of it.
+
+    Attributes:
+        number: as `Call.number`.
+        position: as `Call.position`.
+        name: the method's name, such as "all_reduce".
+        words: the signature in words.
+        digest: what must be the same on all ranks; see `Signature.digest`.
+        state: as `Call.state`.
+        issued_at: as `Call.issued_at`.
+        where: file and line of the program, such as "train.py:88".
+    """
+
+    number: int | None
+    position: int | None
+    name: str
+    words: str
+    digest: int
+    state: str
+    issued_at: float
+    where: str
+
+    def __str__(self) -> str:
+        """In words: "all_reduce(float32[10, 3], op=SUM) #7 at train.py:88"."""
+        place = "" if self.position is None else f" #{self.position}"
+        return f"{self.words}{place} at {self.where}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> CallRecord:
+        """What `as_dict` gave, after JSON.
+
+        Raises:
+            KeyError, TypeError: it is something else.
+        """
+        return cls(**{name: content[name] for name in cls.__dataclass_fields__})

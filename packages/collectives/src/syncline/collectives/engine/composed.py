@@ -1,0 +1,251 @@
+"""Groups made of groups: by device ("cpu:mpi,cuda:nccl"), and several in turn."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+from typing_extensions import override
+
+from ..errors import InvalidArgumentError, MisuseError
+from ..group import ProcessGroup
+from ..reduce_op import Reduction
+from ..work import FutureWork, Work, join_futures
+from .signature import Signature
+
+
+class DelegatingGroup(ProcessGroup):
+    """Hands every call to one of several groups of the same ranks.
+
+    Args:
+        groups: at least one; of the same ranks, in the same order.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup]) -> None:
+        first = groups[0]
+        super().__init__(first.rank, first.size, name=first.name, timeout_s=first.timeout_s, ranks=first.ranks)
+        self._all = tuple(groups)
+
+    @abstractmethod
+    def _choose(self, device_type: str) -> ProcessGroup:
+        """The group for a call on tensors of that type of device."""
+
+    @property
+    def profiled_as(self) -> None:
+        """None: the groups that carry out the calls show them."""
+
+    @override
+    def set_timeout(self, timeout_s: float) -> None:
+        super().set_timeout(timeout_s)
+        for group in self._all:
+            group.set_timeout(timeout_s)
+
+    @override
+    def close(self) -> None:
+        """Close each in turn, the last one first, also after one that raises."""
+        with ExitStack() as closing:
+            for group in self._all:
+                closing.callback(group.close)
+
+    @override
+    def abort(self) -> None:
+        for group in self._all:
+            group.abort()
+
+    @override
+    def expect_losses(self, are_expected: bool) -> None:
+        for group in self._all:
+            group.expect_losses(are_expected)
+
+    @override
+    def is_in_callback(self) -> bool:
+        return any(group.is_in_callback() for group in self._all)
+
+    @override
+    def _issue(
+        self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
+    ) -> Work:
+        return self._choose(signature.device_type)._issue(signature, reads, writes, async_op)
+
+    def _all_reduce_sparse(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        """What a sparse reduction issues from callbacks stays in the one group that was chosen."""
+        return self._choose(tensor.device.type).all_reduce(tensor, op, async_op=async_op)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
+        return self._choose(tensor.device.type)._send(tensor, dst, tag, async_op)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
+        return self._choose(tensor.device.type)._recv(tensor, src, tag, async_op)
+
+    def _together(self, works: Iterable[Work], name: str, async_op: bool) -> Work:
+        """The works of several groups as one."""
+        future = join_futures([work.get_future() for work in works], [])
+        together = FutureWork(future, [], lambda: f"{name} on {self.place()}")
+        if not async_op:
+            together.wait()
+        return together
+
+
+class PerDeviceGroup(DelegatingGroup):
+    """One group for each type of device; a barrier is that of the first.
+
+    Each of the groups has its own total order. Calls on tensors of different devices are not ordered with one another.
+
+    Args:
+        groups: from device type ("cpu", "cuda") to a group with the same ranks.
+    """
+
+    def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
+        super().__init__(tuple(groups.values()))
+        for device_type, group in groups.items():
+            if device_type not in group.device_types:
+                served = ", ".join(sorted(group.device_types))
+                raise InvalidArgumentError(f"backend '{group.backend_name}' moves tensors on {served}, not on {device_type}")
+        self.groups = dict(groups)
+
+    @property
+    def backend_name(self) -> str:
+        """The spelling by which it was asked for."""
+        return ",".join(f"{device_type}:{group.backend_name}" for device_type, group in self.groups.items())
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """Those that have a group."""
+        return frozenset(self.groups)
+
+    def describe(self) -> str:
+        """What each group says."""
+        return "; ".join(f"{device_type} by {group.describe()}" for device_type, group in self.groups.items())
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Memory of the group for that device."""
+        return self.groups[torch.device(device).type].allocate(numel, dtype, device)
+
+    def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
+        """What the group for the tensor's device says."""
+        return self._choose(tensor.device.type).algorithm_of(name, tensor)
+
+    @override
+    def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
+        works = [work for group in self._all if (work := group.agree_on_calls(async_op=async_op)) is not None]
+        return works[0] if works else None  # only groups of the host compare later, and there is one
+
+    def _choose(self, device_type: str) -> ProcessGroup:
+        return self.groups[device_type]
+
+    @override
+    def _issue(
+        self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
+    ) -> Work:
+        if signature.name == "barrier":  # it has no tensor that would say where
+            return self._all[0]._issue(signature, reads, writes, async_op)
+        return super()._issue(signature, reads, writes, async_op)
+
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        parts = {name: group.split(color, key, timeout_s=timeout_s) for name, group in self.groups.items()}
+        made = {name: part for name, part in parts.items() if part is not None}
+        return PerDeviceGroup(made) if made else None
+
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
+        parts = (
+            (device, group.subset(members, f"{name}/{device}", timeout_s=timeout_s)) for device, group in self.groups.items()
+        )
+        return PerDeviceGroup(dict(parts))
+
+    # ---- after a loss: the group of the host finds out who is left, and the others meet in it ----
+
+    @override
+    def missing_for_shrink(self) -> str | None:
+        strangers = [group for group in self._others() if not group.meets_in(self._host)]
+        if strangers:
+            return f"the ranks of backend '{strangers[0].backend_name}' do not meet in the group of '{self._host.backend_name}'"
+        return self._host.missing_for_shrink()
+
+    @property
+    @override
+    def members(self) -> tuple[int, ...]:
+        return self._host.members
+
+    @override
+    def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
+        for group in self._others():
+            group.abort()
+        host = self._host.shrink(silence_timeout_s=silence_timeout_s)
+        return PerDeviceGroup(
+            {device: host if group is self._host else group.beside(host) for device, group in self.groups.items()}
+        )
+
+    @property
+    def _host(self) -> ProcessGroup:
+        return self.groups["cpu"] if "cpu" in self.groups else self._all[0]
+
+    def _others(self) -> list[ProcessGroup]:
+        return [group for group in self._all if group is not self._host]
+
+
+class RoundRobinGroup(DelegatingGroup):
+    """Hands the n-th call to group n modulo their number, so that several collectives run at once.
+
+    Each group keeps its own total order; between the groups there is none. Therefore a call must not be issued from a future's
+    callback here, for whose turn it is would depend on the schedule of threads: a `MisuseError`. Issue it on one of `groups`.
+
+    Args:
+        groups: at least one; of the same ranks, in the same order.
+
+    Raises:
+        InvalidArgumentError: no group, or groups of different ranks.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup]) -> None:
+        if not groups or len({(group.ranks, group.rank) for group in groups}) != 1:
+            raise InvalidArgumentError("expected at least one group, all with the same ranks in the same order")
+        super().__init__(groups)
+        self.groups = list(groups)
+        self._turns = itertools.cycle(self.groups)
+        self._lock = threading.Lock()
+
+    @property
+    @override
+    def backend_name(self) -> str:
+        return f"round_robin({', '.join(group.backend_name for group in self.groups)})"
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """What all of them serve."""
+        return frozenset.intersection(*(group.device_types for group in self.groups))
+
+    def describe(self) -> str:
+        """How many, and of what kind."""
+        return f"{len(self.groups)} groups in turn: {self.groups[0].describe()}"
+
+    @override
+    def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
+        """In each of the groups: each has an order of its own."""
+        works = [work for group in self.groups if (work := group.agree_on_calls(async_op=True)) is not None]
+        return self._together(works, "agree_on_calls", async_op) if works else None
+
+    def _choose(self, device_type: str) -> ProcessGroup:  # noqa: ARG002 - turns do not depend on it
+        if self.is_in_callback():
+            raise MisuseError(
+                f"a collective on {self.place()}, of {len(self.groups)} groups in turn, was called in a future's callback; "
+                "whose turn it is would differ between ranks. Wait for the work first, or issue it on one of `groups`"
+            )
+        with self._lock:
+            return next(self._turns)
+
+    @override
+    def _issue(
+        self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
+    ) -> Work:
+        if signature.name == "barrier":  # over when all ranks are here in each of the groups; compares the calls of each
+            return self._together([group.barrier(async_op=True) for group in self.groups], "barrier", async_op)
+        return super()._issue(signature, reads, writes, async_op)
+
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        parts = [group.split(color, key, timeout_s=timeout_s) for group in self.groups]
+        made = [part for part in parts if part is not None]
+        return RoundRobinGroup(made) if made else None

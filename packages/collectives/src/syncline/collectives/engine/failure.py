@@ -1,0 +1,91 @@
+"""The words of a group's errors: what happened to which call, and which rank is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..errors import CollectiveTimeout, GroupClosedError, RankLostError, SynclineError, TransportError
+from ..health.liveness import Liveness
+from .call import Call
+from .signature import Signature
+
+
+class FailureWords:
+    """Turns what a transport raises into the group's error.
+
+    Args:
+        place: says which rank of which group this is.
+        liveness: says which ranks are lost or stopped; None where nobody can know.
+    """
+
+    def __init__(self, place: Callable[[], str], liveness: Liveness | None) -> None:
+        self._place = place
+        self._liveness = liveness
+
+    def of(self, error: BaseException, call: Call, timeout_s: float) -> BaseException:
+        """The error that the group raises for one that ended a call.
+
+        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. An error of ours gets the call's words, and becomes a
+        `RankLostError` if a rank is lost. Any other error (Ctrl-C, a bug) stays as it is.
+        """
+        if isinstance(error, TimeoutError):
+            return self._timed_out(error, call, timeout_s)
+        if isinstance(error, SynclineError):
+            explained = self._with_lost_ranks(error)
+            failure = explained.reworded(f"{call} on {self._place()}: {explained}")
+            # Our own errors are not chained to each other: the reworded one says all that the first one says.
+            failure.__cause__ = error.__cause__
+            return failure
+        return error
+
+    def not_started(self, signature: Signature, first_failure: BaseException) -> TransportError:
+        """For a call after the group has failed."""
+        error = TransportError(
+            f"{signature} on {self._place()} was not started because the group had failed before: {first_failure}"
+        )
+        error.__cause__ = first_failure
+        return error
+
+    def closed(self, signature: Signature) -> GroupClosedError:
+        """For a call after the group was closed."""
+        return GroupClosedError(
+            f"{signature.name} on {self._place()}: the group is closed; create it again with init_process_group or new_group"
+        )
+
+    def aborted(self) -> TransportError:
+        """For all that wait when the group is aborted."""
+        return TransportError(f"the group was aborted on {self._place()}")
+
+    def missing(self) -> str:
+        """Which ranks are lost or stopped, as far as is known."""
+        liveness = self._liveness
+        ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())
+        who = "it is not known which rank it waits for" if not ranks else f"it waits for {self._named(ranks)}"
+        return f"a collective on {self._place()} did not end: {who}"
+
+    def _timed_out(self, error: TimeoutError, call: Call, timeout_s: float) -> CollectiveTimeout:
+        stopped = () if self._liveness is None else self._liveness.stopped()
+        if stopped:
+            why = f"{self._named(stopped)} stands still, stopped by a signal; {error}. Let it go on (SIGCONT), or end the job"
+        else:
+            why = (
+                f"{error}. Look for a rank that died, left early, or issued other collectives; or pass a longer timeout to "
+                "init_process_group"
+            )
+        timeout = CollectiveTimeout(f"{call} on {self._place()}, did not finish within {timeout_s:g} s: {why}")
+        timeout.__cause__ = error.__cause__
+        return timeout
+
+    def _with_lost_ranks(self, error: SynclineError) -> SynclineError:
+        """The loss of a rank, if that is why the transport failed; else the error, which names ranks that stand still."""
+        if self._liveness is None or not isinstance(error, TransportError) or isinstance(error, RankLostError):
+            return error
+        lost = self._liveness.loss_behind(error)
+        if lost is not None:
+            lost.__cause__ = error.__cause__ or error
+            return lost
+        stopped = self._liveness.stopped()
+        return error.reworded(f"{error}. {self._named(stopped)} stands still, stopped by a signal") if stopped else error
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return f"rank(s) {list(ranks)}" if self._liveness is None else self._liveness.in_words(ranks)

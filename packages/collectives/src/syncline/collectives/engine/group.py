@@ -1,0 +1,664 @@
+"""HostGroup: a process group made of a transport."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from datetime import timedelta
+from typing import NoReturn
+from zlib import crc32
+
+import torch
+from typing_extensions import override
+
+from ..errors import DisagreementError, GroupClosedError, MisuseError, SynclineError, TransportError
+from ..group import ProcessGroup
+from ..health.agreement import Agreement, MessageCarrier, different_splits
+from ..health.leaving import GroupLeavers
+from ..health.liveness import Liveness
+from ..health.monitor import call_now_and_then, watch
+from ..health.recorder import Recorder
+from ..health.report import Reporter, reported
+from ..health.report_signal import report_on_signal
+from ..health.stalls import StallWatch
+from ..health.statements import different_calls
+from ..tensors.layout import flat, in_plain_order, is_tracked, untracked
+from ..tensors.packing import empty_block, pack, unpack
+from ..work import FinishedWork, PendingWork, TensorsFuture, Work, devices_of
+from .call import DONE, FAILED, Call
+from .cancel_scope import CancelScope
+from .device import DeviceRuntime, StreamOrder
+from .failure import FailureWords
+from .queue import GuardedFuture, Queue
+from .signature import Signature
+from .transfer import TransferWork
+from .transport import Plan, Request, Transport
+
+logger = logging.getLogger("syncline.collectives")
+
+Body = Callable[[Call], None]
+
+MOST_PLANS = 256
+
+# How long a rank that closes a group waits for the others, to compare what they have called.
+_CLOSE_S = 60.0
+# How long the end of a process waits for its report.
+_REPORT_S = 2.0
+
+# A library may go on writing to the tensors of a call that was given up, so their memory must not be freed at once. The
+# tracebacks of these errors hold the frames that hold the tensors, and their copies in plain order.
+#
+# Only the latest are kept. A group fails once: after its first failure it starts no other call, and its transport is told to
+# give up. So the oldest of these errors belongs to a group after which as many others have failed. A job that makes a new group
+# after each failure must not need more memory each time.
+GIVEN_UP_KEPT = 16
+_given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
+
+
+class HostGroup(ProcessGroup):
+    """All of `ProcessGroup` by the plans of a `Transport`, run one after the other.
+
+    The way of a call::
+
+        _issue ─ queue: this thread or the queue's ─► _run ─ agreement ─ _move: find the plan, pack, run it, unpack
+
+    [1] `_issue` makes the `Call` and notes the user's line. With `async_op=False` and nothing in flight the call runs on the
+        caller's thread: a hop to another thread costs more than a small collective. Else the call is queued.
+    [2] `_run` runs when it is the call's turn. It opens the call's scope, and adds the call to the history that the ranks compare.
+    [3] `_move` looks for the plan of the call's signature; the transport makes one at the first call. The plan moves the data.
+    [4] What goes wrong in [2] or [3] is the group's first failure. The transport's state is unknown then, so every later call
+        fails with a reference to the first failure.
+
+    Sends and receives have no place in the order: they start at once, on the caller's thread.
+
+    Args:
+        transport: moves the tensors.
+        device: of whose tensors, beside the host's, the transport takes. Note [Order on the device] in `device` says how a
+            call fits among what the device does.
+        check_calls: the ranks compare each call before it runs, with its shapes.
+        leavers: says which ranks have left the job; None where nobody tells. See Note [Who will not come] in `health.leaving`.
+        liveness: says which ranks are lost; None where nobody can know. With it, the monitor looks at the calls.
+
+    Attributes:
+        recorder: of the last calls.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rank: int,
+        size: int,
+        *,
+        name: str = "default",
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        device: DeviceRuntime | None = None,
+        check_calls: bool = False,
+        leavers: GroupLeavers | None = None,
+        liveness: Liveness | None = None,
+    ) -> None:
+        super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
+        self._transport = transport
+        self._leavers = leavers
+        self._liveness = liveness
+        self._device = device
+        self._device_types = frozenset({"cpu"} if device is None else {"cpu", device.device_type})
+        self._words = FailureWords(self.place, liveness)
+        self._queue = Queue(f"syncline-{name}-rank{rank}")
+        weakref.finalize(self, self._queue.drop).atexit = False
+        self._plans: dict[Signature, Plan] = {}
+        self._numbers = itertools.count()
+        self._splits_made = itertools.count()
+        self._in_flight: set[PendingWork] = set()
+        self._companions: list[ProcessGroup] = []
+        self._closed = False
+        self._first_failure: BaseException | None = None
+        self._running: Call | None = None
+        self.recorder = Recorder(name, rank, self.ranks, None if leavers is None else leavers.count)
+        self._agreement = None if size == 1 else Agreement(MessageCarrier(transport, rank, size), rank, self.recorder)
+        self._checks_calls = check_calls and size > 1
+        # Ranks that compare each call before it runs need not compare their histories.
+        self._compares_later = size > 1 and not (check_calls or transport.compares_every_call)
+        self._reporter: Reporter | None = None
+        self._losses_are_expected = False
+        self._stall_warning_s = 0.0
+        self._stall_watch: StallWatch | None = None
+        if liveness is not None:
+            watch(self)
+
+    # ---- what the group says of itself ----
+
+    @property
+    def backend_name(self) -> str:
+        """The transport's name in the registry."""
+        return self._transport.backend_name
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """The CPU, and the device that the group was made with."""
+        return self._device_types
+
+    @override
+    def describe(self) -> str:
+        return self._transport.describe()
+
+    @override
+    def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
+        wanted = (name, tensor.dtype, tensor.shape)
+        for signature, plan in reversed(self._plans.items()):
+            if (signature.name, signature.dtype, signature.shape) == wanted:
+                return plan.algorithm
+        return None
+
+    @override
+    def is_in_callback(self) -> bool:
+        return self._queue.is_in_callback()
+
+    # ---- start ----
+
+    def start(self, options: Mapping[str, object], stall_warning_s: float = 0) -> None:
+        """Compare options with the other ranks, and report failures from now on. All ranks call it, before anything else.
+
+        Args:
+            options: what changes how the ranks communicate.
+            stall_warning_s: after so many seconds in one call rank 0 logs which rank waits for which; 0: never.
+
+        Raises:
+            DisagreementError: the ranks were given different options.
+        """
+        agreement = self._agreement or Agreement(MessageCarrier(self._transport, 0, 1), 0, self.recorder)
+        reporter = Reporter(agreement.on_start(options, CancelScope(self.timeout_s)), self.rank, self.size)
+        self.report_to(reporter)
+        self.warn_of_stalls(stall_warning_s)
+        report_on_signal(reporter)
+
+    def report_to(self, reporter: Reporter | None) -> None:
+        """Let the first failure of this group, and of groups made of it from now on, be reported; None: not."""
+        self._reporter = reporter
+        if reporter is not None:
+            reporter.watch(self.recorder)
+
+    @property
+    def reporter(self) -> Reporter | None:
+        """What reports the group's failures."""
+        return self._reporter
+
+    def warn_of_stalls(self, stall_warning_s: float) -> None:
+        """Let rank 0 log which rank waits for which, in this group and in groups made of it from now on; 0: not."""
+        self._stall_warning_s = stall_warning_s
+        status_post = self._transport.status_post() if self.size > 1 and stall_warning_s > 0 else None
+        if status_post is not None:
+            self._stall_watch = StallWatch(self.recorder, status_post, stall_warning_s)
+            call_now_and_then(self._stall_watch)
+
+    # ---- calls ----
+
+    @override
+    def _issue(
+        self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
+    ) -> Work:
+        body = self._meet if signature.name == "barrier" else self._move
+        return self._start(signature, reads, writes, body, async_op)
+
+    def _start(
+        self,
+        signature: Signature,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        body: Body,
+        async_op: bool = False,
+        *,
+        is_numbered: bool = True,
+    ) -> Work:
+        """Run a call here or queue it. Calls that not all ranks issue have no number. See [1].
+
+        `reads` and `writes` are all the tensors that the body touches.
+        """
+        if self._closed:
+            raise self._words.closed(signature)
+        queue = self._queue
+        issued = queue.issue(signature.name, self.place) if is_numbered else queue.issued
+        call = Call(signature, next(self._numbers) if is_numbered else None, reads, writes)
+        self.recorder.add(call)
+        order = self._order_on_device(reads, writes)
+        if not async_op and queue.run_here(self._run, call, body, order):
+            if order is not None:
+                order.join()
+            return FinishedWork(list(writes))
+        work = GroupWork(list(writes), lambda: f"{call} on {self.place()}", queue, issued, order)
+        self._in_flight.add(work)
+        # A group of one has nobody to wait for, and another thread would take longer to wake up.
+        is_short = self.size == 1 and order is None
+        if is_short and queue.run_here(self._run_into, work, call, body, order):
+            return work
+        if not queue.enqueue(lambda: self._run_into(work, call, body, order)):
+            self._in_flight.discard(work)
+            if self._closed:  # another thread has just closed the group
+                raise self._words.closed(signature)
+            raise GroupClosedError(
+                f"{signature.name} on {self.place()}: the process ends, and the group's thread has ended before"
+            )
+        if not async_op:
+            work.wait()
+        return work
+
+    def _order_on_device(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> StreamOrder | None:
+        if self._device is None:
+            return None
+        owned = [tensor for tensor in (*reads, *writes) if self._device.owns(tensor)]
+        return self._device.order(owned) if owned else None
+
+    def _run_into(self, work: PendingWork, call: Call, body: Body, order: StreamOrder | None) -> None:
+        try:
+            self._run(call, body, order)
+        except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get it, whatever it is
+            self._in_flight.discard(work)
+            work.fail(error)
+        else:
+            self._in_flight.discard(work)
+            work.succeed()
+
+    def _run(self, call: Call, body: Body, order: StreamOrder | None) -> None:
+        """Run one call to its end. What goes wrong is the group's first failure. See [2]."""
+        ask = self.reason_to_give_up if call.number is None else self._reason_to_give_up
+        call.scope = CancelScope(self.timeout_s, ask)
+        # `abort` notes the failure first, then cancels the call that it finds: so in this order nothing slips through.
+        self._running = call
+        if self._first_failure is not None:
+            self._running = None
+            call.is_over(FAILED)
+            raise self._words.not_started(call.signature, self._first_failure)
+        self.recorder.begin(call)
+        compares = self._compares_later and call.number is not None
+        try:
+            if compares:
+                self._agreed.add(call.signature.digest())
+            elif self._checks_calls and call.number is not None:
+                self._check_same_call(call)
+            if order is None and not is_tracked(call.reads) and not is_tracked(call.writes):
+                body(call)
+            else:
+                with nullcontext() if order is None else order.entered(), untracked():
+                    body(call)
+            if compares and self._agreed.is_due:
+                self._agreed.same_history(call.scope)
+            call.is_over(DONE)
+        except BaseException as error:  # noqa: BLE001 - raised again
+            self._fail(error, call)
+        finally:
+            self._running = None
+        if self._first_failure is not None:
+            raise self._first_failure  # the group was aborted meanwhile
+
+    def _move(self, call: Call) -> None:
+        """Carry out a collective by its plan. See [3]."""
+        signature = call.signature
+        plan = self._plans.get(signature) or self._make_plan(signature)
+        if signature.splits is not None and self.size > 1:
+            self._check_same_splits(call)
+        part, whole = pack(signature.name, call.reads, call.writes, self.size)
+        plan.run(part, whole, call)
+        unpack(signature.name, part, whole, call.writes, is_root=signature.root == self.rank)
+
+    def _make_plan(self, signature: Signature) -> Plan:
+        plan = self._transport.plan(signature)
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        if not self._closed:
+            self._plans[signature] = plan
+        return plan
+
+    # ---- agreement ----
+
+    @property
+    def _agreed(self) -> Agreement:
+        assert self._agreement is not None
+        return self._agreement
+
+    def _check_same_call(self, call: Call) -> None:
+        said = self._agreed.same(str(call.signature), call.scope)
+        if said is not None:
+            raise different_calls(said)
+
+    def _check_same_splits(self, call: Call) -> None:
+        """Whether each rank sends what the others expect: an all-gather of two numbers for each rank."""
+        expected, sent = call.signature.splits or ((), ())
+        mine = torch.tensor([*expected, *sent], dtype=torch.int64, device="cpu")
+        block = empty_block(mine, self.size)
+        signature = Signature.of("all_gather_into_tensor", mine, detail=f"splits of {call.signature.name}")
+        (self._plans.get(signature) or self._make_plan(signature)).run(mine, block, call)
+        problem = different_splits(block.view(self.size, 2, self.size).tolist())
+        if problem is not None:
+            raise DisagreementError(problem)
+
+    @override
+    def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
+        if not self._compares_later:
+            return None
+        return self._start(
+            Signature("agree_on_calls"), (), (), lambda call: self._agreed.same_history(call.scope), async_op, is_numbered=False
+        )
+
+    def _meet(self, call: Call) -> None:
+        """A barrier."""
+        self._transport.barrier(call)
+        if self._compares_later:
+            self._agreed.same_history(call.scope)
+
+    # ---- memory ----
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """On the CPU, memory of the transport's; the call has a place in the total order."""
+        if torch.device(device).type != "cpu":
+            return super().allocate(numel, dtype, device)
+        made: list[torch.Tensor] = []
+
+        def body(call: Call) -> None:
+            with torch.inference_mode(False):  # what is made in that mode could not hold gradients
+                made.append(self._transport.allocate(numel, dtype, call))
+
+        self._start(Signature("allocate", detail=f"numel={numel}, dtype={dtype}"), (), (), body)
+        return made[0]
+
+    # ---- two ranks ----
+
+    @override
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
+        signature = Signature.of("send", tensor, detail=f"dst={dst}, tag={tag}")
+        self._check_usable(signature)
+        request = self._transport.start_send(flat(in_plain_order(tensor)), dst, tag)
+        return self._transfer(signature, request, tensor, lambda: None, [dst], async_op)
+
+    @override
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
+        signature = Signature.of("recv", tensor, detail=f"src={'any' if src is None else src}, tag={tag}")
+        self._check_usable(signature)
+        wire = in_plain_order(tensor)
+        request = self._transport.start_recv(flat(wire), src, tag)
+        senders = [other for other in range(self.size) if other != self.rank] if src is None else [src]
+        return self._transfer(signature, request, tensor, lambda: unpack("recv", wire, None, (tensor,)), senders, async_op)
+
+    def _transfer(
+        self,
+        signature: Signature,
+        request: Request,
+        tensor: torch.Tensor,
+        deliver: Callable[[], object],
+        peers: Sequence[int],
+        async_op: bool,
+    ) -> Work:
+        sources = [source for source in (self._leavers, self._liveness) if source is not None]
+
+        def ask() -> TransportError | None:
+            return next(filter(None, (source.transfer_reason_to_give_up(peers) for source in sources)), None)
+
+        work = TransferWork(
+            request,
+            [tensor],
+            deliver,
+            lambda: f"{signature} on {self.place()}",
+            self.timeout_s,
+            ask=ask if sources and peers else None,
+            explain=lambda error: None if self._liveness is None else self._liveness.loss_behind(error),
+        )
+        if not async_op:
+            work.wait(self.timeout_s)
+        return work
+
+    # ---- groups of some of the ranks ----
+
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        made: list[HostGroup] = []
+
+        def body(call: Call) -> None:
+            mine = torch.tensor([-1 if color is None else color, key], dtype=torch.int64, device="cpu")
+            block = empty_block(mine, self.size)
+            self._transport.plan(Signature.of("all_gather_into_tensor", mine)).run(mine, block, call)
+            number = next(self._splits_made)
+            if color is not None:
+                members = members_of(color, block.view(self.size, 2).tolist())
+                made.append(self._part(members, f"{self.name}/{number}.{color}", number, timeout_s, call.scope))
+
+        self._start(Signature("split"), (), (), body)
+        return made[0] if made else None
+
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
+        made: list[HostGroup] = []
+        number = crc32(name.encode())
+        self._start(
+            Signature("subset", detail=f"members={members}"),
+            (),
+            (),
+            lambda call: made.append(self._part(members, name, number, timeout_s, call.scope)),
+            is_numbered=False,
+        )
+        return made[0]
+
+    def _part(self, members: list[int], name: str, number: int, timeout_s: float, scope: CancelScope) -> HostGroup:
+        transport = self._transport.subset(members, name, number, scope)
+        rank = members.index(self.rank)
+        liveness = self._liveness
+        made = HostGroup(
+            transport,
+            rank,
+            len(members),
+            name=name,
+            timeout_s=timeout_s,
+            ranks=[self.ranks[member] for member in members],
+            device=self._device,
+            check_calls=self._checks_calls,
+            leavers=None if self._leavers is None else self._leavers.part(name, members),
+            liveness=None if liveness is None else liveness.part(members, rank, transport.lost_ranks),
+        )
+        made.report_to(self._reporter)
+        made.warn_of_stalls(self._stall_warning_s)
+        return made
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Run what was issued, compare the calls with those of the other ranks, then close the transport.
+
+        Raises:
+            DisagreementError: the ranks have made different calls.
+            MisuseError: it was called from a future's callback, which is part of what it would wait for.
+        """
+        if self._queue.is_running_here():
+            raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
+        if self._closed:
+            return
+        with ExitStack() as ending:  # from the last one on, also after one that raises
+            ending.callback(self._close)
+            for companion in self._companions:
+                ending.callback(self._end, companion)
+            if self._first_failure is None and self._compares_later:
+                self._start(Signature("close"), (), (), self._compare_at_close, is_numbered=False)
+
+    def _compare_at_close(self, call: Call) -> None:
+        """A rank that does not come is no failure: it may have ended without closing its groups, or still compute."""
+        scope = CancelScope(min(call.scope.remaining_s(), _CLOSE_S), self._reason_not_to_wait)
+        try:
+            self._agreed.same_history(scope)
+        except (TimeoutError, TransportError) as error:
+            logger.info("close on %s: calls were not compared with those of the other ranks: %s", self.place(), error)
+
+    def _end(self, companion: ProcessGroup) -> None:
+        """Nobody may come to close the companion of a group that has failed."""
+        if self._first_failure is None:
+            companion.close()
+        else:
+            companion.abort()
+
+    @override
+    def end_together(self, companion: ProcessGroup) -> None:
+        self._companions.append(companion)
+
+    def _close(self) -> None:
+        self._closed = True
+        self._stop_watching()
+        drained = self._queue.drain(self.timeout_s)
+        self._plans.clear()
+        self._queue.stop()
+        if drained and self._first_failure is None:
+            self._close_transport()
+            if self._leavers is not None:
+                self._leavers.is_closed = True
+        else:
+            self._transport.abort()
+
+    def _close_transport(self) -> None:
+        self._transport.close()
+
+    def _stop_watching(self) -> None:
+        if self._stall_watch is not None:
+            self._stall_watch.stop()
+            self._stall_watch = None
+
+    def abort(self) -> None:
+        """Fail what is in flight and everything queued behind it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_watching()
+        self._plans.clear()
+        for companion in self._companions:
+            companion.abort()
+        failure = self._first_failure = self._first_failure or self._words.aborted()
+        running = self._running  # another thread may just end that call
+        if running is not None:
+            running.scope.cancel(failure)
+        self._transport.abort()
+        for work in list(self._in_flight):
+            work.fail(failure)
+        self._queue.stop()
+
+    # ---- failures ----
+
+    def _fail(self, error: BaseException, call: Call) -> NoReturn:
+        """A call has failed: remember why, tell the other ranks, and raise it in the group's words. See [4]."""
+        call.is_over(FAILED)
+        if error is self._first_failure:  # the group was aborted, which has told everybody
+            _given_up.append(error)
+            raise error
+        if isinstance(error, TimeoutError) or not isinstance(error, SynclineError) or error is call.scope.reason:
+            _given_up.append(error)  # the library may still write
+        failure = self._reported(self._words.of(error, call, self.timeout_s))
+        self._first_failure = failure
+        logger.debug("%s on %s failed; the group runs no other call", call.signature.name, self.place())
+        self._transport.give_up()
+        if isinstance(failure, TransportError):  # those who wait elsewhere hear of it where a library can say so
+            with suppress(RuntimeError):  # no thread can start; the group's error matters more
+                threading.Thread(target=self._transport.interrupt, name="syncline-interrupt", daemon=True).start()
+        self._on_failure(failure)
+        if failure is error:
+            raise error
+        raise failure from failure.__cause__
+
+    def _on_failure(self, failure: BaseException) -> None:
+        """The group has failed. For groups whose members tell one another."""
+
+    def _reported(self, failure: BaseException) -> BaseException:
+        """The failure. If it is ours, and a report is written, its text says where."""
+        if self._losses_are_expected and isinstance(failure, TransportError):
+            return failure
+        return reported(self._reporter, failure)
+
+    @override
+    def expect_losses(self, are_expected: bool) -> None:
+        self._losses_are_expected = are_expected
+
+    def _check_usable(self, signature: Signature) -> None:
+        if self._closed:
+            raise self._words.closed(signature)
+        if self._first_failure is not None:
+            raise self._words.not_started(signature, self._first_failure)
+
+    def _reason_not_to_wait(self) -> TransportError | None:
+        """Why a rank that shall send something will not: it is lost, or has left the job."""
+        lost = self.reason_to_give_up()
+        if lost is not None or self._leavers is None:
+            return lost
+        others = (peer for peer in range(self.size) if peer != self.rank)
+        return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
+
+    def _reason_to_give_up(self) -> TransportError | None:
+        """Why the running call will never end, as far as the thread that runs it can find out."""
+        reason = None if self._leavers is None else self._leavers.reason_to_give_up()
+        return reason or self.reason_to_give_up()
+
+    # ---- for the monitor; see Note [Who ends a call] in `health.monitor` ----
+
+    @property
+    def running(self) -> Call | None:
+        """The call that runs now."""
+        return self._running
+
+    def reason_to_give_up(self) -> TransportError | None:
+        """That a rank is lost, if one is."""
+        return None if self._liveness is None else self._liveness.reason_to_give_up()
+
+    def interrupt(self) -> None:
+        """Have the transport end the call that runs."""
+        self._transport.interrupt()
+
+    def missing_in_words(self) -> str:
+        """Which ranks are lost or stopped, as far as is known."""
+        return self._words.missing()
+
+    def report(self, reason: str) -> None:
+        """Write the report, if it can be done within a few seconds."""
+        if self._reporter is not None:
+            self._reporter.write_within(reason, _REPORT_S)
+
+
+class GroupWork(PendingWork):
+    """The work of a queued call. It may be waited for inside a callback of its own group."""
+
+    __slots__ = ("_issued", "_order", "_queue", "_was_waited_for")
+
+    def __init__(
+        self,
+        tensors: list[torch.Tensor],
+        describe: Callable[[], str],
+        queue: Queue,
+        issued: int,
+        order: StreamOrder | None,
+    ) -> None:
+        super().__init__(tensors, describe)
+        self._queue = queue
+        self._issued = issued
+        self._order = order
+        self._was_waited_for = False
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until finished; inside a callback, run the group's queue up to this call."""
+        if self._queue.is_running_here():
+            self._queue.run_until(self.is_completed)
+        super().wait(timeout)
+        self._was_waited_for = True
+        if isinstance(self._future, GuardedFuture):
+            self._future.was_waited_for = True
+        if self._order is not None:
+            self._order.join()
+        return True
+
+    @override
+    def _new_future(self) -> TensorsFuture:
+        future = GuardedFuture(self._queue, self._issued, devices_of(self._tensors))
+        future.was_waited_for = self._was_waited_for
+        return future
+
+    def _settle(self, future: TensorsFuture) -> None:
+        with nullcontext() if self._order is None else self._order.resumed():
+            super()._settle(future)
+
+
+def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks that gave a color, ordered by key, then by rank. A pure function."""
+    chosen = [(key, rank) for rank, (given, key) in enumerate(colors_and_keys) if given == color]
+    return [rank for _, rank in sorted(chosen)]

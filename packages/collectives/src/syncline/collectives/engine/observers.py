@@ -1,0 +1,176 @@
+"""Who looks at the calls of a group: torch's profiler, which shows a range for each call, and observers in this process."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import torch
+
+from ..torch_internals import ProfilerRange, profiler_runs
+from ..work import Work
+
+Method = TypeVar("Method", bound=Callable[..., Work])
+
+# The future of a send or receive costs a thread, so nobody is told when one in flight is over.
+_TRANSFERS = ("send", "recv")
+
+
+class Group(Protocol):
+    """A `ProcessGroup`, as observers see it."""
+
+    @property
+    def name(self) -> str:
+        """How messages call the group."""
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """For each rank of the group its rank in the default group."""
+
+    @property
+    def profiled_as(self) -> str | None:
+        """The first part of the names of ranges in a profile; None: the group shows none."""
+
+
+class ObservedCall:
+    """When one call on this rank began and ended, in seconds of `time.perf_counter()`.
+
+    Attributes:
+        name: the method's, such as "all_reduce".
+        group: on which it was called.
+        started: when it was called.
+        finished: when it was over; None while it is not, or if that is not known (a send or receive in flight).
+    """
+
+    __slots__ = ("finished", "group", "name", "started")
+
+    def __init__(self, name: str, group: Group, started: float) -> None:
+        self.name = name
+        self.group = group
+        self.started = started
+        self.finished: float | None = None
+
+    def note_end(self, _: object = None) -> None:
+        """It is over."""
+        self.finished = time.perf_counter()
+
+
+Observer: TypeAlias = Callable[[ObservedCall, torch.Tensor | None], None]
+"""Gets a call, and its first argument that is a tensor. The call does not keep the tensor alive."""
+
+observers: list[Observer] = []
+"""Those that are told of calls now; `observe_calls` adds to it."""
+
+
+class _Here(threading.local):
+    """Whether this thread is inside a call that is shown: what a call is made of is not shown again."""
+
+    is_profiled = False
+    is_observed = False
+
+
+_here = _Here()
+
+
+def observe_calls(observer: Observer) -> Callable[[], None]:
+    """Tell `observer` of each call on any group of this process, on the calling thread, right after it was issued.
+
+    Of calls that calls make, only the outermost is told. The observer must be quick, and must not communicate.
+
+    Returns:
+        What ends it.
+    """
+    observers.append(observer)
+
+    def stop() -> None:
+        with suppress(ValueError):  # it was stopped before
+            observers.remove(observer)
+
+    return stop
+
+
+def recorded(title: str) -> Callable[[Method], Method]:
+    """A decorator of a group's public method: show each call to whoever looks.
+
+    Args:
+        title: torch's profiler shows the call as `profiled_as:title`.
+    """
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Work:
+            is_profiled = profiler_runs() and group.profiled_as is not None
+            if not (is_profiled or observers):  # nearly always
+                return method(group, *args, **kwargs)
+            values = (*args, *kwargs.values())
+            issue = functools.partial(method, group, *args, **kwargs)
+            if is_profiled:
+                full_title, is_async = f"{group.profiled_as}:{title}", kwargs.get("async_op", False)
+                issue = functools.partial(profiled, full_title, list(_tensors(values)), issue, is_async=is_async)
+            return _observed(method.__name__, group, values, issue) if observers else issue()
+
+        return call  # type: ignore[return-value]  # the method's own signature
+
+    return decorate
+
+
+def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
+    """Issue a call inside a range of torch's profiler, which lasts until the call is over.
+
+    Args:
+        title: the name of the range.
+        tensors: whose shapes it shows.
+        issue: issues the call, which may be made of others.
+        is_async: whether the call may go on after `issue` has returned.
+    """
+    if _here.is_profiled:
+        return issue()
+    span = ProfilerRange(title, tensors)
+    _here.is_profiled = True
+    try:
+        work = issue()
+    except BaseException:
+        span.end()
+        raise
+    finally:
+        _here.is_profiled = False
+    if is_async:
+        span.end_with(work.get_future())
+    else:
+        span.end()
+    return work
+
+
+def _observed(name: str, group: Group, values: tuple[object, ...], issue: Callable[[], Work]) -> Work:
+    if _here.is_observed:
+        return issue()
+    tensor = next((value for value in values if isinstance(value, torch.Tensor)), None)
+    call = ObservedCall(name, group, time.perf_counter())
+    _here.is_observed = True
+    try:
+        work = issue()
+    finally:
+        _here.is_observed = False
+    if work.is_completed():
+        call.note_end()
+    elif name not in _TRANSFERS:
+        work.get_future().add_done_callback(call.note_end)
+    for observer in tuple(observers):
+        observer(call, tensor)
+    return work
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,0 +1,330 @@
+"""The one total order in which a group's calls run, those that callbacks issue included."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from typing_extensions import override
+
+from ..errors import MisuseError
+from ..work import Devices, GroupFuture, before_blocking
+
+Task = Callable[[], None]
+Callback = Callable[[Any], Any]
+
+# How often `drain` looks again while the thread comes to its turn.
+_LOOK_S = 0.001
+# The number of a call that a callback issues: nothing that is attached to its work is late.
+_IN_CALLBACK = sys.maxsize
+
+
+class Queue:
+    """Runs one task at a time, in the order of issue: on the caller's thread if nothing is in flight, else on its own thread.
+
+    Note [One total order]
+    ~~~~~~~~~~~~~~~~~~~~~~
+    The tasks of one queue are the calls of one group. They run in one order:
+
+    1. Tasks issued from outside run in the order in which `run_here` and `enqueue` were called.
+    2. While a task runs (with its future's callbacks), no other task starts: its thread holds the lock `_turn`, and
+       `_running_on` names that thread. Only the thread that holds the turn takes tasks out of the queue. While tasks are
+       queued, `run_here` runs nothing, so what is queued comes before what is issued later.
+    3. A task issued *from a callback of a running task* runs at once, on the same thread, inside the callback: before every
+       queued task, on every rank alike. So the callback may wait for it.
+    4. A callback that waits for a queued task (for its work, or for a future that depends on it) runs the queue up to that
+       task (`run_until`). This does not hold for futures of torch's own, such as that of `torch.futures.collect_all`.
+
+    So if every rank issues the same calls from its main thread, and attaches the same callbacks to each call before it issues
+    the next one, then the order is the same on every rank, however the threads are scheduled. The children of a call come
+    after it and before its successor. (A callback attached to a call that is already over runs at once, on the thread that
+    attaches it. That thread has not issued the successor yet, so the place in the order is the same.)
+
+    Note [Late callbacks]
+    ~~~~~~~~~~~~~~~~~~~~~
+    If a callback is attached after later calls of the group were issued, one rank may run it before those calls, and another
+    rank after them. Then what it issues has a different place in the order on each rank. Whether a callback is late follows
+    from counts alone, so all ranks know it alike, and the queue refuses what a late callback issues. If the program has waited
+    for the work before, the callback runs at once on every rank, and is not late. The same holds for the futures that `then`
+    returns. The queue cannot see callbacks of a future that torch makes of ours, such as that of `torch.futures.collect_all`.
+
+    A queued task never raises: it keeps its outcome itself. What a task raises in `run_here` reaches the caller.
+
+    The thread starts with the first queued task. It is a daemon, so that it does not keep a process alive that has failed.
+
+    Args:
+        name: of the thread.
+
+    Attributes:
+        issued: how many calls were issued outside of callbacks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._turn = threading.Lock()
+        self._running_on: int | None = None
+        self._changed = threading.Condition()  # the thread waits for tasks, or for the end
+        self._tasks: deque[Task] = deque()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.issued = 0
+        self._callbacks: dict[int, bool] = {}  # for each thread that runs a callback, whether the callback is late
+
+    # ---- running ----
+
+    def is_running_here(self) -> bool:
+        """Whether the calling thread runs a task or one of its callbacks."""
+        return self._running_on == get_ident()
+
+    def run_here(self, task: Callable[..., None], *arguments: object) -> bool:
+        """Run a task on this thread if nothing comes before it, or if this thread runs a task already.
+
+        Returns:
+            Whether the task was run; if not, call `enqueue`.
+        """
+        me = get_ident()  # before the turn is taken; see the comment below
+        if self._running_on == me:
+            task(*arguments)
+            return True
+        if self._tasks or not self._turn.acquire(False):
+            return False
+        # A signal's handler, such as Ctrl-C, may raise between any two lines. These lines are not functions of their own: in
+        # the first line of a function it could raise too, and then nobody would ever have the turn again.
+        try:
+            self._running_on = me
+            task(*arguments)
+        finally:
+            self._running_on = None
+            self._turn.release()
+        return True
+
+    def run_in_turn(self, task: Callable[..., None], *arguments: object) -> None:
+        """Run a task on this thread, after the one that another thread runs now. For tasks that do not block for long."""
+        if self._running_on == get_ident():
+            task(*arguments)
+            return
+        with self._turn:
+            try:
+                self._running_on = get_ident()
+                task(*arguments)
+            finally:
+                self._running_on = None
+
+    def enqueue(self, task: Task) -> bool:
+        """Run a task on the queue's thread, after all tasks that were issued before it; inside a callback, at once and here.
+
+        Returns:
+            False if `stop` was called: the task will not run.
+
+        Raises:
+            RuntimeError: the thread cannot start; the task will not run.
+        """
+        if self.is_running_here():
+            task()
+            return True
+        with self._changed:
+            if self._stopping:
+                return False
+            if self._thread is None:
+                thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                thread.start()  # before anything is queued: where no thread can start, later calls can still run here
+                _started.add(self)
+                self._thread = thread
+            self._tasks.append(task)
+            self._changed.notify_all()
+        return True
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """From inside a callback: run queued tasks, in order, until `is_done` or none is left."""
+        while self._tasks and not is_done():
+            self._tasks.popleft()()
+
+    # ---- the end ----
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing runs and nothing is queued; false if that took longer than `timeout_s` seconds."""
+        end_s = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
+        while self._turn.acquire(timeout=max(0.0, end_s - time.monotonic())):
+            is_empty = not self._tasks
+            self._turn.release()
+            if is_empty:
+                return True
+            time.sleep(_LOOK_S)
+        return False
+
+    def stop(self) -> None:
+        """End the thread once the queue is empty. Does not wait for it."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """`stop`, for a finalizer: it may run on any thread, whatever locks that thread holds, so it waits for no lock.
+
+        If another thread has the lock, nobody is woken; at worst the queue's thread sleeps on.
+        """
+        self._stopping = True
+        if self._changed.acquire(blocking=False):
+            try:
+                self._changed.notify_all()
+            finally:
+                self._changed.release()
+
+    def is_idle(self) -> bool:
+        """Whether nothing runs and nothing is queued."""
+        return not (self._turn.locked() or self._tasks)
+
+    def join(self, timeout_s: float) -> None:
+        """After `stop`: wait for the thread to end, at most `timeout_s` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    # ---- callbacks; see Note [Late callbacks] ----
+
+    def issue(self, what: str, place: Callable[[], str]) -> int:
+        """This thread issues a call.
+
+        Args:
+            what: the call's name, for the error.
+            place: the group in words, for the error.
+
+        Returns:
+            The call's number among those issued outside of callbacks.
+
+        Raises:
+            MisuseError: the thread runs a late callback.
+        """
+        if self._callbacks:
+            is_late = self._callbacks.get(get_ident())
+            if is_late:
+                raise MisuseError(
+                    f"{what} on {place()} was called in a callback that was attached to a work after later collectives of the group had "
+                    "been issued, so its place in their order would be another on each rank. Attach the callback before the "
+                    "next collective is issued, or wait for the work first"
+                )
+            if is_late is not None:
+                return _IN_CALLBACK
+        self.issued += 1
+        return self.issued
+
+    def is_in_callback(self) -> bool:
+        """Whether this thread runs a callback of one of the group's works."""
+        return get_ident() in self._callbacks
+
+    def guard(self, callback: Callback, number: int, *, was_waited_for: bool) -> Callback:
+        """A callback that is attached now to the work of call `number`."""
+        is_late = self.issued > number and not was_waited_for and not self.is_in_callback()
+        return functools.partial(self._run_callback, callback, is_late)
+
+    def _run_callback(self, callback: Callback, is_late: bool, future: Any) -> Any:
+        me = get_ident()
+        outer = self._callbacks.get(me)
+        self._callbacks[me] = is_late or bool(outer)
+        try:
+            return callback(future)
+        finally:
+            if outer is None:
+                del self._callbacks[me]
+            else:
+                self._callbacks[me] = outer
+
+    # ---- the thread ----
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._stopping)
+                if not self._tasks:
+                    return
+            with self._turn:
+                self._run_first()
+
+    def _run_first(self) -> None:
+        if not self._tasks:
+            return  # a callback that waited for the task has run it
+        self._running_on = get_ident()
+        try:
+            self._tasks.popleft()()
+        finally:
+            self._running_on = None
+
+
+class GuardedFuture(GroupFuture):
+    """A future whose callbacks the queue knows from the moment they are attached. The work holds it; it does not hold the work.
+
+    Args:
+        queue: of the group.
+        number: of the call, as `Queue.issue` gave it.
+        devices: as torch's.
+
+    Attributes:
+        was_waited_for: whether this future or its work was waited for.
+    """
+
+    def __init__(self, queue: Queue, number: int, devices: Devices) -> None:
+        super().__init__(devices)
+        self._queue = queue
+        self._number = number
+        self.was_waited_for = False
+
+    @override
+    def wait(self) -> Any:
+        result = super().wait()
+        self.was_waited_for = True
+        return result
+
+    @override
+    def add_done_callback(self, callback: Callback) -> None:
+        super().add_done_callback(self._queue.guard(callback, self._number, was_waited_for=self.was_waited_for))
+
+    @override
+    def _following(self) -> GuardedFuture:
+        return GuardedFuture(self._queue, self._number, self._devices)
+
+
+# A daemon thread that is inside torch when the interpreter is taken down crashes the process. So before that happens, every
+# thread gets a little time to finish what is in flight.
+_EXIT_S = 5.0
+_started: weakref.WeakSet[Queue] = weakref.WeakSet()
+
+
+def all_idle() -> bool:
+    """Whether no group of this process has a call in flight on a thread of its own."""
+    return all(queue.is_idle() for queue in list(_started))
+
+
+@atexit.register
+def finish_all() -> None:
+    """Give what is in flight a few seconds to finish, and end the threads."""
+    for queue in list(_started):
+        queue.drain(_EXIT_S)
+        queue.stop()
+        queue.join(_EXIT_S)
+
+
+def _run_queues_here(is_done: Callable[[], bool]) -> None:
+    """Point 4 of Note [One total order], for a future that does not know in whose callback this thread is."""
+    for queue in list(_started):
+        if queue.is_running_here():
+            queue.run_until(is_done)
+
+
+before_blocking.append(_run_queues_here)
+
+
+def _forget_threads() -> None:
+    """In a forked child the parent's threads do not run: nothing there may be waited for at exit."""
+    _started.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)

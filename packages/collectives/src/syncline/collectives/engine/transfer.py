@@ -1,0 +1,172 @@
+"""The work of a send or a receive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from typing_extensions import override
+
+from ..errors import CollectiveTimeout, SynclineError, TransportError
+from ..tensors.layout import untracked
+from ..work import TensorsFuture, Work, new_future
+from .cancel_scope import CancelScope, seconds
+from .transport import Request
+
+
+class TransferWork(Work):
+    """A send or receive in flight; whoever waits for it drives it.
+
+    Nothing happens behind the caller's back until a future is asked for: then a thread of its own waits. `_driving` lets one
+    thread at a time wait for the request, the only thing that a transport must be spared.
+
+    Args:
+        request: the transport's.
+        tensors: the one that is sent or received, in a list.
+        deliver: called once it is over, such as to copy back.
+        describe: says in words which transfer it is.
+        timeout_s: how long `wait` waits if it is given no limit: the group's time limit, in seconds.
+        ask: returns the reason why waiting is in vain, or None.
+        explain: returns the loss of a rank that is behind an error of the transport, or None.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tensors: list[torch.Tensor],
+        deliver: Callable[[], object],
+        describe: Callable[[], str],
+        timeout_s: float,
+        *,
+        ask: Callable[[], TransportError | None] | None = None,
+        explain: Callable[[TransportError], TransportError | None] = lambda _: None,
+    ) -> None:
+        self._request = request
+        self._timeout_s = timeout_s
+        self._tensors = tensors
+        self._deliver = deliver
+        self._describe = describe
+        self._ask = ask
+        self._explain = explain
+        self._driving = threading.Lock()
+        self._settling = threading.Lock()
+        self._done = False
+        self._error: BaseException | None = None
+        self._future: TensorsFuture | None = None
+
+    @override
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        if not self._done:
+            self._drive_within(seconds(timeout, self._timeout_s))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly, as far as the library can tell without waiting."""
+        if self._driving.acquire(blocking=False):
+            try:
+                if not self._done:
+                    self._finish_if(self._request.test)
+            finally:
+                self._driving.release()
+        return self._done
+
+    def exception(self) -> BaseException | None:
+        """The error with which it failed, or None."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensor that was sent or received, in a list."""
+        return self._tensors
+
+    def source_rank(self) -> int | None:
+        """For a receive that is over: the rank in the group that sent."""
+        return self._request.source()
+
+    def get_future(self) -> TensorsFuture:
+        """The future of this transfer; the first call starts a thread that waits for it."""
+        with self._settling:
+            if self._future is None:
+                self._future = new_future(self._tensors)
+                if self._done:
+                    self._settle()
+                else:
+                    threading.Thread(target=self._wait_quietly, name="syncline-transfer", daemon=True).start()
+            return self._future
+
+    def _wait_quietly(self) -> None:
+        try:
+            self.wait()
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the future must get it
+            if not self._done:
+                self._finish(error)
+
+    def _drive_within(self, timeout_s: float) -> None:
+        scope = CancelScope(timeout_s, self._ask)
+        if not self._driving.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise self._timed_out(timeout_s)
+        try:
+            if not self._done:
+                self._drive(scope)
+        except TimeoutError as error:
+            raise self._timed_out(timeout_s) from error
+        finally:
+            self._driving.release()
+
+    def _drive(self, scope: CancelScope) -> None:
+        def waited() -> bool:
+            self._request.wait(scope)
+            return True
+
+        try:
+            self._finish_if(waited, scope)
+        except SynclineError as reason:  # of the scope; the transfer itself goes on
+            raise reason.reworded(f"{self._describe()}: {reason}") from None
+
+    def _finish_if(self, is_over: Callable[[], bool], scope: CancelScope | None = None) -> None:
+        """Finish it if the request is over, or with the error of the request, which every later waiter must get."""
+        try:
+            if is_over():
+                self._finish(None)
+        except TimeoutError:
+            raise
+        except BaseException as error:
+            if scope is not None and error is scope.reason:
+                raise
+            self._finish(self._explained(error))
+
+    def _explained(self, error: BaseException) -> BaseException:
+        if not isinstance(error, SynclineError):
+            return error
+        behind = (self._explain(error) if isinstance(error, TransportError) else None) or error
+        return behind.reworded(f"{self._describe()}: {behind}")
+
+    def _finish(self, error: BaseException | None) -> None:
+        """The first call counts: the future's thread may have given up while another thread waits for longer."""
+        with self._settling:
+            if self._done:
+                return
+            if error is None:
+                with untracked():
+                    self._deliver()
+            self._error = error
+            self._done = True
+            future_is_waiting = self._future is not None
+        if future_is_waiting:
+            self._settle()
+
+    def _settle(self) -> None:
+        assert self._future is not None
+        if self._error is None:
+            self._future.set_result(self._tensors)
+        else:
+            self._future.set_exception(self._error)  # type: ignore[arg-type]  # torch says "result: T"
+
+    def _timed_out(self, timeout_s: float) -> CollectiveTimeout:
+        return CollectiveTimeout(
+            f"{self._describe()} was not over within {timeout_s:g} s (timeout). Does the other rank call its counterpart, "
+            "with the same tag, dtype and size?"
+        )

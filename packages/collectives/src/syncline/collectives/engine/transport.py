@@ -1,0 +1,244 @@
+"""Transport: what moves the tensors of a group; and Plan: how it carries out one signature."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from ..health.liveness import Liveness
+from ..health.stalls import StatusPost
+from ..reduce_op import Reduction
+from ..tensors.layout import flat
+from .call import Call
+from .cancel_scope import CancelScope
+from .signature import Signature
+
+
+class Request(ABC):
+    """A send or receive that was started."""
+
+    @abstractmethod
+    def wait(self, scope: CancelScope) -> None:
+        """Block until it is over. One thread at a time calls this.
+
+        Raises:
+            TimeoutError: the scope's time limit was reached; the request can be waited for again.
+            BaseException: the scope's reason.
+        """
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Whether it is over, without blocking. May stay false where the library cannot tell before `wait`."""
+
+    @abstractmethod
+    def source(self) -> int | None:
+        """For a receive that is over: the rank that sent."""
+
+
+class Plan(ABC):
+    """How a transport carries out one signature. What can be decided before a call was decided when the plan was made.
+
+    A group keeps its plans, and runs one call at a time. A plan keeps no tensor alive, and communicates only when it runs.
+    """
+
+    @property
+    @abstractmethod
+    def algorithm(self) -> str:
+        """The algorithm that the latest run took, in a word or two, for logs and `algorithm_of`."""
+
+    @abstractmethod
+    def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
+        """Carry out one call; return when this rank's share is done.
+
+        Args:
+            part: this rank's tensor, contiguous, of any shape, on the signature's type of device.
+            whole: the block with a part for each rank, if the collective has one (None on the ranks that are not the root of a
+                gather or scatter); else `part` itself.
+            call: which call runs, with the scope that ends its waits.
+
+        Raises:
+            TimeoutError: the scope's time limit was reached; the text says what is known of the other ranks.
+            SynclineError: the scope's reason, a disagreement, or a failure of the library.
+        """
+
+
+class Transport(ABC):
+    """Moves the tensors of one group. `HostGroup` makes a process group of it.
+
+    Who calls: `HostGroup` runs one plan at a time, in the group's total order, on the queue's thread or on the caller's.
+    `start_send` and `start_recv` may be called by any thread, also while a collective runs.
+
+    To bring a library with blocking collectives on host memory, write a `LibraryTransport`.
+    """
+
+    #: The registry's name of the backend, such as "mpi".
+    backend_name: str
+
+    #: Says which of the ranks are lost; None where the transport does not know whose processes they are.
+    liveness: Liveness | None = None
+
+    @property
+    def compares_every_call(self) -> bool:
+        """Whether the ranks compare each call before it runs; the same on all ranks. If not, the group compares later."""
+        return False
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The library underneath and its version, in a few words."""
+
+    # ---- collectives ----
+
+    @abstractmethod
+    def plan(self, signature: Signature) -> Plan:
+        """How calls of that signature are carried out from now on. Does not communicate.
+
+        The ranks need not make their plans at the same call: a plan that was just made does the same as one that was kept.
+        """
+
+    @abstractmethod
+    def barrier(self, call: Call) -> None:
+        """Return once all ranks have entered."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:  # noqa: ARG002 - for those who share memory
+        """Memory from which the transport communicates fastest, flat, with undefined content. By default plain memory."""
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    # ---- two ranks ----
+
+    @abstractmethod
+    def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
+        """Begin to send a flat, contiguous tensor; must not wait for the receiver."""
+
+    @abstractmethod
+    def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
+        """Begin to receive into a flat, contiguous tensor, from any rank if `src` is None."""
+
+    # ---- life ----
+
+    @abstractmethod
+    def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
+        """A transport between some of the ranks, in the order given. Only the members call it, all of them.
+
+        `name` and `number` (0 or above) are the same for all members. At any time there is only one subset of that name.
+        """
+
+    def status_post(self) -> StatusPost | None:
+        """Where the ranks leave lines for rank 0, without disturbing what they do; None if there is no such place."""
+        return None
+
+    def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
+        """A call has failed here, and there will be no other: tell the ranks that wait, if possible. Must not block."""
+
+    def lost_ranks(self) -> Sequence[int]:
+        """The ranks that have failed, as far as the library knows. Must not block."""
+        return ()
+
+    def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
+        """Have the library end the call that runs on another thread, with an error; nothing comes after it. May block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Nothing is in flight."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Make the waits of other ranks and other threads end as soon as possible. Must not block."""
+
+
+class LibraryTransport(Transport):
+    """A transport whose library has blocking collectives on host memory: its plans call the method of the collective's name.
+
+    Each method blocks until this rank's share is done. Tensors are flat, contiguous and on the CPU, of any dtype, and checked.
+    A "block" holds `size` equal parts, one for each rank. A method checks `call.scope` while it waits, and ends when that raises.
+    Errors of the library are raised as `TransportError`, `from` the original.
+    """
+
+    def plan(self, signature: Signature) -> Plan:
+        """A plan with nothing decided."""
+        return LibraryPlan(self, signature)
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
+        """Combine in place; all ranks end with the same bits."""
+
+    @abstractmethod
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
+        """Combine in place on the root; elsewhere the tensor is not changed."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
+        """Copy the root's tensor to all, in place."""
+
+    @abstractmethod
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
+        """Copy rank r's tensor into part r of the block, on every rank. `tensor` may be this rank's part of the block."""
+
+    @abstractmethod
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
+        """Copy rank r's tensor into part r of the root's block."""
+
+    @abstractmethod
+    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
+        """Copy part r of the root's block into rank r's tensor."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
+        """Combine the blocks and leave part r in rank r's tensor. The block is not changed, unless `tensor` is part of it."""
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        call: Call,
+    ) -> None:
+        """Send `input_counts[r]` elements to rank r, receive `output_counts[r]` from it; parts lie one after the other."""
+
+
+class LibraryPlan(Plan):
+    """Calls the transport's method of the collective's name, with flat tensors."""
+
+    def __init__(self, transport: LibraryTransport, signature: Signature) -> None:
+        self._transport = transport
+        self._signature = signature
+
+    @property
+    def algorithm(self) -> str:
+        """The library's own."""
+        return self._transport.backend_name
+
+    def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
+        """As `Plan.run`."""
+        transport, signature = self._transport, self._signature
+        part, block = flat(part), None if whole is None else flat(whole)
+        match signature.name:
+            case "all_reduce":
+                transport.all_reduce(part, signature.reduction, call)
+            case "reduce":
+                transport.reduce(part, signature.root_rank, signature.reduction, call)
+            case "broadcast":
+                transport.broadcast(part, signature.root_rank, call)
+            case "gather":
+                transport.gather(part, block, signature.root_rank, call)
+            case "scatter":
+                transport.scatter(part, block, signature.root_rank, call)
+            case name:  # of these every rank has a block
+                assert block is not None
+                self._run_on_block(name, part, block, call)
+
+    def _run_on_block(self, name: str, part: torch.Tensor, block: torch.Tensor, call: Call) -> None:
+        transport, signature = self._transport, self._signature
+        match name:
+            case "all_gather" | "all_gather_into_tensor":
+                transport.all_gather(block, part, call)
+            case "reduce_scatter" | "reduce_scatter_tensor":
+                transport.reduce_scatter(part, block, signature.reduction, call)
+            case "all_to_all" | "all_to_all_single":
+                assert signature.splits is not None
+                transport.all_to_all(part, block, *signature.splits, call)
+            case _:
+                raise AssertionError(f"no collective {name}")

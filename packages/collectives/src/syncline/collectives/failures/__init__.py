@@ -1,1 +1,0 @@
-"""What is remembered of a group's calls, whether the ranks made the same ones, and what is written when one fails."""

@@ -1,0 +1,640 @@
+"""ProcessGroup: a set of ranks that communicate, and what every group promises."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from .engine.observers import recorded
+from .engine.signature import Signature, tensor_in_words
+from .engine.tags import FIRST_RESERVED, LAST_RESERVED, is_reserved
+from .errors import BackendUnavailableError, InvalidArgumentError
+from .reduce_op import ReduceOp, Reduction, checked_reduction
+from .tensors import checks, sparse, uneven
+from .work import Work
+
+DEFAULT_SILENCE_TIMEOUT_S = 30.0
+"""How long survivors wait for a silent rank, in seconds, unless told otherwise."""
+
+
+class ProcessGroup(ABC):
+    """A set of ranks that issue the same collectives in the same order.
+
+    **Who calls.** Every rank of the group calls every collective, with matching arguments, in the same order; only `send` and
+    `recv` concern two ranks. Any thread may call. If two threads of one rank call without a lock, their calls have no order, on
+    this rank or across ranks. Note [One total order] in `engine.queue` says what holds for calls from a future's callback.
+
+    **What comes back.** Each collective returns a `Work`. With `async_op=False` it has finished. With `async_op=True` it may be
+    in flight, and the tensors belong to it until `wait()` returns.
+
+    **How tensors are treated.** Any dtype moves; `ReduceOp` says what reductions do. Outputs are written in place, also through
+    strides. Tensors without elements and without dimensions are as good as others. `device_types` says which devices a group
+    serves. An argument that this rank can see is wrong raises before the call is issued, and the group goes on.
+
+    **Ranks** are those of this group, 0 to size - 1; `ranks` maps them to the ranks of the default group.
+
+    **Errors of all methods**, beside those that are listed: `InvalidArgumentError` (a tensor on a device that the group does not
+    serve, a sparse tensor, an output that overlaps itself or another), `GroupClosedError`, and, from the call or from `wait()`
+    if `async_op`, `CollectiveTimeout`, `TransportError`, `DisagreementError`.
+
+    A backend implements `_issue`, `_send`, `_recv`, `_split`, `close` and `abort`, and says what it is.
+
+    Attributes:
+        rank: this process's rank in the group.
+        size: the number of ranks.
+        ranks: for each rank of this group its rank in the default group.
+        name: how messages call the group.
+        timeout_s: how long one collective may take, in seconds.
+    """
+
+    def __init__(
+        self, rank: int, size: int, *, name: str = "default", timeout_s: float, ranks: Sequence[int] | None = None
+    ) -> None:
+        if not 0 <= rank < size:
+            raise InvalidArgumentError(f"expected a rank in 0..{size - 1} for a group of {size}, found {rank}")
+        self.rank = rank
+        self.size = size
+        self.ranks = tuple(range(size) if ranks is None else ranks)
+        self.name = name
+        self.timeout_s = timeout_s
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} '{self.name}' ({self.describe()}), rank {self.rank} of {self.size}>"
+
+    # ---- what a group says of itself ----
+
+    @property
+    @abstractmethod
+    def backend_name(self) -> str:
+        """The name under which the registry knows the backend, such as "mpi"."""
+
+    @property
+    @abstractmethod
+    def device_types(self) -> frozenset[str]:
+        """The types of device whose tensors this group moves, such as {"cpu"}."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The library underneath and its version in a few words, such as "mpi: MPICH 5.0.2"."""
+
+    @property
+    def profiled_as(self) -> str | None:
+        """The first part of the names under which torch's profiler shows the collectives; None if another group shows them."""
+        return f"syncline-{self.backend_name}"
+
+    def place(self) -> str:
+        """Where an error happened, in words: "rank 1 of 4 in group 'default'"."""
+        return f"rank {self.rank} of {self.size} in group '{self.name}'"
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long a collective that is issued from now on may take, in seconds."""
+        self.timeout_s = timeout_s
+
+    # ---- one tensor on each rank ----
+
+    @recorded("all_reduce")
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
+        """Combine the tensors of all ranks; every rank ends with the same bits.
+
+        Args:
+            tensor: any shape, the same on every rank; a dtype that `op` is defined for. Overwritten with the result. May be
+                sparse (COO, with different elements present on each rank) for SUM, AVG and `premul_sum`; see `sparse`.
+            op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
+            async_op: return at once, before the collective has finished.
+
+        Raises:
+            InvalidArgumentError: the dtype has no such reduction.
+        """
+        if not checks.is_plain(tensor, self.device_types):
+            if getattr(tensor, "layout", None) is torch.sparse_coo:
+                op = checked_reduction(op, tensor.dtype)
+                return self._all_reduce_sparse(tensor, op, async_op)
+            self._check_tensors("all_reduce", writes=(tensor,))
+        op = checked_reduction(op, tensor.dtype)
+        return self._issue(Signature.of("all_reduce", tensor, op), (), (tensor,), async_op)
+
+    @recorded("reduce")
+    def reduce(self, tensor: torch.Tensor, root: int = 0, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
+        """Combine the tensors of all ranks on the root.
+
+        Args:
+            tensor: as for `all_reduce`. Overwritten with the result on the root; elsewhere only read.
+            root: rank in this group.
+            op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
+            async_op: return at once, before the collective has finished.
+        """
+        self._check_root("reduce", root)
+        self._check_tensors("reduce", writes=(tensor,))
+        op = checked_reduction(op, tensor.dtype)
+        return self._issue(Signature.of("reduce", tensor, op, root), (), (tensor,), async_op)
+
+    @recorded("broadcast")
+    def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Work:
+        """Copy the root's tensor to every rank.
+
+        Args:
+            tensor: any shape and dtype, the same on every rank. Read on the root, overwritten elsewhere.
+            root: rank in this group.
+            async_op: return at once, before the collective has finished.
+        """
+        self._check_root("broadcast", root)
+        self._check_tensors("broadcast", writes=(tensor,))
+        return self._issue(Signature.of("broadcast", tensor, root=root), (), (tensor,), async_op)
+
+    # ---- one tensor on one side, one for each rank on the other ----
+
+    @recorded("all_gather")
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Work:
+        """Give every rank the tensors of all ranks.
+
+        Args:
+            outputs: `size` tensors with the shape and dtype of `tensor`; number r is overwritten with rank r's.
+            tensor: any shape and dtype, the same on every rank. Only read; may be one of the outputs.
+            async_op: return at once, before the collective has finished.
+
+        Extra memory: one block as large as all outputs together.
+        """
+        self._refuse_if("all_gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}))
+        self._refuse_if("all_gather", checks.not_one_each("output", outputs, tensor, self.size))
+        self._check_tensors("all_gather", reads=(tensor,), writes=outputs)
+        return self._issue(Signature.of("all_gather", tensor), (tensor,), tuple(outputs), async_op)
+
+    @recorded("_all_gather_base")
+    def all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Work:
+        """Give every rank the tensors of all ranks, one after the other in one tensor.
+
+        Args:
+            output: `size` times the elements of `tensor`, same dtype, any shape. Overwritten.
+            tensor: any shape and dtype, the same on every rank. Only read; may be this rank's own part of `output`.
+            async_op: return at once, before the collective has finished.
+        """
+        self._refuse_if("all_gather_into_tensor", checks.no_tensors({"tensor": tensor, "output": output}))
+        self._refuse_if("all_gather_into_tensor", checks.not_times(output, tensor, self.size, "output"))
+        self._check_tensors("all_gather_into_tensor", reads=(tensor,), writes=(output,))
+        self._refuse_if("all_gather_into_tensor", checks.not_own_part(tensor, output, self.rank))
+        return self._issue(Signature.of("all_gather_into_tensor", tensor), (tensor,), (output,), async_op)
+
+    @recorded("gather")
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        outputs: Sequence[torch.Tensor] | None = None,
+        root: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Give the root the tensors of all ranks.
+
+        Args:
+            tensor: any shape and dtype, the same on every rank. Only read.
+            outputs: on the root `size` tensors like `tensor`, which are overwritten; None elsewhere.
+            root: rank in this group.
+            async_op: return at once, before the collective has finished.
+        """
+        self._check_root("gather", root)
+        self._refuse_if("gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}))
+        self._check_on_root("gather", "outputs", outputs, tensor, root)
+        self._check_tensors("gather", reads=(tensor,), writes=outputs or ())
+        return self._issue(Signature.of("gather", tensor, root=root), (tensor,), tuple(outputs or ()), async_op)
+
+    @recorded("scatter")
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None = None,
+        root: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Give each rank its tensor of the root's list.
+
+        Args:
+            tensor: any shape and dtype, the same on every rank. Overwritten.
+            inputs: on the root `size` tensors like `tensor`, which are only read; None elsewhere.
+            root: rank in this group.
+            async_op: return at once, before the collective has finished.
+        """
+        self._check_root("scatter", root)
+        self._refuse_if("scatter", checks.no_tensors({"tensor": tensor, "inputs": inputs}))
+        self._check_on_root("scatter", "inputs", inputs, tensor, root)
+        self._check_tensors("scatter", reads=inputs or (), writes=(tensor,))
+        return self._issue(Signature.of("scatter", tensor, root=root), tuple(inputs or ()), (tensor,), async_op)
+
+    @recorded("reduce_scatter")
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction = ReduceOp.SUM, *, async_op: bool = False
+    ) -> Work:
+        """Combine the lists of all ranks, tensor by tensor, and give rank r the r-th result.
+
+        Args:
+            output: like `inputs[rank]`; a dtype that `op` is defined for. Overwritten.
+            inputs: `size` tensors; number r has the same shape on every rank. Only read. They may differ in shape, also in
+                whether they have elements at all: that costs one `reduce` for each rank.
+            op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
+            async_op: return at once, before the collective has finished.
+
+        Extra memory: one block as large as all inputs together.
+        """
+        self._refuse_if("reduce_scatter", checks.no_tensors({"output": output, "inputs": inputs}))
+        op = checked_reduction(op, output.dtype)
+        if uneven.is_uneven(inputs):
+            self._refuse_if("reduce_scatter", checks.not_one_each_like("input", inputs, output, self.rank, self.size))
+            self._refuse_if("reduce_scatter", checks.overlapping((output,), inputs))
+            self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
+            return uneven.reduce_scatter(self, output, inputs, op, async_op)
+        self._refuse_if("reduce_scatter", checks.not_one_each("input", inputs, output, self.size))
+        self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
+        return self._issue(Signature.of("reduce_scatter", output, op), tuple(inputs), (output,), async_op)
+
+    @recorded("_reduce_scatter_base")
+    def reduce_scatter_tensor(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False
+    ) -> Work:
+        """Combine the tensors of all ranks and give rank r the r-th part of the result.
+
+        Args:
+            output: any shape; a dtype that `op` is defined for. Overwritten; may be this rank's own part of `tensor`.
+            tensor: `size` times the elements of `output`, same dtype, any shape. Only read.
+            op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
+            async_op: return at once, before the collective has finished.
+        """
+        self._refuse_if("reduce_scatter_tensor", checks.no_tensors({"output": output, "tensor": tensor}))
+        op = checked_reduction(op, output.dtype)
+        self._refuse_if("reduce_scatter_tensor", checks.not_times(tensor, output, self.size, "input"))
+        self._check_tensors("reduce_scatter_tensor", reads=(tensor,), writes=(output,))
+        self._refuse_if("reduce_scatter_tensor", checks.not_own_part(output, tensor, self.rank))
+        return self._issue(Signature.of("reduce_scatter_tensor", output, op), (tensor,), (output,), async_op)
+
+    # ---- one tensor for each rank on both sides ----
+
+    @recorded("all_to_all")
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False) -> Work:
+        """Send `inputs[r]` to rank r and receive `outputs[r]` from it.
+
+        Args:
+            outputs: `size` tensors of one dtype, of any shapes; `outputs[s]` on rank r as large as `inputs[r]` on rank s.
+            inputs: `size` tensors of that dtype. Only read.
+            async_op: return at once, before the collective has finished.
+
+        Extra memory: a copy of the inputs and one of the outputs.
+        """
+        self._refuse_if("all_to_all", checks.no_tensors({"outputs": outputs, "inputs": inputs}))
+        for what, tensors in (("output", outputs), ("input", inputs)):
+            if len(tensors) != self.size:
+                self._refuse_if("all_to_all", f"expected {self.size} {what} tensors, one for each rank, found {len(tensors)}")
+            if any(tensor.dtype != inputs[0].dtype for tensor in tensors):
+                self._refuse_if("all_to_all", f"expected every {what} to be {inputs[0].dtype}, as the first input is")
+        self._refuse_if("all_to_all", checks.overlapping(outputs, inputs))
+        self._check_tensors("all_to_all", reads=inputs, writes=outputs)
+        splits = tuple(map(torch.numel, outputs)), tuple(map(torch.numel, inputs))
+        return self._issue(
+            self._all_to_all_signature("all_to_all", inputs[0], "", splits), tuple(inputs), tuple(outputs), async_op
+        )
+
+    @recorded("all_to_all")
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Send a part of the rows of `tensor` to each rank, and receive rows from each into `output`.
+
+        Args:
+            output: rows like those of `tensor`, same dtype. Overwritten.
+            tensor: at least one dimension. Only read.
+            output_split_sizes: how many rows come from each rank; None: the same from each.
+            input_split_sizes: how many rows go to each rank; None: the same to each.
+            async_op: return at once, before the collective has finished.
+        """
+        name = "all_to_all_single"
+        self._refuse_if(name, checks.no_tensors({"output": output, "tensor": tensor}))
+        self._refuse_if(name, checks.bad_splits("output", output, output_split_sizes, self.size))
+        self._refuse_if(name, checks.bad_splits("input", tensor, input_split_sizes, self.size))
+        if output.dtype != tensor.dtype or output.shape[1:] != tensor.shape[1:]:
+            self._refuse_if(
+                name, f"expected rows like those of {tensor_in_words(tensor)} in the output, found {tensor_in_words(output)}"
+            )
+        self._refuse_if(name, checks.overlapping((output,), (tensor,)))
+        self._check_tensors(name, reads=(tensor,), writes=(output,))
+        row = math.prod(tensor.shape[1:])
+        received = tuple(rows * row for rows in self._splits(output, output_split_sizes))
+        sent = tuple(rows * row for rows in self._splits(tensor, input_split_sizes))
+        signature = self._all_to_all_signature(name, tensor, f", row={list(tensor.shape[1:])}", (received, sent))
+        return self._issue(signature, (tensor,), (output,), async_op)
+
+    # ---- two ranks ----
+
+    @recorded("send")
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Work:
+        """Send a tensor to one rank, which calls `recv`.
+
+        Args:
+            tensor: any shape and dtype. Only read; do not write it before the work has finished.
+            dst: rank in this group; not this rank.
+            tag: 0 or above, and not 32,000 to 32,767, which are Syncline's own; the receiver asks for the same.
+            async_op: return at once. With False it may or may not wait for the receiver.
+        """
+        self._check_peer("send", dst, tag)
+        self._check_tensors("send", reads=(tensor,))
+        return self._send(tensor, dst, tag, async_op)
+
+    @recorded("recv")
+    def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, async_op: bool = False) -> Work:
+        """Receive a tensor from one rank, which calls `send`.
+
+        Args:
+            tensor: the dtype and number of elements that were sent. Overwritten.
+            src: rank in this group; None receives from any rank, and the work's `source_rank()` says from which.
+            tag: 0 or above.
+            async_op: return at once, before the tensor has arrived.
+        """
+        self._check_peer("recv", src, tag)
+        self._check_tensors("recv", writes=(tensor,))
+        return self._recv(tensor, src, tag, async_op)
+
+    # ---- no tensor ----
+
+    @recorded("barrier")
+    def barrier(self, *, async_op: bool = False) -> Work:
+        """Return on any rank only after all ranks have called it."""
+        return self._issue(Signature("barrier"), (), (), async_op)
+
+    def split(self, color: int | None, key: int | None = None, *, timeout_s: float | None = None) -> ProcessGroup | None:
+        """Make new groups of the ranks that give the same color. A collective of this group.
+
+        Args:
+            color: 0 or above; None joins no group.
+            key: ranks are ordered by it in the new group, then by their rank here; None keeps the order.
+            timeout_s: the new group's time limit, this group's if None.
+
+        Returns:
+            The new group that this rank is in, or None without a color.
+        """
+        if color is not None and color < 0:
+            self._refuse_if("split", f"expected a color of 0 or above, or None, found {color}")
+        return self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
+
+    def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
+        """Make a group of some ranks of this one, without the others: only the members call it, all of them alike.
+
+        Args:
+            members: ranks of this group, this rank among them; the new group has them in the order given.
+            name: the new group's; at any time there is only one of that name.
+            timeout_s: the new group's time limit, this group's if None.
+
+        Raises:
+            InvalidArgumentError: a rank twice or outside the group, or not this one; or the backend needs all ranks (`split`).
+        """
+        if len(set(members)) < len(members) or self.rank not in members or not all(0 <= rank < self.size for rank in members):
+            self._refuse_if("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
+        return self._subset(list(members), name, self.timeout_s if timeout_s is None else timeout_s)
+
+    # ---- memory ----
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Memory from which this group communicates fastest. A collective: all ranks call it with the same arguments.
+
+        Returns:
+            A flat, uninitialised tensor of `numel` elements. The default is `torch.empty`.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    # ---- what it does ----
+
+    def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
+        """The algorithm that calls of a collective on tensors like this one take on this rank.
+
+        Of calls that differ in reduction or root, which may take others, those are told of whose kind was new last.
+
+        Args:
+            name: the method's name, such as "all_reduce".
+            tensor: of the same dtype and shape.
+
+        Returns:
+            A word or two for logs, such as "window" or "MPI"; None if there was no such call, or the backend does not say.
+        """
+        return None
+
+    def agree_on_calls(self, *, async_op: bool = False) -> Work | None:  # noqa: ARG002 - for those who can
+        """Compare with the other ranks which collectives were called since the group was made. A collective.
+
+        A group that compares each call before it runs has nothing to compare, nor has one that does not remember its calls.
+
+        Returns:
+            None if there is nothing to compare. With `async_op` a work whose `wait` raises what is listed.
+
+        Raises:
+            DisagreementError: the ranks called different collectives, and results are wrong; on all ranks.
+        """
+        return None
+
+    def end_together(self, companion: ProcessGroup) -> None:
+        """Close another group of the same ranks when this one is closed, and abort it when this one is aborted.
+
+        Groups that are made of groups, and those of torch, do nothing here: theirs end with the process.
+        """
+
+    def is_in_callback(self) -> bool:
+        """Whether this thread runs a callback of one of the group's works."""
+        return False
+
+    # ---- after a loss ----
+
+    def expect_losses(self, are_expected: bool) -> None:  # noqa: ARG002, B027 - for groups that write reports
+        """Whether the group writes no report when a rank is lost, because its user goes on without that rank."""
+
+    def missing_for_shrink(self) -> str | None:
+        """What keeps the survivors of this group from making a new one, with the remedy, in one sentence; None if nothing."""
+        return (
+            f"backend '{self.backend_name}' cannot connect the ranks that are left when one is lost; use backend 'gloo' with "
+            "init_method='file:///shared/folder', or save checkpoints and let the launcher start the job again"
+        )
+
+    def shrink(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S) -> ProcessGroup:
+        """Make a new group of the ranks that live, after a `TransportError`. A collective of these ranks; aborts this group.
+
+        All survivors get the same members, in the order of their ranks here, also if another rank dies meanwhile. Of this
+        group, its sub-groups and its memory nothing may be used again. What the ranks were about to do is lost on some, and
+        done on others: agree on that in the new group.
+
+        Args:
+            silence_timeout_s: how long to wait for a rank that does not call and is not known to have ended, in seconds.
+                Then it is given up: when it comes back, its `shrink` raises `RankGivenUpError`. MPI gives up no rank that
+                lives: there `shrink` fails then, and may be called again.
+
+        Returns:
+            The new group, with the name and the time limit of this one, in which ranks count from 0.
+
+        Raises:
+            BackendUnavailableError: the group cannot; see `missing_for_shrink`.
+            RankGivenUpError: the others have gone on without this rank. Let it end.
+            CollectiveTimeout: over MPI, a rank that lives does not call.
+            StoreError: the store in which they would meet is lost.
+        """
+        lack = self.missing_for_shrink()
+        if lack is not None:
+            raise BackendUnavailableError(f"shrink on {self.place()}: {lack}")
+        return self._shrink(silence_timeout_s)
+
+    def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for those who do
+        """Whether the ranks of this group meet in that group of the host, so that `beside` can connect them again."""
+        return False
+
+    def beside(self, host: ProcessGroup) -> ProcessGroup:
+        """A new group like this one, whose ranks are those of `host`, and meet there; see `meets_in`. Abort this one before."""
+        raise NotImplementedError  # of a group that meets in none
+
+    # ---- with newcomers ----
+
+    def missing_for_admit(self) -> str | None:
+        """What keeps processes that came later from joining this group, with the remedy, in one sentence; None if nothing."""
+        return (
+            f"backend '{self.backend_name}' cannot let processes in that come later; use backend 'gloo' with "
+            "init_method='file:///shared/folder'"
+        )
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """For each rank a number that its process keeps in all groups that `shrink` and `admit` make of this one."""
+        return tuple(range(self.size))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this is the group of one of a process that came later, and was not let in yet."""
+        return False
+
+    def newcomers(self) -> int:
+        """How many processes wait to be let in. Each rank may find another number; cost: some reads of the store."""
+        return 0
+
+    def admit(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S, limit: int | None = None) -> ProcessGroup:
+        """Make a new group of the members of this one and of those who wait to be let in. A collective; aborts this group.
+
+        A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`), on which it calls `admit`
+        to be let in. All get the same members, newcomers behind the others. A member that dies meanwhile is left out, as in
+        `shrink`; whether others call `shrink` or `admit` then, they agree. Finish what was issued before; of this group, its
+        sub-groups and its memory nothing may be used again.
+
+        Args:
+            silence_timeout_s: for members as in `shrink`; for a newcomer how long it waits to be let in.
+            limit: let in at most so many, those first who came first; the others wait on. None lets all in.
+
+        Returns:
+            The new group, with the name and the time limit of this one.
+
+        Raises:
+            BackendUnavailableError: the group cannot; see `missing_for_admit`.
+            CollectiveTimeout: nobody let this newcomer in.
+            RankGivenUpError: the others have gone on without this rank. Let it end.
+            RankLostError: all members that could have let this newcomer in are gone.
+            StoreError: the store in which they would meet is lost.
+        """
+        lack = self.missing_for_admit()
+        if lack is not None:
+            raise BackendUnavailableError(f"admit on {self.place()}: {lack}")
+        return self._admit(silence_timeout_s, limit)
+
+    # ---- the end ----
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was issued, then give up everything the group holds. A second call does nothing. All ranks call it."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give up without waiting for anything in flight; waiters get a `TransportError`. One rank may call it alone."""
+
+    # ---- what a backend implements ----
+
+    @abstractmethod
+    def _issue(
+        self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
+    ) -> Work:
+        """Issue one collective whose arguments were checked.
+
+        Args:
+            signature: what is to be done.
+            reads: tensors that are only read: `tensor` where the output is another, or one for each rank.
+            writes: tensors that are written. The root of a gather has one for each rank, the other ranks none.
+            async_op: return at once.
+        """
+
+    @abstractmethod
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work: ...
+
+    @abstractmethod
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work: ...
+
+    def _all_reduce_sparse(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        return sparse.all_reduce(self, tensor, op, async_op)
+
+    @abstractmethod
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None: ...
+
+    def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
+        raise NotImplementedError  # of a group for whose shrinking nothing is missing
+
+    def _admit(self, silence_timeout_s: float, limit: int | None) -> ProcessGroup:
+        raise NotImplementedError  # of a group for whose newcomers nothing is missing
+
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:  # noqa: ARG002 - for those who can
+        raise InvalidArgumentError(
+            f"subset on {self.place()}: backend '{self.backend_name}' makes groups with all ranks together only; call split "
+            "on every rank"
+        )
+
+    # ---- checks of arguments ----
+
+    def _refuse_if(self, collective: str, problem: str | None) -> None:
+        if problem is not None:
+            raise InvalidArgumentError(f"{collective} on {self.place()}: {problem}")
+
+    def _check_root(self, collective: str, root: int) -> None:
+        if not 0 <= root < self.size:
+            self._refuse_if(collective, f"expected a root in 0..{self.size - 1}, found {root}")
+
+    def _check_on_root(
+        self, collective: str, what: str, tensors: Sequence[torch.Tensor] | None, like: torch.Tensor, root: int
+    ) -> None:
+        if self.rank == root and tensors is None:
+            self._refuse_if(collective, f"this rank is the root and must pass {what}")
+        if self.rank != root and tensors:
+            self._refuse_if(collective, f"only the root (rank {root}) passes {what}; pass None here")
+        if self.rank == root and tensors is not None:
+            self._refuse_if(collective, checks.not_one_each(what.removesuffix("s"), tensors, like, self.size))
+
+    def _check_peer(self, collective: str, peer: int | None, tag: int) -> None:
+        if tag < 0:
+            self._refuse_if(collective, f"expected a tag of 0 or above, found {tag}")
+        if is_reserved(tag):
+            self._refuse_if(collective, f"the tags {FIRST_RESERVED} to {LAST_RESERVED} are for Syncline itself, found {tag}")
+        if peer == self.rank or (peer is not None and not 0 <= peer < self.size):
+            self._refuse_if(collective, f"expected another rank in 0..{self.size - 1}, found {peer}")
+
+    def _check_tensors(
+        self, collective: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
+    ) -> None:
+        served = self.device_types
+        for tensor in (*reads, *writes):
+            if not checks.is_plain(tensor, served):
+                self._refuse_if(collective, checks.unusable(tensor, served, self.backend_name))
+        for tensor in writes:
+            self._refuse_if(collective, checks.unwritable(tensor))
+        if len(writes) > 1:
+            self._refuse_if(collective, checks.overlapping(writes))
+
+    def _splits(self, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:
+        return [tensor.shape[0] // self.size] * self.size if splits is None else list(splits)
+
+    def _all_to_all_signature(
+        self, name: str, tensor: torch.Tensor, detail: str, splits: tuple[tuple[int, ...], tuple[int, ...]]
+    ) -> Signature:
+        device_type = tensor.device.type
+        return Signature(name, device_type=device_type, detail=f"dtype={tensor.dtype}{detail}", splits=splits)

@@ -1,0 +1,322 @@
+"""Agreement: whether all ranks of a group do the same.
+
+Ranks that make different calls may all succeed, with wrong results. So the ranks compare what they do. There are two ways:
+
+- *before a call*, with `Agreement.same`, or inside the transport where that is free (shared memory: see `transports.mpi.sync`);
+- *now and then and at the end*, with `Agreement.same_history`: one number stands for all calls so far.
+
+Note [Comparison of calls]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Where a transport does not compare each call before it runs, each rank keeps a digest of all its calls in their total order.
+The ranks compare digest and count at a barrier, when the group is closed, after every `COMPARE_EVERY_CALLS` calls, and at the
+end of each backward that a reducer reduces. `Signature.digest` says what is compared of a call. Two calls of one signature in
+swapped order are not seen, for nothing tells one from the other. Sends and receives have no place in the order; their
+transports compare sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+
+from ..engine.call import DONE, CallRecord
+from ..engine.cancel_scope import CancelScope
+from ..engine.tags import CONTROL
+from ..engine.transport import Transport
+from ..errors import CollectiveTimeout, DisagreementError, TransportError
+from .divergence import find_divergence
+from .recorder import Recorder
+from .statements import Statements
+
+COMPARE_EVERY_CALLS = 1000
+# What a rank tells of its calls when they differ.
+_LAST_CALLS = 12
+_MOST_BYTES = 8192
+# An odd multiplier with well mixed bits (the golden ratio's), and results that fit the 63 bits that ranks exchange.
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK = (1 << 62) - 1
+
+
+class Carrier(ABC):
+    """How the ranks of a group tell one another numbers and texts, beside its collectives. All ranks call, in one order.
+
+    Collectives of ranks that have made different calls may meet one another, and garble both. A carrier's messages meet their
+    like, whatever else the ranks do.
+    """
+
+    @abstractmethod
+    def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
+        """For each place the largest number of any rank. No rank returns before all have called.
+
+        Raises:
+            TimeoutError: another rank did not come.
+            TransportError: the messages failed.
+        """
+
+    @abstractmethod
+    def statements(self, text: str, scope: CancelScope) -> Statements:
+        """What each rank says. For errors. Raises as `maximum` does."""
+
+
+class MessageCarrier(Carrier):
+    """By messages of a transport, with a tag of their own.
+
+    Cost: ceil(log2(size)) messages from each rank, one after the other; twice that for statements (lengths, and texts).
+
+    Args:
+        transport: carries the messages.
+        rank: this rank.
+        size: of the group.
+    """
+
+    def __init__(self, transport: Transport, rank: int, size: int) -> None:
+        self._transport = transport
+        self._rank = rank
+        self._size = size
+
+    def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
+        """As `Carrier.maximum`."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        for before, after in rounds(self._rank, self._size):
+            theirs = torch.empty_like(mine)
+            self._exchange(mine, after, theirs, before, scope)
+            mine = torch.maximum(mine, theirs)
+        return [int(number) for number in mine.tolist()]
+
+    def statements(self, text: str, scope: CancelScope) -> Statements:
+        """As `Carrier.statements`. Each message has all that its sender has heard so far; see `Statements.packed`."""
+        said = Statements()
+        said.add(text, [self._rank])
+        for before, after in rounds(self._rank, self._size):
+            mine = torch.frombuffer(bytearray(said.packed().encode()), dtype=torch.uint8)
+            length = torch.empty(1, dtype=torch.int64, device="cpu")
+            self._exchange(torch.tensor([mine.numel()], device="cpu"), after, length, before, scope)
+            theirs = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
+            self._exchange(mine, after, theirs, before, scope)
+            said.add_packed(bytes(theirs.tolist()).decode())
+        return said
+
+    def _exchange(self, mine: torch.Tensor, after: int, theirs: torch.Tensor, before: int, scope: CancelScope) -> None:
+        receiving = self._transport.start_recv(theirs, before, CONTROL)
+        sending = self._transport.start_send(mine, after, CONTROL)
+        try:
+            receiving.wait(scope)
+            sending.wait(scope)
+        except TimeoutError as error:
+            raise TimeoutError(f"rank {before} did not come, or waits itself ({error})") from error
+
+
+def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
+    """Who tells this rank what it knows, and whom this rank tells, round by round. A pure function.
+
+    Dissemination: in round k each rank tells the rank that is 2**k after it. A rank may hear a thing twice, so hearing it twice
+    must do no harm; then any number of ranks is served.
+    """
+    step = 1
+    while step < size:
+        yield (rank - step) % size, (rank + step) % size
+        step *= 2
+
+
+class History(NamedTuple):
+    """The calls until a moment: a digest of all of them, and how many they are."""
+
+    digest: int
+    calls: int
+
+
+class Agreement:
+    """Compares what the ranks of one group do.
+
+    Args:
+        carrier: brings the ranks' words to one another.
+        rank: this rank.
+        recorder: of the group; says what the last calls were.
+    """
+
+    def __init__(self, carrier: Carrier, rank: int, recorder: Recorder) -> None:
+        self._carrier = carrier
+        self._rank = rank
+        self._recorder = recorder
+        self._history = History(0, 0)
+
+    # ---- now ----
+
+    def same(self, text: str, scope: CancelScope) -> Statements | None:
+        """Compare one text with the other ranks. A collective, in the group's total order.
+
+        Returns:
+            None if all ranks gave the same text; else what each rank said, on all ranks.
+
+        Cost: as `Carrier.maximum`, with 16 bytes; if the texts differ, as `Carrier.statements`, too.
+
+        Raises:
+            TimeoutError: another rank did not come.
+        """
+        mine = crc32(text.encode())
+        largest, negative_smallest = self._carrier.maximum((mine, -mine), scope)
+        return None if largest == -negative_smallest else self._statements(text, scope)
+
+    def on_start(self, options: Mapping[str, object], scope: CancelScope) -> str:
+        """Compare the options that change how the ranks communicate, before the group's first call. A collective.
+
+        Returns:
+            A name for the run: the same on all ranks, another one in each run.
+
+        Raises:
+            DisagreementError: the ranks were given different options; on all ranks.
+            CollectiveTimeout: a rank did not come.
+        """
+        text = options_in_words(options)
+        try:
+            mine = crc32(text.encode())
+            largest, negative_smallest, started_ns = self._carrier.maximum((mine, -mine, time.time_ns()), scope)
+            if largest != -negative_smallest:
+                raise DisagreementError(different_options(self._statements(text, scope)))
+        except TimeoutError as error:
+            raise CollectiveTimeout(
+                f"rank {self._rank} has connected, but not all ranks compared their options: {error}"
+            ) from error
+        return name_of_run(started_ns)
+
+    # ---- all calls so far ----
+
+    def add(self, call: int) -> None:
+        """The call of that digest begins."""
+        digest, calls = self._history
+        mixed = ((digest ^ call) + calls + 1) * _MULTIPLIER
+        self._history = History((mixed ^ (mixed >> 31)) & _MASK, calls + 1)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the ranks compare their histories after the call that was added last."""
+        return self._history.calls % COMPARE_EVERY_CALLS == 0
+
+    @property
+    def history(self) -> History:
+        """The calls until now."""
+        return self._history
+
+    def same_history(self, scope: CancelScope, until: History | None = None) -> None:
+        """Compare all calls so far with the other ranks. A collective, in the group's total order.
+
+        Equal digests mean equal calls, but for one chance in 2**62.
+
+        Args:
+            scope: ends the wait for the others.
+            until: what to compare; by default all calls until now.
+
+        Cost: as `Carrier.maximum`, with 32 bytes.
+
+        Raises:
+            DisagreementError: the ranks have made different calls; on all ranks.
+            TimeoutError: another rank did not come.
+        """
+        digest, calls = self._history if until is None else until
+        numbers = self._carrier.maximum((digest, -digest, calls, -calls), scope)
+        if numbers[0] != -numbers[1] or numbers[2] != -numbers[3]:
+            raise DisagreementError(self._who_did_what(calls, -numbers[3], numbers[2], scope))
+
+    # ---- how ----
+
+    def _statements(self, text: str, scope: CancelScope) -> Statements:
+        """What the ranks say, for an error that all ranks are about to raise.
+
+        No rank returns, and ends the connections of all by leaving, before every rank has heard. Whether every rank has heard
+        may stay unknown; what the ranks said is known nevertheless.
+        """
+        said = self._carrier.statements(text, scope)
+        with suppress(TimeoutError, TransportError):
+            self._carrier.maximum((0,), scope)
+        return said
+
+    def _who_did_what(self, calls: int, fewest: int, most: int, scope: CancelScope) -> str:
+        records = self._recorder.records()
+        last = [record for record in records if record.position is not None and record.position < calls][-_LAST_CALLS:]
+        while len(_as_text(last).encode()) > _MOST_BYTES:
+            last = last[1:]
+        histories: dict[int, Sequence[CallRecord]] = {self._rank: last}
+        untold: Collection[int] = ()
+        with suppress(TimeoutError, TransportError):  # what this rank knows is said, whatever becomes of the others
+            said = self._statements(_as_text(last), scope)
+            histories = {rank: told for text, ranks in said.ranks.items() for told in [_from_text(text)] for rank in ranks}
+            untold = said.untold
+        return different_histories(histories, untold, fewest, most)
+
+
+def _as_text(records: Sequence[CallRecord]) -> str:
+    """The same text on all ranks that made the same calls."""
+    return json.dumps([replace(record, number=None, state=DONE, issued_at=0.0).as_dict() for record in records])
+
+
+def _from_text(text: str) -> list[CallRecord]:
+    return [CallRecord.from_dict(entry) for entry in json.loads(text)]
+
+
+# ---- words: pure functions ----
+
+
+def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: Collection[int], fewest: int, most: int) -> str:
+    """What is wrong, in words.
+
+    Args:
+        histories: for each rank that has told them, its last calls.
+        untold: ranks that have made other calls, which nobody has passed on.
+        fewest: the smallest number of calls of any rank.
+        most: the largest number.
+    """
+    counts = f"{fewest} calls each" if fewest == most else f"between {fewest} and {most} calls"
+    divergence = find_divergence(histories)
+    where = "they diverged before the calls that are remembered" if divergence is None else divergence.sentence
+    lists = Statements()
+    lists.untold.update(untold)
+    for rank, calls in histories.items():
+        lists.add(", ".join(map(str, calls[-4:])) or "none", [rank])
+    return (
+        f"the ranks called different collectives, and results since then are wrong ({counts}). {where}. Make every rank issue "
+        f"the same calls in the same order. The last calls: {lists.in_words()}"
+    )
+
+
+def options_in_words(options: Mapping[str, object]) -> str:
+    """In the order of their names."""
+    return ", ".join(f"{name}={value!r}" for name, value in sorted(options.items()))
+
+
+def different_options(said: Statements) -> str:
+    """What is wrong, in words; `said` has each rank's options."""
+    return (
+        f"the ranks were given different options ({said.in_words()}); pass the same to init_process_group on all, and in the "
+        "site file"
+    )
+
+
+def name_of_run(started_ns: int) -> str:
+    """Of a run that began then, in nanoseconds since the epoch; in UTC."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(started_ns // 10**9))}-{started_ns % 10**9 // 1000:06d}"
+
+
+def different_splits(counts: Sequence[Sequence[Sequence[int]]]) -> str | None:
+    """What is wrong with an all-to-all, in words; None if nothing is.
+
+    No rank can tell from its own counts, and libraries leave what never came unwritten, or end the process.
+
+    Args:
+        counts: for each rank how many elements it expects from each rank, then how many it sends to each.
+    """
+    for receiver, (expected, _) in enumerate(counts):
+        for sender, (_, sent) in enumerate(counts):
+            if sent[receiver] != expected[sender]:
+                return (
+                    f"rank {sender} sends {sent[receiver]} elements to rank {receiver}, which expects {expected[sender]}; make "
+                    "the input splits of the senders equal the output splits of the receiver"
+                )
+    return None

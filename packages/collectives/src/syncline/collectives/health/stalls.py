@@ -1,0 +1,156 @@
+"""Stall warnings: which rank waits for which, said long before the time limit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .recorder import Recorder
+from .statements import ranks_in_words
+
+logger = logging.getLogger("syncline.collectives")
+
+DEFAULT_STALL_WARNING_S = 30.0
+# The ranks notice a stall within one look, and rank 0 logs it as many looks later as a line takes to it: with a store two looks
+# after the limit, where ranks pass on lines of others log2 N more.
+_LOOKS_IN_LIMIT = 30
+_STOP_S = 1.0
+_LONGEST = 1000
+
+
+class StatusPost(ABC):
+    """Where the ranks of a group leave a line each for rank 0. One thread calls it, while others communicate.
+
+    It waits for no rank, but perhaps for a library's lock, or for a store's answer.
+
+    Attributes:
+        hops: after so many looks of all ranks rank 0 has a line.
+    """
+
+    hops = 1
+
+    @abstractmethod
+    def post(self, line: str) -> None:
+        """Leave this rank's line, in place of the one before."""
+
+    @abstractmethod
+    def posted(self) -> Mapping[int, str]:
+        """On rank 0: the latest line of each rank that has left one since the last call; perhaps older ones, too."""
+
+    def pass_on(self) -> None:  # noqa: B027 - most have nothing to do
+        """On another rank: bring the lines of others that are with this one nearer to rank 0."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a rank waits in.
+
+    Attributes:
+        position: of the call in the group's total order.
+        call: in words.
+    """
+
+    position: int
+    call: str
+
+
+class StallWatch:
+    """Looks at one group now and then. Rank 0 logs which ranks wait in a call that has run for long, and which are not in it.
+
+    The monitor calls `look`, each time on a thread of its own, for it calls a library.
+
+    Args:
+        recorder: of the group.
+        status_post: of the group.
+        limit_s: how long a call may run, in seconds.
+    """
+
+    may_block = True
+
+    def __init__(self, recorder: Recorder, status_post: StatusPost, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.period_s = limit_s / _LOOKS_IN_LIMIT
+        self._recorder = recorder
+        self._post = status_post
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._position: int | None = None  # of the call that runs
+        self._since = 0.0
+        self._said: Waiting | None = None
+        self._heard: dict[int, Waiting | None] = {}
+        self._noticed: int | None = None
+        self._log_at_s: float | None = None
+
+    def stop(self) -> None:
+        """There will be no other look."""
+        self._is_over = True
+        if self._lock.acquire(timeout=_STOP_S):  # the one that is under way
+            self._lock.release()
+
+    def look(self, now_s: float) -> None:
+        """Look once.
+
+        Args:
+            now_s: on the monotonic clock.
+        """
+        with self._lock:
+            if self._is_over:
+                return
+            mine = self._stalled(now_s)
+            if self._recorder.rank != 0:
+                self._say(mine)
+                self._post.pass_on()
+            else:
+                self._heard |= {rank: _parsed(line) for rank, line in self._post.posted().items()}
+                self._heard[0] = mine
+                self._log({rank: waiting for rank, waiting in self._heard.items() if waiting is not None}, now_s)
+
+    def _stalled(self, now_s: float) -> Waiting | None:
+        call = self._recorder.running()
+        position = None if call is None else call.position
+        if position != self._position:
+            self._position, self._since = position, now_s
+        if call is None or position is None or now_s - self._since < self.limit_s:
+            return None
+        return Waiting(position, str(call.record())[:_LONGEST])
+
+    def _say(self, mine: Waiting | None) -> None:
+        if mine != self._said:
+            self._said = mine
+            self._post.post("" if mine is None else json.dumps([mine.position, mine.call]))
+
+    def _log(self, waiting: Mapping[int, Waiting], now_s: float) -> None:
+        """Once, when the others have had the looks that it takes to say where they are."""
+        first = min((one.position for one in waiting.values()), default=None)
+        if first != self._noticed:
+            self._noticed, self._log_at_s = first, now_s + (self._post.hops + 1) * self.period_s
+        elif first is not None and self._log_at_s is not None and now_s >= self._log_at_s:
+            self._log_at_s = None
+            recorder = self._recorder
+            logger.warning("%s", stall_in_words(recorder.group_name, recorder.ranks, waiting, self.limit_s))
+
+
+def _parsed(line: str) -> Waiting | None:
+    return Waiting(*json.loads(line)) if line else None
+
+
+def stall_in_words(group_name: str, ranks: tuple[int, ...], waiting: Mapping[int, Waiting], limit_s: float) -> str:
+    """Who waits for whom, and in what. A pure function.
+
+    Args:
+        group_name: how messages call the group.
+        ranks: for each rank of the group its rank in the job.
+        waiting: for each rank of the group that waits, in what.
+        limit_s: for how long, at least.
+    """
+    calls: dict[Waiting, list[int]] = {}
+    for rank, one in sorted(waiting.items()):
+        calls.setdefault(one, []).append(ranks[rank])
+    parts = [f"{ranks_in_words(found)} in {one.call}" for one, found in calls.items()]
+    missing = [ranks[rank] for rank in range(len(ranks)) if rank not in waiting]
+    rest = f"; not in a call: {ranks_in_words(missing)} (still computing, stopped, or gone)" if missing else ""
+    return f"group '{group_name}': waiting for {limit_s:g} s and more: {', '.join(parts)}{rest}"

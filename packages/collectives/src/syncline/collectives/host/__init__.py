@@ -1,1 +1,0 @@
-"""Groups made of blocking transports on host memory."""

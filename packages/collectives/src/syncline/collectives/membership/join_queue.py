@@ -1,0 +1,96 @@
+"""JoinQueue: processes that came later wait, in a store, until the members of a group let them in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from ..engine.cancel_scope import CancelScope
+from ..errors import CollectiveTimeout, RankLostError
+from ..stores import PrefixStore, Store
+from ..stores.polling import poll
+from .membership_vote import DECISION, HasEnded
+from .reconnector import Generation
+
+
+class JoinQueue:
+    """Where newcomers get a number, and leave word that they wait.
+
+    Note [How a newcomer comes in]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    ::
+
+        newcomer                                        members, in `admit`
+        1. takes the next number (`add`)
+        2. sets waiting/<its number>
+                                                        3. agree on who follows their generation: see Note [Who is left]; the
+                                                           proposal has those that wait
+                                                        4. delete waiting/<number> of whom they let in, once for all
+        5. reads the decisions, from generation 0 on,
+           until one names it; then all of them connect
+
+    A newcomer that dies before step 3 is not proposed, if it is on the machine of who proposes. One that dies later is a member
+    that is lost: the next generation cannot connect, and is called in its turn. It is not proposed again, because of step 4.
+
+    Args:
+        store: the one in which the members meet.
+        first_size: how many members the first generation had: theirs are the numbers below.
+    """
+
+    def __init__(self, store: Store, first_size: int) -> None:
+        self._store = store
+        self._first_size = first_size
+
+    def take_number(self) -> int:
+        """A number that no other process of the job has."""
+        return self._first_size + self._store.add("newcomers", 1) - 1
+
+    def waiting(self) -> list[int]:
+        """Those who wait, ascending; some may have ended."""
+        if not self._store.check(["newcomers"]):
+            return []
+        numbers = range(self._first_size, self._first_size + int(self._store.get("newcomers")))
+        return [number for number in numbers if self._store.check([_waiting(number)])]
+
+    def leave(self, numbers: Iterable[int]) -> None:
+        """These do not wait any more. Any process may say it, more than one, too."""
+        for number in numbers:
+            self._store.delete_key(_waiting(number))
+
+    def wait(self, me: int, silence_timeout_s: float, has_ended: HasEnded) -> Generation:
+        """The first generation with this newcomer.
+
+        Raises:
+            CollectiveTimeout: the members did not let it in within `silence_timeout_s` seconds.
+            RankLostError: they have all ended.
+        """
+        self._store.set(_waiting(me), b"")
+        known = Generation(0, tuple(range(self._first_size)), me)
+
+        def is_over() -> bool:
+            nonlocal known
+            while me not in known.members and (decided := self._decided(known)) is not None:
+                known = known.next(decided)
+            return me in known.members or all(has_ended(member) for member in known.members)
+
+        in_time = poll(is_over, CancelScope(silence_timeout_s))
+        if me in known.members:
+            return known
+        self.leave([me])
+        if in_time:
+            raise RankLostError(
+                f"the job that this process came to join has ended: all its processes {list(known.members)} are gone", ()
+            )
+        raise CollectiveTimeout(
+            f"the members {list(known.members)} of the job did not let this process in within {silence_timeout_s:g} s "
+            "(timeout): they call `admit`, or train with `Elastic`, which does; do they wait for something, or have they "
+            "finished?"
+        )
+
+    def _decided(self, generation: Generation) -> tuple[int, ...] | None:
+        keys = PrefixStore(generation.prefix, self._store)
+        return tuple(json.loads(keys.get(DECISION))) if keys.check([DECISION]) else None
+
+
+def _waiting(number: int) -> str:
+    return f"waiting/{number}"

@@ -1,0 +1,111 @@
+"""MembershipVote: the members of a group agree, in a store, on who is left, and on who comes in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from ..engine.cancel_scope import CancelScope
+from ..errors import RankGivenUpError
+from ..stores import Store
+from ..stores.polling import poll
+
+DECISION = "members"
+"""The key of what holds."""
+
+HasEnded = Callable[[int], bool]
+IsRunning = Callable[[int], bool]
+Newcomers = Callable[[], Sequence[int]]
+
+
+def nobody() -> Sequence[int]:
+    """No newcomers."""
+    return ()
+
+
+class MembershipVote:
+    """One agreement on who follows one generation of a group.
+
+    Note [Who is left]
+    ~~~~~~~~~~~~~~~~~~
+    A *member* keeps its number for as long as the job runs; a *generation* is one group of members. For each generation the
+    store has keys of its own::
+
+        1. each survivor sets here/<its number>
+        2. it waits until each member has set its key or has certainly ended, at most `silence_timeout_s`; if more members run
+           and are silent then than have come, it is those that came who give up: perhaps only their connections broke, and
+           the others compute on
+        3. it proposes those that have set their keys, by one compare_set of the key "members"; the first proposal holds
+        4. it reads what holds. Who is not in it was given up, and ends itself
+
+    Nothing is guessed: who has ended is known from the system (`process_identity`), and who is silent for too long is given up
+    by an agreement that it, too, reads when it comes back. Newcomers are added to the proposal (step 3), and read what holds.
+    There is one decision for a generation, whoever dies meanwhile, because there is one compare_set that wins. A member
+    that dies after step 1 may be in the decision; then the next generation cannot connect, and is called in its turn.
+
+    Args:
+        store: for this generation alone; it must outlive any member.
+        members: all members of the generation, in order.
+        me: this process's number.
+        has_ended: whether a member has certainly ended; false if nobody knows.
+        is_running: whether a member certainly runs, and is not stopped; false if nobody knows, as of members on other hosts.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        members: Sequence[int],
+        me: int,
+        has_ended: HasEnded,
+        is_running: IsRunning = lambda _: False,
+    ) -> None:
+        self._store = store
+        self._members = tuple(members)
+        self._me = me
+        self._has_ended = has_ended
+        self._is_running = is_running
+
+    def agree(self, silence_timeout_s: float, newcomers: Newcomers = nobody) -> tuple[int, ...]:
+        """Those on whom all survivors agree, in the order of the members, newcomers behind. Every survivor calls it.
+
+        Args:
+            silence_timeout_s: how long to wait for a member that is silent, in seconds.
+            newcomers: whom to propose beside the members; each survivor may say another thing, as one proposal holds.
+
+        Raises:
+            RankGivenUpError: the others have gone on without this member, or more of them run and are silent than have come.
+            StoreError: the store itself is lost.
+        """
+        self._store.set(f"here/{self._me}", b"")
+        poll(self._is_settled, CancelScope(silence_timeout_s))
+        present = self._present()
+        if not self._store.check([DECISION]):
+            self._check_outnumbered(present, silence_timeout_s)
+        proposed = json.dumps([*present, *newcomers()])
+        agreed = tuple(json.loads(self._store.compare_set(DECISION, "", proposed)))
+        if self._me not in agreed:
+            raise RankGivenUpError(
+                f"member {self._me} was silent for too long, and the members {list(agreed)} have gone on without it. This "
+                "process can do nothing more for the job: let it end"
+            )
+        return agreed
+
+    def _check_outnumbered(self, present: Sequence[int], silence_timeout_s: float) -> None:
+        """Half are enough: the store has one decision, so two halves cannot both go on."""
+        silent = [member for member in self._members if member not in present and self._is_running(member)]
+        if len(present) < len(silent):
+            self._store.delete_key(f"here/{self._me}")
+            raise RankGivenUpError(
+                f"only the members {list(present)} came within {silence_timeout_s:g} s, while {silent} run and said nothing: "
+                f"so few do not go on without so many. Let member {self._me} end; the others go on when they notice. If they "
+                "may compute for longer than that, pass a larger silence_timeout_s"
+            )
+
+    def _is_settled(self) -> bool:
+        if self._store.check([DECISION]):
+            return True
+        absent = set(self._members) - set(self._present())
+        return all(self._has_ended(member) for member in absent)
+
+    def _present(self) -> list[int]:
+        return [member for member in self._members if self._store.check([f"here/{member}"])]

@@ -1,0 +1,115 @@
+"""ShrinkableGroup: a host group whose survivors can meet again, and newcomers with them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from typing_extensions import override
+
+from ..engine.group import HostGroup
+from ..engine.transport import Transport
+from ..errors import GroupClosedError, StoreError, TransportError
+from ..group import ProcessGroup
+from .reconnector import Reconnector
+
+
+class ShrinkableGroup(HostGroup):
+    """A `HostGroup` that knows how its members meet again.
+
+    The rank on which a collective fails raises an alarm through the reconnector, where that has a way (a store has; MPI itself
+    tells the ranks). The others look for it when a collective takes long, so all leave a broken group soon, also those whom no
+    connection tells of the loss.
+
+    Args:
+        transport: connects the members of the reconnector's generation.
+        reconnector: how they meet again.
+        options: as for `HostGroup`.
+    """
+
+    def __init__(self, transport: Transport, reconnector: Reconnector, **options: Any) -> None:
+        generation = reconnector.generation
+        super().__init__(
+            transport,
+            generation.rank,
+            len(generation.members),
+            liveness=transport.liveness,
+            leavers=reconnector.leavers(),
+            **options,
+        )
+        self._reconnector = reconnector
+        self._generation = generation
+        self._options = options
+        self._is_replaced = False
+
+    @override
+    def missing_for_shrink(self) -> str | None:
+        return self._reconnector.missing()
+
+    @override
+    def missing_for_admit(self) -> str | None:
+        return self._reconnector.missing_for_admit()
+
+    @property
+    @override
+    def members(self) -> tuple[int, ...]:
+        return self._generation.members
+
+    @property
+    @override
+    def is_waiting(self) -> bool:
+        return self._generation.is_waiting
+
+    @override
+    def newcomers(self) -> int:
+        return 0 if self.is_waiting or self.missing_for_admit() is not None else len(self._reconnector.newcomers())
+
+    @override
+    def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
+        self._check_is_latest("shrink")
+        self._reconnector.raise_alarm(self._reconnector.generation, f"rank {self.rank} has called shrink")
+        self.abort()
+        return self._replaced(self._reconnector.shrink(silence_timeout_s))
+
+    @override
+    def _admit(self, silence_timeout_s: float, limit: int | None) -> ProcessGroup:
+        self._check_is_latest("admit")
+        transport = self._reconnector.admit(silence_timeout_s, limit)
+        self.abort()  # all members have come to `admit`: only now nobody needs this group any more
+        return self._replaced(transport)
+
+    def _check_is_latest(self, call: str) -> None:
+        if self._is_replaced:
+            raise GroupClosedError(f"{call} on {self.place()}: there is a newer group already; call it on that one")
+
+    def _replaced(self, transport: Transport) -> ProcessGroup:
+        newer = type(self)(transport, self._reconnector, **self._options)
+        self._is_replaced = True
+        if self._leavers is not None:
+            self._leavers.is_closed = True  # in order: the new group takes its place
+        newer.report_to(self._reporter)
+        newer.expect_losses(self._losses_are_expected)
+        return newer
+
+    @override
+    def _close_transport(self) -> None:
+        super()._close_transport()
+        self._reconnector.close()
+
+    @override
+    def _reason_to_give_up(self) -> TransportError | None:
+        return super()._reason_to_give_up() or self._alarm()
+
+    def _alarm(self) -> TransportError | None:
+        if self._reconnector.missing() is not None:
+            return None
+        with suppress(StoreError):  # a group that needs no store goes on without it
+            why = self._reconnector.alarm(self._generation)
+            return None if why is None else TransportError(f"another rank says that this collective will not finish: {why}")
+        return None
+
+    @override
+    def _on_failure(self, failure: BaseException) -> None:
+        if self._reconnector.missing() is None:
+            with suppress(StoreError):
+                self._reconnector.raise_alarm(self._generation, str(failure))

@@ -1,0 +1,1 @@
+"""Tensors in memory: layout, checks, packing, and reductions on the host."""

@@ -1,0 +1,167 @@
+"""What is wrong with the arguments of a collective, as text for an error. Pure functions: each returns a problem, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard, cast
+
+import torch
+
+from ..engine.signature import tensor_in_words
+from ..torch_internals import is_zero_tensor
+from .layout import overlaps_itself
+
+
+def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
+    """Whether a quick test shows that `unusable` and `unwritable` would find no problem. False: ask them."""
+    if not isinstance(tensor, torch.Tensor):
+        return False  # type: ignore[unreachable]  # an unchecked caller may pass anything
+    return (
+        ("cpu" if tensor.is_cpu else tensor.device.type) in device_types
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+    )
+
+
+def is_simple(tensor: object) -> TypeGuard[torch.Tensor]:
+    """Whether a tensor's memory can be read and written as it is: on the CPU, its values in plain order, untracked.
+
+    Except that a complex one may be conjugated.
+    """
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or is_zero_tensor(tensor))
+    )
+
+
+def is_simple_block(block: object, part: torch.Tensor, size: int, rank: int) -> TypeGuard[torch.Tensor]:
+    """Whether something is a simple block of `size` parts, not conjugated, that a simple part of this rank fits into."""
+    return (
+        is_simple(block)
+        and not block.is_conj()
+        and not_times(block, part, size, "block") is None
+        and not_own_part(part, block, rank) is None
+    )
+
+
+def no_tensors(call_arguments: Mapping[str, object]) -> str | None:
+    """Whether an argument is no tensor; for a name that ends in "s", no list of tensors. None stands for what is not given."""
+    for name, given in call_arguments.items():
+        if name.endswith("s"):
+            if given is not None and (isinstance(given, torch.Tensor | str) or not isinstance(given, Sequence)):
+                return f"expected {name} to be a list of tensors, found {type(given).__name__}"
+            for index, entry in enumerate(cast(Sequence[object], given or ())):
+                if not isinstance(entry, torch.Tensor):
+                    return f"expected {name} to be a list of tensors, found {type(entry).__name__} at index {index}"
+        elif not isinstance(given, torch.Tensor):
+            return f"expected {name} to be a torch.Tensor, found {type(given).__name__}"
+    return None
+
+
+def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: str) -> str | None:
+    """The problem if a group cannot read or write the tensor at all."""
+    if not isinstance(tensor, torch.Tensor):  # an unchecked caller may pass anything
+        return f"expected a torch.Tensor, found {type(tensor).__name__}"  # type: ignore[unreachable]
+    if tensor.device.type not in device_types:
+        served = ", ".join(sorted(device_types))
+        return (
+            f"backend '{backend_name}' moves tensors on {served}, found a tensor on {tensor.device}; move the tensor, or "
+            "choose a backend for that device"
+        )
+    if tensor.layout is not torch.strided:
+        return f"expected a dense tensor, found layout {tensor.layout}"
+    return None
+
+
+def unwritable(tensor: torch.Tensor) -> str | None:
+    """The problem if several elements of the tensor share one place in memory, so that it cannot be written."""
+    if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
+        return (
+            "the tensor would be written, but several of its elements share one place in memory (strides "
+            f"{tuple(tensor.stride())}, as after expand()); pass tensor.contiguous()"
+        )
+    return None
+
+
+def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> str | None:
+    """The problem if a list has not one tensor for each rank, each with the shape and dtype of `like`."""
+    if len(tensors) != size:
+        return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
+    for index, tensor in enumerate(tensors):
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
+            return (
+                f"expected {what} {index} to be {tensor_in_words(like)} as the other side is, found {tensor_in_words(tensor)}"
+            )
+    return None
+
+
+def not_one_each_like(what: str, tensors: Sequence[torch.Tensor], mine: torch.Tensor, rank: int, size: int) -> str | None:
+    """The problem if a list has not one tensor for each rank, all of one dtype, that of this rank with the shape of `mine`."""
+    if len(tensors) != size:
+        return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != mine.dtype or (index == rank and tensor.shape != mine.shape):
+            return (
+                f"expected {what} {index} to be {tensor_in_words(mine)} as the other side is, found {tensor_in_words(tensor)}"
+            )
+    return None
+
+
+def not_times(large: torch.Tensor, small: torch.Tensor, size: int, what: str) -> str | None:
+    """The problem if `large` does not hold `size` times the elements of `small`, in the same dtype."""
+    if large.dtype != small.dtype or large.numel() != size * small.numel():
+        return f"expected the {what} to hold {size} times {tensor_in_words(small)}, found {tensor_in_words(large)}"
+    return None
+
+
+def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> str | None:
+    """The problem if `splits` (None: evenly) do not divide the first dimension of a tensor over `size` ranks."""
+    if tensor.dim() == 0:
+        return f"expected the {what} to have at least one dimension to split, found a 0-dimensional tensor"
+    rows = tensor.shape[0]
+    if splits is None:
+        return None if rows % size == 0 else f"the {what} has {rows} rows, which {size} ranks cannot share evenly; pass splits"
+    if len(splits) != size or min(splits, default=0) < 0 or sum(splits) != rows:
+        return f"expected {size} {what} splits, none below 0, that add up to its {rows} rows, found {list(splits)}"
+    return None
+
+
+def overlapping(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> str | None:
+    """Whether two outputs, or an output and an input, share memory."""
+    extents = sorted((*_extent(tensor), is_output) for tensor, is_output in _marked(outputs, inputs) if tensor.numel())
+    written_to = read_to = -1
+    for start, end, is_output in extents:
+        if start < written_to or (is_output and start < read_to):
+            return "an output shares memory with another tensor of the same call; pass tensors that do not overlap"
+        if is_output:
+            written_to = max(written_to, end)
+        else:
+            read_to = max(read_to, end)
+    return None
+
+
+def not_own_part(part: torch.Tensor, block: torch.Tensor, rank: int) -> str | None:
+    """Whether a tensor shares memory with a block in any other way than as the block's part number `rank`."""
+    if not part.is_contiguous() or not block.is_contiguous():
+        return None  # either is copied first
+    start, end = _extent(part)
+    first, last = _extent(block)
+    if start >= end or end <= first or start >= last or start == first + rank * part.nbytes:
+        return None
+    return (
+        f"{tensor_in_words(part)} shares memory with {tensor_in_words(block)} without being its part number {rank}, which belongs to this "
+        "rank; pass that part, or a tensor that does not overlap"
+    )
+
+
+def _marked(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
+    return [(tensor, True) for tensor in outputs] + [(tensor, False) for tensor in inputs]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and the byte after the last, in memory; of a tensor with gaps (another may lie in them) the first element."""
+    elements = tensor.numel() if tensor.is_contiguous() else 1
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

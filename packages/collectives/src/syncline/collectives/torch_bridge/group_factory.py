@@ -1,0 +1,148 @@
+"""From what torch.distributed says of a new group to the group of ours."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import BackendUnavailableError, InvalidArgumentError, LaunchError, UnknownBackendError
+from ..group import ProcessGroup
+from ..startup.backend import ConnectRequest
+from ..startup.backend_choice import choose_backend
+from ..startup.launch import detect_launch
+from ..startup.registry import load_backend
+from ..startup.settings import load_settings
+from .torch_process_group import TorchProcessGroup
+
+logger = logging.getLogger("syncline.collectives")
+
+# By the name that torch knows: the group of all ranks from which groups of some are made.
+_everybody: dict[str, ProcessGroup] = {}
+
+
+def create(torch_name: str, backend: str | None, devices: list[str], options: Any, pg_options: Any) -> TorchProcessGroup:
+    """Make the group that torch asks for; what `register_backend` calls. Only the members of the group come here.
+
+    Args:
+        torch_name: the name under which we are registered.
+        backend: our name of the backend; None chooses one for each device.
+        devices: those that torch was told that it may serve.
+        options: torch's `DistributedBackendOptions`.
+        pg_options: what the caller of `init_process_group` or `new_group` gave.
+
+    Raises:
+        InvalidArgumentError: there are `pg_options`, or a device was named that the backend does not serve.
+        LaunchError: it is a group of some ranks, and there is none of all.
+        BackendUnavailableError: the backend lacks something here.
+    """
+    if pg_options is not None:
+        raise InvalidArgumentError(f"backend '{torch_name}' has no options, found {pg_options!r}; leave pg_options out")
+    members = list(options.global_ranks_in_group)
+    timeout_s = options.timeout.total_seconds()
+    if not members or _has_all(members, torch_name):
+        ours = _connect(torch_name, backend, options, timeout_s)
+    else:
+        ours = _root(torch_name, members).subset(members, options.group_id, timeout_s=timeout_s)
+    _check_device(torch_name, devices, options, ours)
+    is_root = torch_name not in _everybody and ours.size == _world_size(ours)
+    if is_root:
+        _everybody[torch_name] = ours
+    return TorchProcessGroup(ours, options.store, torch_name, on_close=(lambda: _forget(torch_name)) if is_root else None)
+
+
+def _forget(torch_name: str) -> None:
+    _everybody.pop(torch_name, None)
+
+
+def _has_all(members: list[int], torch_name: str) -> bool:
+    """Whether a group made by `new_group` has to be connected, because it is the first of its backend, and can be."""
+    return torch_name not in _everybody and members == list(range(dist.get_world_size()))
+
+
+def _world_size(ours: ProcessGroup) -> int:
+    return dist.get_world_size() if dist.is_initialized() else ours.size
+
+
+def _root(torch_name: str, members: list[int]) -> ProcessGroup:
+    if torch_name not in _everybody:
+        raise LaunchError(
+            f"new_group({members}, backend='{torch_name}'): a group of some ranks is made from one of all ranks, and there is "
+            f"none of that backend; call init_process_group('{torch_name}'), or first new_group(backend='{torch_name}') on all"
+        )
+    return _everybody[torch_name]
+
+
+def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: float) -> ProcessGroup:
+    launch = detect_launch(os.environ)
+    name = _choice(options.group_size) if backend is None else backend
+    try:
+        chosen = load_backend(name)
+        request = ConnectRequest.from_settings(
+            load_settings(os.environ),
+            os.environ,
+            timeout_s,
+            launch=launch,
+            rank=options.group_rank,
+            world_size=options.group_size,
+            init_method=None,
+            store=options.store if chosen.meets_in_store else None,
+        )
+        return chosen.connect(request)
+    except UnknownBackendError as error:
+        raise BackendUnavailableError(
+            f"backend '{torch_name}' of torch.distributed stands on our backend '{name}': {error}"
+        ) from error
+
+
+def _choice(size: int) -> str:
+    """One backend for each device: what the site wants or the launch allows, and NCCL where there is CUDA."""
+    launch = detect_launch(os.environ)
+    choice = choose_backend(
+        None,
+        os.environ,
+        launch,
+        lambda name: load_backend(name).missing(),
+        rendezvous_given=size > 1,
+        settings=load_settings(os.environ),
+    )
+    if ":" in choice.name or not torch.cuda.is_available():
+        return choice.name
+    lack = _lack_of_nccl()
+    if lack is None:
+        return f"cpu:{choice.name},cuda:nccl"
+    logger.warning("backend 'syncline' serves no CUDA tensors: %s", lack)
+    return choice.name
+
+
+def _lack_of_nccl() -> str | None:
+    try:
+        return load_backend("nccl").missing()
+    except (UnknownBackendError, BackendUnavailableError) as error:
+        return str(error)
+
+
+def _check_device(torch_name: str, devices: list[str], options: Any, ours: ProcessGroup) -> None:
+    """Refuse "cuda:syncline-mpi" where the MPI backend does not serve CUDA, rather than at the first collective.
+
+    The first of the devices is also what torch asks for when nobody named one.
+    """
+    asked = _device_asked_for(options.store)
+    if asked not in (None, devices[0], *ours.device_types):
+        ours.close()
+        raise InvalidArgumentError(
+            f"'{asked}:{torch_name}' was asked for, but this backend ({ours.describe()}) moves tensors on "
+            f"{', '.join(sorted(ours.device_types))}"
+        )
+
+
+def _device_asked_for(store: dist.Store) -> str | None:
+    """The device for which torch makes the group, which it tells nobody but the prefix of the store."""
+    parent = getattr(store, "underlying_store", None)
+    if parent is None:
+        return None
+    store.set("syncline/device", "")
+    return next((kind for kind in ("cpu", "cuda") if parent.check([f"{kind}//syncline/device"])), None)

@@ -1,0 +1,27 @@
+"""monitored_barrier on torch's groups, which torch itself offers on Gloo's only."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..api.monitored_barrier import monitored_barrier as ours
+from .torch_group import as_process_group
+
+
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Return on any rank only after all have called it; on a time-out, rank 0 names the missing ranks.
+
+    Args:
+        group: a group of torch.distributed's, the default one if None.
+        timeout: seconds or a timedelta; None takes the group's time limit.
+        wait_all_ranks: name all missing ranks, rather than the first.
+
+    Raises:
+        CollectiveTimeout: on rank 0 it names the missing ranks; on the others it says that rank 0 did not answer.
+    """
+    chosen = dist.distributed_c10d._get_default_group() if group is None else group
+    ours(as_process_group(chosen), timeout, wait_all_ranks)

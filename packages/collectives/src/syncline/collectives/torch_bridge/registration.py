@@ -1,0 +1,92 @@
+"""Making our backends known to torch.distributed, which happens when this is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ..errors import BackendUnavailableError, MisuseError
+from .group_factory import create
+from .rendezvous import rendezvous
+
+OLDEST_TORCH = (2, 13)
+
+#: For each name that torch.distributed learns: our backend (None: one for each device) and the devices it may serve.
+BACKENDS: dict[str, tuple[str | None, list[str]]] = {
+    "syncline-mpi": ("mpi", ["cpu", "cuda"]),
+    "syncline-nccl": ("nccl", ["cuda"]),
+    "syncline": (None, ["cpu", "cuda"]),
+}
+SCHEME = "mpi"
+
+
+def register() -> None:
+    """Register the backends "syncline-mpi", "syncline-nccl" and "syncline", and the scheme "mpi://". A second call is harmless.
+
+    Raises:
+        BackendUnavailableError: torch has no torch.distributed, or is too old.
+        MisuseError: another package has registered one of these names.
+    """
+    check_torch(torch.__version__, is_available=dist.is_available())
+    for name, (backend, devices) in BACKENDS.items():
+        _register_backend(name, backend, devices)
+    _decline_flight_recorder()
+    _register_scheme()
+
+
+def check_torch(version: str, *, is_available: bool) -> None:
+    """Refuse a torch that cannot hold a group of ours. A pure function.
+
+    Raises:
+        BackendUnavailableError: it is too old, or was built without torch.distributed.
+    """
+    if not is_available:
+        raise BackendUnavailableError("this build of torch has no torch.distributed; install one of torch's standard wheels")
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and (int(found[1]), int(found[2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise BackendUnavailableError(f"syncline.collectives.torch_bridge needs torch {oldest} or later, found torch {version}")
+
+
+def _register_backend(name: str, backend: str | None, devices: list[str]) -> None:
+    known = dist.Backend._plugins.get(name.upper())
+    if known is not None:
+        _check_ours(known.creator_fn, f"backend '{name}'")
+        return
+    creator = partial(create, name, backend, devices)
+    # torch takes the first name that comes for a device as its default, unless there is one: cpu and cuda have theirs.
+    dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
+
+
+def _decline_flight_recorder() -> None:
+    """Tell torch 2.15 and later not to attach its flight recorder: it asks a C++ backend for the group's name, and fails.
+
+    The set is private to torch. Without it (older torch) there is nothing to decline.
+    """
+    recorded_elsewhere: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recorded_elsewhere.update(BACKENDS)
+
+
+def _register_scheme() -> None:
+    torchs = import_module("torch.distributed.rendezvous")  # whose name in torch.distributed is that of a function
+    handlers: dict[str, Any] = torchs._rendezvous_handlers
+    if SCHEME in handlers:
+        _check_ours(handlers[SCHEME], f"rendezvous scheme '{SCHEME}://'")
+        return
+    torchs.register_rendezvous_handler(SCHEME, rendezvous)
+
+
+def _check_ours(handler: Callable[..., Any], what: str) -> None:
+    function = handler.func if isinstance(handler, partial) else handler
+    if not getattr(function, "__module__", "").startswith(__package__ or ""):
+        raise MisuseError(f"{what} of torch.distributed was registered by {function.__module__}; import only one of the two")
+
+
+register()

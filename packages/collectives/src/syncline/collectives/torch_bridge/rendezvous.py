@@ -1,0 +1,85 @@
+"""The rendezvous scheme mpi://, where the ranks of torch.distributed find one another through MPI. No port is opened."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import torch.distributed as dist
+
+from ..engine.cancel_scope import DEFAULT_TIMEOUT_S, seconds
+from ..errors import InvalidArgumentError, LaunchError
+from ..startup.backend import ConnectRequest
+from ..startup.launch import Launch, detect_launch
+from ..startup.registry import load_backend
+from ..stores import AsTorchStore
+from ..stores.over_group import GroupStore
+
+_open: list[GroupStore] = []
+
+
+def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """What torch calls for ``init_method="mpi://"``: yields a store, this process's rank and the number of ranks.
+
+    Without a launcher the process is alone. torch puts the `rank` and `world_size` that its caller gave into the URL.
+
+    Raises:
+        InvalidArgumentError: the URL says more than "mpi://".
+        LaunchError: no MPI launcher started this process, or what was asked for contradicts it.
+    """
+    rank, world_size = _asked_for(url)
+    launch = detect_launch(os.environ)
+    if launch is None:
+        yield _alone(rank, world_size)
+        return
+    if not launch.is_mpi:
+        raise LaunchError(
+            f"init_method 'mpi://' needs mpirun, mpiexec or srun, but {launch.launcher} started this process; use 'env://'"
+        )
+    yield _over_mpi(launch, rank, world_size, seconds(timeout, DEFAULT_TIMEOUT_S))
+
+
+def _asked_for(url: str) -> tuple[int, int]:
+    """The rank and the world size in an URL such as "mpi:?rank=0&world_size=2"; -1 where there is none."""
+    parts = urlsplit(url)
+    if parts.netloc or parts.path.strip("/"):
+        raise InvalidArgumentError(f"expected 'mpi://' and nothing after it (MPI knows where the ranks are), found {url!r}")
+    asked = dict(parse_qsl(parts.query))
+    return int(asked.get("rank", -1)), int(asked.get("world_size", -1))
+
+
+def _alone(rank: int, world_size: int) -> tuple[dist.Store, int, int]:
+    if world_size not in (-1, 1) or rank not in (-1, 0):
+        raise LaunchError(
+            f"init_method 'mpi://' with rank={rank} and world_size={world_size}, but nothing launched this process, so it is "
+            "alone; start it with mpirun, mpiexec or srun"
+        )
+    return dist.HashStore(), 0, 1
+
+
+def _over_mpi(launch: Launch, rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, int, int]:
+    request = ConnectRequest(
+        launch,
+        None if rank == -1 else rank,
+        None if world_size == -1 else world_size,
+        "mpi://",
+        timeout_s,
+        group_name="mpi://",
+    )
+    group = load_backend("mpi").connect(request)
+    close_stores()
+    if not _open:
+        atexit.register(close_stores)
+    store = GroupStore(group, timeout_s)
+    _open.append(store)
+    return AsTorchStore(store), group.rank, group.size
+
+
+def close_stores() -> None:
+    """Close what earlier calls left open; all ranks do."""
+    while _open:
+        _open.pop().close()

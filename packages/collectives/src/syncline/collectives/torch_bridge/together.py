@@ -1,0 +1,52 @@
+"""An all-reduce of several tensors of each rank, which torch's groups reduce together, into one result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgumentError
+from ..group import ProcessGroup
+from ..reduce_op import ReduceOp, Reduction, checked_reduction
+from ..tensors.layout import untracked
+from ..tensors.reduction import reduce_in_rank_order
+from ..work import FutureWork, TensorsFuture, Work
+from .options import some
+
+
+def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op: Reduction) -> Work:
+    """Combine all tensors of all ranks, as if each were of another rank; every one is overwritten with the result.
+
+    It is what C++ groups mean by several tensors: one for each device of a process. `all_reduce_coalesced` keeps them apart.
+
+    Args:
+        group: all its ranks call, with equally many tensors.
+        tensors: alike in shape and dtype.
+        op: a reduction that does not scale.
+
+    Raises:
+        InvalidArgumentError: there is no tensor, they are not alike, or the reduction scales (AVG, PREMUL_SUM).
+    """
+    first, *others = some(tensors, "allreduce")
+    if any(other.shape != first.shape or other.dtype != first.dtype for other in others):
+        raise InvalidArgumentError(
+            "allreduce of several tensors reduces them together, so they must be alike in shape and dtype: call it for each of "
+            "them, or torch.distributed.all_reduce_coalesced"
+        )
+    op = checked_reduction(op, first.dtype)
+    if not isinstance(op, ReduceOp) or op is ReduceOp.AVG:
+        raise InvalidArgumentError(f"allreduce of several tensors does not scale, found {op.name}: call it for each tensor")
+    with untracked():
+        total = reduce_in_rank_order(op, tensors)
+
+    def copy_back(done: Any) -> list[torch.Tensor]:
+        done.value()
+        with untracked():
+            for tensor in tensors:
+                tensor.copy_(total)
+        return list(tensors)
+
+    future: TensorsFuture = group.all_reduce(total, op, async_op=True).get_future().then(copy_back)
+    return FutureWork(future, list(tensors), lambda: f"allreduce of {len(tensors)} tensors on {group.place()}")

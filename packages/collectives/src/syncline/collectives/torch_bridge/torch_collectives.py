@@ -1,0 +1,230 @@
+"""Torch's collectives that reduce, copy, gather and scatter, on a group of ours."""
+
+# Each method takes what several overloads of torch's take, and has its older name beside the newer one.
+# mypy: disable-error-code="override, assignment"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..api.coalescing import all_gather_coalesced, all_reduce_coalesced
+from ..api.monitored_barrier import monitored_barrier
+from ..torch_internals import disable_dynamo
+from ..work import Work
+from .call_issuer import CallIssuer
+from .options import check_first_device, listed, only, reduction_of, root_of, some, time_limit_s
+from .together import all_reduce_together
+from .works import CoalescedWork
+
+_AT_ONCE_S = 1e-3
+
+
+class TorchCollectives(CallIssuer):
+    """What torch calls with one tensor of each rank, with one for each rank on one side, or with none."""
+
+    # ---- one tensor on each rank ----
+
+    @disable_dynamo
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> dist.Work:
+        """Combine the tensors of all ranks, in place; if a rank has several, these too: all end with the same values."""
+        reduction = reduction_of(opts if op is None else op)
+        mine = listed(tensors)
+        if len(mine) != 1:
+            return self._issue(
+                "all_reduce", mine, lambda _: all_reduce_together(self.syncline_group, mine, reduction), opts, timeout
+            )
+        group, tensor = self.syncline_group, mine[0]
+        return self._issue(
+            "all_reduce", [tensor], lambda is_async: group.all_reduce(tensor, reduction, async_op=is_async), opts, timeout
+        )
+
+    @disable_dynamo
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
+        """Combine many tensors, in one collective for each dtype."""
+        mine, reduction = some(tensors, "allreduce_coalesced"), reduction_of(opts)
+        return self._issue("all_reduce_coalesced", mine, lambda _: self._reduced_together(mine, reduction), opts)
+
+    @disable_dynamo
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
+    ) -> dist.Work:
+        """Copy the root's tensor to every rank."""
+        group, tensor = self.syncline_group, only(listed(tensors), "tensor")
+        check_first_device(opts, [tensor], "broadcast")
+        source = root_of(opts) if root is None else root
+        return self._issue(
+            "broadcast", [tensor], lambda is_async: group.broadcast(tensor, source, async_op=is_async), opts, timeout
+        )
+
+    @disable_dynamo
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, *, root: int | None = None
+    ) -> dist.Work:
+        """Combine the tensors of all ranks on the root."""
+        group, tensor = self.syncline_group, only(listed(tensors), "tensor")
+        check_first_device(opts, [tensor], "reduce")
+        target = root_of(opts) if root is None else root
+        reduction = reduction_of(op if isinstance(opts, int) or op is not None else opts)
+        return self._issue(
+            "reduce", [tensor], lambda is_async: group.reduce(tensor, target, reduction, async_op=is_async), opts, timeout
+        )
+
+    # ---- one tensor on one side, one for each rank on the other ----
+
+    @disable_dynamo
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        """Give every rank the tensors of all ranks."""
+        group, tensor = self.syncline_group, only(listed(input_tensors), "input")
+        outputs = _rows(output_tensors)
+        return self._issue(
+            "all_gather", [tensor], lambda is_async: group.all_gather(outputs, tensor, async_op=is_async), opts, timeout
+        )
+
+    @disable_dynamo
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Give every rank the tensors of all ranks, in one tensor; the input may be a part of it."""
+        group = self.syncline_group
+        return self._issue(
+            "_all_gather_base", [input], lambda is_async: group.all_gather_into_tensor(output, input, async_op=is_async), opts
+        )
+
+    @disable_dynamo
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[torch.Tensor]], input_list: Sequence[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Give every rank the lists of tensors of all ranks."""
+
+        def issue(_: bool) -> Work:
+            return _there(all_gather_coalesced(output_lists, input_list, self.syncline_group, async_op=True))
+
+        return self._issue("all_gather_coalesced", list(input_list), issue, opts)
+
+    @disable_dynamo
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Several `all_gather_single`."""
+        group, pairs = self.syncline_group, list(zip(outputs, inputs, strict=True))
+
+        def issue(_: bool) -> Work:
+            return CoalescedWork([group.all_gather_into_tensor(into, tensor, async_op=True) for into, tensor in pairs])
+
+        return self._issue("all_gather_into_tensor_coalesced", list(inputs), issue, opts)
+
+    @disable_dynamo
+    def gather(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> dist.Work:
+        """Give the root the tensors of all ranks."""
+        group, tensor = self.syncline_group, only(listed(input_tensors), "input")
+        target = root_of(opts) if root is None else root
+        outputs = _rows(output_tensors) if group.rank == target else None
+        return self._issue(
+            "gather", [tensor], lambda is_async: group.gather(tensor, outputs, target, async_op=is_async), opts, timeout
+        )
+
+    @disable_dynamo
+    def scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> dist.Work:
+        """Give each rank its tensor of the root's list."""
+        group, tensor = self.syncline_group, only(listed(output_tensors), "output")
+        source = root_of(opts) if root is None else root
+        inputs = _rows(input_tensors) if group.rank == source else None
+        return self._issue(
+            "scatter", inputs or [], lambda is_async: group.scatter(tensor, inputs, source, async_op=is_async), opts, timeout
+        )
+
+    @disable_dynamo
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> dist.Work:
+        """Combine the lists of all ranks, tensor by tensor, and give rank r the r-th result."""
+        group, output = self.syncline_group, only(listed(output_tensors), "output")
+        inputs, reduction = _rows(input_tensors), reduction_of(opts if op is None else op)
+        return self._issue(
+            "reduce_scatter",
+            inputs,
+            lambda is_async: group.reduce_scatter(output, inputs, reduction, async_op=is_async),
+            opts,
+            timeout,
+        )
+
+    @disable_dynamo
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Combine the tensors of all ranks and give rank r the r-th part of the result."""
+        group, reduction = self.syncline_group, reduction_of(opts)
+        return self._issue(
+            "_reduce_scatter_base",
+            [input],
+            lambda is_async: group.reduce_scatter_tensor(output, input, reduction, async_op=is_async),
+            opts,
+        )
+
+    @disable_dynamo
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Several `reduce_scatter_single`."""
+        group, reduction, pairs = self.syncline_group, reduction_of(opts), list(zip(outputs, inputs, strict=True))
+
+        def issue(_: bool) -> Work:
+            return CoalescedWork(
+                [group.reduce_scatter_tensor(into, tensor, reduction, async_op=True) for into, tensor in pairs]
+            )
+
+        return self._issue("reduce_scatter_tensor_coalesced", list(inputs), issue, opts)
+
+    # ---- no tensor ----
+
+    @disable_dynamo
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Return on any rank only after all ranks have called it."""
+        group = self.syncline_group
+        return self._issue("barrier", [], lambda is_async: group.barrier(async_op=is_async), opts, timeout)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names the ranks that do not come. A limit of zero waits for nobody; a negative one is the group's."""
+        waits_for_nobody = timeout is not None and not timeout
+        limit_s = _AT_ONCE_S if waits_for_nobody else time_limit_s(timeout)
+        monitored_barrier(self.syncline_group, limit_s, wait_all_ranks)
+
+    def _reduced_together(self, tensors: list[torch.Tensor], reduction: Any) -> Work:
+        return _there(all_reduce_coalesced(tensors, reduction, self.syncline_group, async_op=True))
+
+    # What torch called them before it renamed them, and C++ calls still.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _rows(tensors: Any) -> list[torch.Tensor]:
+    """The tensors for all ranks, from a list of them or a list of such lists for several devices."""
+    some(tensors, "this collective")
+    rows = only(tensors, "list of tensors") if isinstance(tensors[0], (list, tuple)) else tensors
+    return list(rows)
+
+
+def _there(work: Work | None) -> Work:
+    assert work is not None  # it was asked for
+    return work

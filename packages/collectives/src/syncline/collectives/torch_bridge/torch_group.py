@@ -1,0 +1,306 @@
+"""Any torch.distributed process group seen as one of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from ..engine.cancel_scope import DEFAULT_TIMEOUT_S
+from ..engine.signature import Signature
+from ..engine.transfer import TransferWork
+from ..errors import InvalidArgumentError
+from ..group import ProcessGroup
+from ..reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction, divide
+from ..tensors.layout import bytes_of, flat, in_plain_order
+from ..tensors.packing import in_one_block, pack, unpack
+from ..tensors.reduction import core_op, reduce_in_rank_order
+from ..work import Work
+from .torch_work import TorchRequest, TorchWork, mapped
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend as TorchBackend  # the base of ProcessGroupGloo
+
+_TORCH_OP: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.BAND: dist.ReduceOp.BAND,
+    ReduceOp.BOR: dist.ReduceOp.BOR,
+    ReduceOp.BXOR: dist.ReduceOp.BXOR,
+}
+
+# What torch's CPU groups reduce only in another dtype: halves to round once, int16 and bool because Gloo has neither.
+_REDUCED_AS = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32), **dict.fromkeys(BOOL, torch.uint8)}
+
+# In a ring of float32 a rank sends less than 8 bytes for each half; its halves to every other rank are 2 bytes for each.
+_RING_FROM_RANKS = 4
+
+
+def as_process_group(torch_group: dist.ProcessGroup) -> ProcessGroup:
+    """A torch.distributed group as one of ours: the group itself that `torch_backend` has put under it, else a `TorchGroup`."""
+    ours = getattr(torch_group, "syncline_group", None)
+    return ours if isinstance(ours, ProcessGroup) else TorchGroup(torch_group)
+
+
+class TorchGroup(ProcessGroup):
+    """Issues each collective at once, on the caller's thread, on a torch.distributed group.
+
+    The order of collectives is therefore torch's: the order of the calls. A collective that is issued from a future's
+    callback has no defined place among those of other threads; `GlooBackend` puts `HostGroup` around this class to give it
+    one. Closing it leaves the torch group alone, which belongs to whoever made it.
+    """
+
+    def __init__(
+        self, torch_group: dist.ProcessGroup | TorchBackend, *, name: str = "torch", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s)
+        self.torch_group: Any = torch_group  # the stub of Backend has no collectives
+
+    @property
+    def backend_name(self) -> str:
+        """The name "torch"."""
+        return "torch"
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """All that torch may serve; the torch group itself refuses those that it does not."""
+        return frozenset({"cpu", "cuda"})
+
+    @property
+    def profiled_as(self) -> None:
+        """Nobody: torch shows its own."""
+
+    def describe(self) -> str:
+        """The torch group's own name and torch's version."""
+        return f"torch.distributed {self.torch_group.name()} of torch {torch.__version__}"
+
+    def close(self) -> None:
+        """Nothing: the torch group is its maker's."""
+
+    def abort(self) -> None:
+        """Nothing: the torch group is its maker's."""
+
+    # ---- calls ----
+
+    @override
+    def _issue(
+        self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
+    ) -> Work:
+        is_root = signature.root == self.rank
+        match signature.name:
+            case "barrier":
+                return self._work([], self.torch_group.barrier(dist.BarrierOptions()), None, async_op)
+            case "all_reduce":
+                return self._all_reduce(writes[0], signature.reduction, async_op)
+            case "reduce":
+                return self._reduce(writes[0], signature.root_rank, signature.reduction, async_op)
+            case "reduce_scatter" | "reduce_scatter_tensor":
+                return self._reduce_scatter(writes[0], in_one_block(reads), signature.reduction, async_op)
+            case "broadcast":
+                return self._broadcast(writes[0], signature.root_rank, async_op)
+            case "all_gather":
+                return self._all_gather(list(writes), reads[0], async_op)
+            case "all_gather_into_tensor":
+                return self._all_gather_into_tensor(writes[0], reads[0], async_op)
+            case "gather":
+                return self._gather(reads[0], list(writes) if is_root else None, signature.root_rank, async_op)
+            case "scatter":
+                return self._scatter(writes[0], list(reads) if is_root else None, signature.root_rank, async_op)
+            case "all_to_all" | "all_to_all_single":
+                return self._all_to_all(signature, list(writes), reads, async_op)
+        raise AssertionError(f"no collective {signature.name}")
+
+    # ---- reductions ----
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        if self._swaps_cheaper(tensor):
+            terms, torch_work = self._swapped(tensor)
+            return self._work([tensor], torch_work, lambda: _reduce_flat(op, terms, tensor), async_op)
+        if not _torch_reduces(tensor, op):
+            terms, torch_work = self._gathered(tensor)
+            return self._work([tensor], torch_work, lambda: tensor.copy_(reduce_in_rank_order(op, terms)), async_op)
+        wire = _reducible(tensor, op)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _TORCH_OP[core_op(op)]
+        torch_work = self.torch_group.allreduce([wire], options)
+        return self._work([tensor], torch_work, lambda: self._deliver_reduced(wire, tensor, op), async_op)
+
+    def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
+        copy = tensor.clone()
+        return self._work([tensor], self._all_reduce(copy, op, async_op=True), self._on(root, tensor, copy), async_op)
+
+    def _reduce_scatter(self, output: torch.Tensor, wire: torch.Tensor, op: Reduction, async_op: bool) -> Work:
+        terms = torch.empty_like(wire)
+        counts = [output.numel()] * self.size
+
+        def deliver() -> None:
+            rows = terms.view(self.size, output.numel())
+            output.copy_(reduce_in_rank_order(op, list(rows)).view(output.shape))
+
+        return self._work([output], self._exchanged(terms, wire, counts, counts), deliver, async_op)
+
+    # ---- moves ----
+
+    def _broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work:
+        wire = in_plain_order(tensor)
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        torch_work = self.torch_group.broadcast([bytes_of(wire)], options)
+        return self._work([tensor], torch_work, None if wire is tensor else lambda: tensor.copy_(wire), async_op)
+
+    def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Work:
+        gathered, torch_work = self._gathered(tensor)
+        return self._work(outputs, torch_work, lambda: _copy_each(gathered, outputs), async_op)
+
+    def _all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool) -> Work:
+        gathered, torch_work = self._gathered(tensor)
+
+        def deliver() -> None:
+            output.copy_(torch.cat([row.view(-1) for row in gathered]).view(output.shape))
+
+        return self._work([output], torch_work, deliver, async_op)
+
+    def _gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
+        wire = in_plain_order(tensor)
+        gathered = [torch.empty_like(wire) for _ in outputs or ()]
+        options = dist.GatherOptions()
+        options.rootRank = root
+        into = [[bytes_of(row) for row in gathered]] if outputs is not None else []
+        torch_work = self.torch_group.gather(into, [bytes_of(wire)], options)
+        return self._work(outputs or [], torch_work, lambda: _copy_each(gathered, outputs or []), async_op)
+
+    def _scatter(self, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
+        wire = in_plain_order(tensor)
+        options = dist.ScatterOptions()
+        options.rootRank = root
+        source = [[bytes_of(in_plain_order(entry)) for entry in inputs]] if inputs is not None else []
+        torch_work = self.torch_group.scatter([bytes_of(wire)], source, options)
+        return self._work([tensor], torch_work, None if wire is tensor else lambda: tensor.copy_(wire), async_op)
+
+    def _all_to_all(
+        self, signature: Signature, outputs: list[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
+    ) -> Work:
+        received, sent = pack(signature.name, inputs, outputs, self.size)
+        assert sent is not None
+        assert signature.splits is not None
+        torch_work = self._exchanged(flat(received), flat(sent), *signature.splits)
+        return self._work(outputs, torch_work, lambda: unpack(signature.name, received, sent, outputs), async_op)
+
+    # ---- the rest ----
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
+        return self._transfer(self.start_send(in_plain_order(tensor), dst, tag), tensor, lambda: None, async_op)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
+        wire = in_plain_order(tensor)
+        deliver = (lambda: None) if wire is tensor else (lambda: tensor.copy_(wire))
+        return self._transfer(self.start_recv(wire, src, tag), tensor, deliver, async_op)
+
+    def start_send(self, wire: torch.Tensor, dst: int, tag: int) -> TorchRequest:
+        """Begin to send a tensor in plain order."""
+        torch_work = _begun(lambda: self.torch_group.send([bytes_of(wire)], dst, tag))
+        return TorchRequest(torch_work, wire, receives=False)
+
+    def start_recv(self, wire: torch.Tensor, src: int | None, tag: int) -> TorchRequest:
+        """Begin to receive into a tensor in plain order."""
+        into = [bytes_of(wire)]
+        group = self.torch_group
+        torch_work = _begun(lambda: group.recv_anysource(into, tag) if src is None else group.recv(into, src, tag))
+        return TorchRequest(torch_work, wire, receives=True, source=src)
+
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:  # noqa: ARG002 - the contract's
+        raise InvalidArgumentError(
+            f"split on {self.place()}: this group belongs to torch.distributed; make the new one there "
+            "(torch.distributed.new_group) and wrap it in TorchGroup"
+        )
+
+    # ---- shared ----
+
+    def _swaps_cheaper(self, tensor: torch.Tensor) -> bool:
+        """Whether all ranks' halves are fewer bytes on the wire than a ring of float32, `8 * (size - 1) / size` for each."""
+        return tensor.dtype in HALVES and tensor.device.type == "cpu" and 1 < self.size < _RING_FROM_RANKS
+
+    def _gathered(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        wire = in_plain_order(tensor)
+        gathered = [torch.empty_like(wire) for _ in range(self.size)]
+        return gathered, self.torch_group.allgather([[bytes_of(row) for row in gathered]], [bytes_of(wire)])
+
+    def _swapped(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        """All ranks' tensors, flat, in rank order; less copying in torch than its all-gather does."""
+        wire = in_plain_order(tensor).view(-1)
+        received = wire.new_empty(self.size - 1, wire.numel())
+        counts = [0 if rank == self.rank else wire.numel() for rank in range(self.size)]
+        sent = wire if self.size == 2 else wire.repeat(self.size - 1)
+        torch_work = self._exchanged(received, sent, counts, counts)
+        return [*received[: self.rank], wire, *received[self.rank :]], torch_work
+
+    def _exchanged(
+        self, received: torch.Tensor, sent: torch.Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]
+    ) -> Any:
+        itemsize = sent.element_size()
+        return self.torch_group.alltoall_base(
+            bytes_of(received),
+            bytes_of(sent),
+            [count * itemsize for count in received_counts],
+            [count * itemsize for count in sent_counts],
+            dist.AllToAllOptions(),
+        )
+
+    def _deliver_reduced(self, wire: torch.Tensor, tensor: torch.Tensor, op: Reduction) -> None:
+        if op is ReduceOp.AVG:
+            divide(wire, self.size)
+        result = torch.view_as_complex(wire) if tensor.is_complex() else wire
+        if result.data_ptr() != tensor.data_ptr():
+            tensor.copy_(result)
+
+    def _on(self, root: int, tensor: torch.Tensor, copy: torch.Tensor) -> Callable[[], Any] | None:
+        return (lambda: tensor.copy_(copy)) if self.rank == root else None
+
+    def _work(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work:
+        work = TorchWork(tensors, torch_work, finish)
+        if not async_op:
+            work.wait(self.timeout_s)
+        return work
+
+    def _transfer(self, request: TorchRequest, tensor: torch.Tensor, deliver: Callable[[], Any], async_op: bool) -> Work:
+        work = TransferWork(request, [tensor], deliver, lambda: f"a transfer on {self.place()}", self.timeout_s)
+        if not async_op:
+            work.wait(self.timeout_s)
+        return work
+
+
+def _torch_reduces(tensor: torch.Tensor, op: Reduction) -> bool:
+    """Whether the real numbers of a complex one can be reduced instead, and not-a-number reaches all ranks."""
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return not tensor.is_floating_point()
+    return op is not ReduceOp.PRODUCT or not tensor.is_complex()
+
+
+def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
+    """The tensor as torch's CPU groups can reduce it: itself, if it lies in plain order and its dtype is among theirs."""
+    plain = in_plain_order(tensor)
+    real = torch.view_as_real(plain) if tensor.is_complex() else plain
+    wire = real.to(_REDUCED_AS.get(real.dtype, real.dtype))
+    return wire.mul_(op.factor) if isinstance(op, PremulSum) else wire
+
+
+def _reduce_flat(op: Reduction, terms: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    into.copy_(reduce_in_rank_order(op, terms).view(into.shape))
+
+
+def _begun(begin: Callable[[], Any]) -> Any:
+    """What torch returns of a transfer: Gloo refuses to begin one with a rank whose connection is broken."""
+    try:
+        return begin()
+    except RuntimeError as error:
+        raise mapped(error) from error
+
+
+def _copy_each(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

@@ -1,0 +1,193 @@
+"""Works and requests of torch.distributed seen as ours."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from ..engine.cancel_scope import CancelScope, seconds
+from ..engine.transport import Request
+from ..errors import CollectiveTimeout, TransportError
+from ..tensors.layout import untracked
+from ..torch_internals import source_rank
+from ..work import TensorsFuture, Work
+
+
+class TorchRequest(Request):
+    """A torch.distributed send or receive; torch cannot say whether it is over without waiting for it."""
+
+    def __init__(self, torch_work: Any, wire: torch.Tensor, *, receives: bool, source: int | None = None) -> None:
+        self._torch_work = torch_work
+        self._wire = wire
+        self._receives = receives
+        self._source = source
+        self._over = False
+
+    def wait(self, scope: CancelScope) -> None:
+        """Block in torch."""
+        if self._over:
+            return
+        try:
+            self._torch_work.wait(timedelta(seconds=max(scope.remaining_s(), 1e-3)))
+        except RuntimeError as error:
+            raise mapped(error) from error
+        self._over = True
+        if self._receives and self._source is None:
+            self._source = source_rank(self._torch_work)
+
+    def test(self) -> bool:
+        """Whether `wait` has returned."""
+        return self._over
+
+    def source(self) -> int | None:
+        """The sender, once a receive is over."""
+        return self._source
+
+
+def mapped(error: RuntimeError) -> TransportError:
+    """Ours for an error of torch.distributed."""
+    timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+    kind = CollectiveTimeout if timed_out else TransportError
+    return kind(f"torch.distributed reported: {error}")
+
+
+class TorchWork(Work):
+    """A torch.distributed work, and what remains to be done when it has finished.
+
+    Whoever waits does what remains. Only a future has it done on torch's own thread, so a work without a future leaves no
+    Python object on that thread. (Gloo's thread must not drop the last reference to its group: the group would join it.)
+
+    Args:
+        tensors: the outputs.
+        torch_work: what torch returned.
+        finish: what remains to be done, or None.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None) -> None:
+        self._tensors = tensors
+        self._torch_work = torch_work
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._future: TensorsFuture | None = None
+        self._done = False
+        self._error: BaseException | None = None
+
+    @override
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        try:
+            if timeout is None:
+                self._torch_work.wait()
+            else:
+                self._torch_work.wait(timedelta(seconds=seconds(timeout)))
+            with self._lock:
+                future = self._future
+                if future is None and not self._done:
+                    self._do_what_remains()
+            if future is not None:
+                future.wait()
+        except RuntimeError as error:
+            self._error = mapped(error)
+            raise self._error from error
+        return True
+
+    def wait_for(self, limit_s: float) -> bool:
+        """Wait `limit_s` seconds at most: whether it is over, and what remained is done. It can be waited for again.
+
+        Raises:
+            TransportError: it failed; a `CollectiveTimeout` if torch itself gave it up.
+        """
+        try:
+            return self.wait(limit_s)
+        except CollectiveTimeout:
+            if self._torch_work.is_completed():
+                return self.wait()
+            self._error = None
+            return False
+
+    def is_completed(self) -> bool:
+        """Whether the collective and what followed it are done."""
+        if self._future is not None:
+            return self._future.done()
+        return self._done or (bool(self._torch_work.is_completed()) and self._completes())
+
+    def exception(self) -> BaseException | None:
+        """The error, if it has finished with one."""
+        if self._error is None and self.is_completed() and self._future is not None:
+            self._completes()
+        return self._error
+
+    @override
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> TensorsFuture:
+        """A future that completes when `wait` would return."""
+        with self._lock:
+            if self._future is None:
+                self._future = self._torch_work.get_future().then(_Delivery(self._deliver))
+            return self._future
+
+    def _deliver(self, done: Any) -> list[torch.Tensor]:
+        done.value()
+        if not self._done:
+            self._do_what_remains()
+        return self._tensors
+
+    def _do_what_remains(self) -> None:
+        if self._finish is not None:
+            with untracked():
+                self._finish()
+        self._finish = None  # it may know the group, and is dropped by torch's thread
+        self._done = True
+
+    def _completes(self) -> bool:
+        try:
+            return self.wait()
+        except (CollectiveTimeout, TransportError):
+            return True
+
+
+class _Delivery:
+    """What a future of torch calls on torch's own thread.
+
+    Note [Leaving while torch's thread drops what it called]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    A future is over before the thread that completes it has dropped the functions that it called. If the program ends in
+    between, that thread finds no interpreter to drop them with, and aborts the process ("terminate called without an active
+    exception"; so do torch's own communication hooks). So whoever leaves waits until torch has dropped those that were called.
+    It drops one of these when it has dropped all that depended on it.
+
+    After them that thread drops the work, and with it perhaps the last reference to a tensor that Python has seen, for which it
+    wants the interpreter, too. Nobody can see when it has done so, and the group is the script's: it is not ours to close. So
+    whoever leaves, lets the interpreter go for as long as a thread usually needs that just waits for it. That is no proof.
+    """
+
+    def __init__(self, deliver: Callable[[Any], Any]) -> None:
+        self._deliver = deliver
+        self.was_called = False
+        _deliveries.add(self)
+
+    def __call__(self, done: Any) -> Any:
+        self.was_called = True
+        return self._deliver(done)
+
+
+_EXIT_S = 5.0
+_LET_GO_S = 0.02  # four times the interval after which a thread asks for the interpreter
+_deliveries: weakref.WeakSet[_Delivery] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_until_dropped() -> None:
+    end_s = time.monotonic() + _EXIT_S
+    while any(delivery.was_called for delivery in _deliveries) and time.monotonic() < end_s:
+        time.sleep(0.001)
+    time.sleep(_LET_GO_S)

@@ -1,0 +1,106 @@
+"""Our works seen as torch's."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InvalidArgumentError
+from ..torch_internals import disable_dynamo
+from ..work import TensorsFuture, Work, join_futures
+from .options import time_limit_s
+
+
+class TorchSideWork(dist.Work):
+    """One of our works, where torch wants one of its own.
+
+    C++ asks it for `wait` and `get_future` only; Python for the rest.
+
+    Args:
+        ours: the work.
+        timeout_s: how long `wait` waits unless it is told otherwise; None: as the group says.
+    """
+
+    def __init__(self, ours: Work, timeout_s: float | None = None) -> None:
+        super().__init__()
+        self.ours = ours
+        self._timeout_s = timeout_s
+
+    @disable_dynamo
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the collective has finished; on CUDA, order the current stream after it instead."""
+        limit_s = time_limit_s(timeout)
+        return self.ours.wait(self._timeout_s if limit_s is None else limit_s)
+
+    def synchronize(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """The same as `wait`, which on CUDA orders the stream."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has finished, well or badly."""
+        return self.ours.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it has finished well."""
+        return self.ours.is_completed() and self.ours.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """The error with which it failed, or None."""
+        return self.ours.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self.ours.result()
+
+    def source_rank(self) -> int:
+        """For a receive that has finished: the rank in the group that sent.
+
+        Raises:
+            InvalidArgumentError: it is no receive, or has not finished.
+        """
+        source = self.ours.source_rank()
+        if source is None:
+            raise InvalidArgumentError("source_rank() is of a receive that has finished, found another work; wait() first")
+        return source
+
+    _source_rank = source_rank
+
+    @disable_dynamo
+    def get_future(self) -> TensorsFuture:
+        """A future of the output tensors."""
+        return self.ours.get_future()
+
+
+class CoalescedWork(Work):
+    """What was issued between the start and the end of coalescing, as one work."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait for each; a limit is for each of them."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all have finished."""
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """The first error among them."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs of all, one after the other."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> TensorsFuture:
+        """Completes when all have finished."""
+        return join_futures([work.get_future() for work in self._works], self.result())

@@ -1,0 +1,216 @@
+"""DeviceTransport: tensors of a device beside those of the host, over a transport for host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from typing_extensions import override
+
+from ..engine.call import Call
+from ..engine.cancel_scope import CancelScope
+from ..engine.device import DeviceRuntime
+from ..engine.signature import Signature
+from ..engine.transport import Plan, Request, Transport
+from ..health.stalls import StatusPost
+
+# Of these the part goes in and the whole comes out; of the others the whole goes in and the part comes out.
+_PART_IS_READ = frozenset({"all_gather", "all_gather_into_tensor", "gather"})
+
+Keep = Callable[..., AbstractContextManager[None]]
+
+
+class DeviceTransport(Transport):
+    """Plans for tensors of the device go another way than those for tensors of the host: directly, or staged in host memory.
+
+    Args:
+        host: for tensors in host memory, and for calls without a tensor.
+        rank: this rank in it.
+        device: the device, and how to copy.
+        direct: for tensors of the device; without it they are staged.
+    """
+
+    def __init__(self, host: Transport, rank: int, device: DeviceRuntime, direct: Transport | None = None) -> None:
+        self.backend_name = host.backend_name
+        self._host = host
+        self._rank = rank
+        self._device = device
+        self._direct = direct
+        self._given_up: list[torch.Tensor] = []
+
+    @property
+    @override
+    def compares_every_call(self) -> bool:
+        """As the host transport does. A direct one compares each call: MPI takes CUDA memory in blocking calls only."""
+        return self._host.compares_every_call
+
+    def describe(self) -> str:
+        """What the host transport says, and how tensors of the device travel."""
+        way = "staged through the host" if self._direct is None else "directly"
+        return f"{self._host.describe()}, {self._device.device_type} {way}"
+
+    @override
+    def plan(self, signature: Signature) -> Plan:
+        if signature.device_type != self._device.device_type:
+            return self._host.plan(signature)
+        if self._direct is not None:
+            return self._direct.plan(signature)
+        return StagedPlan(
+            self._host.plan(signature._replace(device_type="cpu")), signature, self._rank, self._device, self._kept
+        )
+
+    @override
+    def barrier(self, call: Call) -> None:
+        """The host's: it does not wait for the device."""
+        self._host.barrier(call)
+
+    @override
+    def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:
+        return self._host.allocate(numel, dtype, call)
+
+    @override
+    def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
+        if not self._device.owns(tensor):
+            return self._host.start_send(tensor, dst, tag)
+        if self._direct is not None:
+            return self._direct.start_send(tensor, dst, tag)
+        return self._host.start_send(self._device.to_host(tensor), dst, tag)
+
+    @override
+    def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
+        if not self._device.owns(tensor):
+            return self._host.start_recv(tensor, src, tag)
+        if self._direct is not None:
+            return self._direct.start_recv(tensor, src, tag)
+        there = self._device.empty_on_host(tensor)
+        return StagedArrival(self._host.start_recv(there, src, tag), there, tensor, self._device)
+
+    @override
+    def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
+        return DeviceTransport(
+            self._host.subset(members, name, number, scope),
+            list(members).index(self._rank),
+            self._device,
+            None if self._direct is None else self._direct.subset(members, name, number, scope),
+        )
+
+    @override
+    def status_post(self) -> StatusPost | None:
+        return self._host.status_post()
+
+    @override
+    def give_up(self) -> None:
+        for transport in self._both():
+            transport.give_up()
+
+    @override
+    def lost_ranks(self) -> Sequence[int]:
+        return self._host.lost_ranks()
+
+    @override
+    def interrupt(self) -> None:
+        for transport in self._both():
+            transport.interrupt()
+
+    @override
+    def close(self) -> None:
+        for transport in reversed(self._both()):
+            transport.close()
+
+    @override
+    def abort(self) -> None:
+        for transport in reversed(self._both()):
+            transport.abort()
+
+    def _both(self) -> list[Transport]:
+        return [self._host] if self._direct is None else [self._host, self._direct]
+
+    @contextmanager
+    def _kept(self, *buffers: torch.Tensor | None) -> Iterator[None]:
+        """After a failure the library may still write to these: they are never given back."""
+        try:
+            yield
+        except BaseException:
+            self._given_up += [buffer for buffer in buffers if buffer is not None]
+            raise
+
+
+class StagedPlan(Plan):
+    """Copies to host memory, runs a plan of the host, and copies back.
+
+    Cost: each tensor that is read crosses to the host once, each tensor that is written crosses back once.
+
+    Args:
+        plan: for the same signature in host memory.
+        signature: of the calls.
+        rank: this rank.
+        device: copies.
+        kept: a context that keeps host memory if the plan fails inside it.
+    """
+
+    def __init__(self, plan: Plan, signature: Signature, rank: int, device: DeviceRuntime, kept: Keep) -> None:
+        self._plan = plan
+        self._device = device
+        self._kept = kept
+        name, is_root = signature.name, signature.root == rank
+        self._part_goes_in = name in _PART_IS_READ or name in ("all_reduce", "reduce") or (name == "broadcast" and is_root)
+        self._part_comes_out = (
+            name not in _PART_IS_READ and not (name == "reduce" and not is_root) and not (name == "broadcast" and is_root)
+        )
+        self._whole_goes_in = name not in _PART_IS_READ
+
+    @property
+    def algorithm(self) -> str:
+        """That of the host's plan."""
+        return self._plan.algorithm
+
+    def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
+        """As `Plan.run`."""
+        device = self._device
+        part_there = device.to_host(part) if self._part_goes_in else device.empty_on_host(part)
+        if whole is part or whole is None:
+            whole_there = None if whole is None else part_there
+        else:
+            whole_there = device.to_host(whole) if self._whole_goes_in else device.empty_on_host(whole)
+        with self._kept(part_there, whole_there):
+            self._plan.run(part_there, whole_there, call)
+        if self._part_comes_out:
+            device.to_device(part_there, part)
+        if whole is not None and whole_there is not None and not self._whole_goes_in:
+            device.to_device(whole_there, whole)
+
+
+class StagedArrival(Request):
+    """A receive into host memory, and the copy to the device after it."""
+
+    def __init__(self, request: Request, there: torch.Tensor, tensor: torch.Tensor, device: DeviceRuntime) -> None:
+        self._request = request
+        self._there = there
+        self._tensor = tensor
+        self._device = device
+        self._order = device.order([tensor])
+        self._is_over = False
+
+    def wait(self, scope: CancelScope) -> None:
+        """Wait, then copy."""
+        if not self._is_over:
+            self._request.wait(scope)
+            self._deliver()
+
+    def test(self) -> bool:
+        """Ask, and copy if it has arrived."""
+        if not self._is_over and self._request.test():
+            self._deliver()
+        return self._is_over
+
+    def source(self) -> int | None:
+        """The sender, once it is over."""
+        return self._request.source()
+
+    def _deliver(self) -> None:
+        """The copy is over on return, for nobody knows on which thread the tensor will be used."""
+        with self._order.entered():
+            self._device.to_device(self._there, self._tensor)
+            self._device.finish(self._tensor)
+        self._is_over = True

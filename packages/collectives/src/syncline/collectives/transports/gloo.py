@@ -1,0 +1,436 @@
+"""Gloo, the default that is embedded in torch: torch's own group, put into one total order."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from ..engine.call import Call
+from ..engine.cancel_scope import CancelScope, DetachedCall
+from ..engine.group import HostGroup
+from ..engine.queue import all_idle, finish_all
+from ..engine.tags import sized_wire_tag
+from ..engine.transport import LibraryTransport, Request, Transport
+from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, SynclineError, TransportError
+from ..health.liveness import Liveness
+from ..health.stalls import StatusPost
+from ..membership.reconnector import Generation
+from ..membership.shrinkable_group import ShrinkableGroup
+from ..reduce_op import HALVES, Reduction
+from ..startup.backend import Backend, ConnectRequest
+from ..startup.meeting import meet
+from ..startup.registry import load_backend
+from ..startup.rendezvous import loopback_host, store_at, store_of_running_job, tcp_store_of_rank_0
+from ..stores import AsTorchStore, FromTorchStore, Store
+from ..torch_bridge.torch_group import TorchGroup
+from ..torch_bridge.torch_work import TorchWork
+from ..work import Work
+from .gloo_reconnector import Connect, GlooReconnector, Job, admit_lack, store_lack
+
+# The store may outlive a group (torchrun's does), so every connection writes under a number of its own; all ranks connect
+# equally often.
+_generations = itertools.count()
+# Below it two collectives take longer than one of twice the bytes.
+_SCATTER_HALVES_FROM_BYTES = 64 * 1024
+# A collective that takes long looks whether waiting is in vain; rarer the longer it takes.
+_FIRST_LOOK_S, _LOOK_S = 0.1, 0.5
+_LARGEST_TAG = 2**31 - 1
+_open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
+
+
+class GlooTransport(LibraryTransport):
+    """Blocking collectives of a torch Gloo group.
+
+    Args:
+        group: the torch group.
+        store: where subsets of its ranks find one another.
+        host: whose address alone Gloo shall use; None for its choice.
+        liveness: says which of the ranks are lost; None where nobody can know.
+    """
+
+    backend_name = "gloo"
+
+    def __init__(
+        self, group: TorchGroup, store: dist.Store, host: str | None = None, *, liveness: Liveness | None = None
+    ) -> None:
+        self._group = group
+        self.liveness = liveness
+        self._store = store
+        self._host = host
+        self._subsets: Counter[str] = Counter()  # how many of each name and members were made
+        _open.add(self)
+
+    def describe(self) -> str:
+        """Gloo's version is torch's."""
+        return f"gloo of torch {torch.__version__}"
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
+        """Gloo's ring; halves of some size as a reduce-scatter and an all-gather, which move two bytes for each."""
+        if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
+            _wait(self._group.all_reduce(tensor, op, async_op=True), call.scope)
+            return
+        padded = torch.nn.functional.pad(tensor, (0, -tensor.numel() % self._group.size))
+        part = torch.empty_like(padded.view(self._group.size, -1)[0])
+        _wait(self._group.reduce_scatter_tensor(part, padded, op, async_op=True), call.scope)
+        _wait(self._group.all_gather_into_tensor(padded, part, async_op=True), call.scope)
+        tensor.copy_(padded[: tensor.numel()])
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
+        """An all_reduce of a copy."""
+        _wait(self._group.reduce(tensor, root, op, async_op=True), call.scope)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
+        """Gloo's broadcast of bytes."""
+        _wait(self._group.broadcast(tensor, root, async_op=True), call.scope)
+
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
+        """Gloo's all-gather of bytes."""
+        _wait(self._group.all_gather_into_tensor(block, tensor, async_op=True), call.scope)
+
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
+        """Gloo's gather of bytes."""
+        _wait(self._group.gather(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
+
+    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
+        """Gloo's scatter of bytes."""
+        _wait(self._group.scatter(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
+
+    def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
+        """An all-to-all of bytes, then a reduction in rank order."""
+        _wait(self._group.reduce_scatter_tensor(tensor, block, op, async_op=True), call.scope)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        call: Call,
+    ) -> None:
+        """Gloo's all-to-all of bytes."""
+        _wait(self._group.all_to_all_single(output, tensor, output_counts, input_counts, async_op=True), call.scope)
+
+    @override
+    def barrier(self, call: Call) -> None:
+        _wait(self._group.barrier(async_op=True), call.scope)
+
+    @override
+    def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
+        return self._group.start_send(tensor, dst, _tag(tag, tensor))
+
+    @override
+    def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
+        return self._group.start_recv(tensor, src, _tag(tag, tensor))
+
+    @override
+    def status_post(self) -> StatusPost:
+        return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
+
+    def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
+        """Another Gloo group, which meets in the same store, where no other of its name and members has met."""
+        rank = list(members).index(self._group.rank)
+        group = f"{name}/{crc32(repr(list(members)).encode()):x}"
+        self._subsets[group] += 1
+        store = dist.PrefixStore(f"{group}/{self._subsets[group]}", self._store)
+        return connect(store, rank, len(members), name, scope, self._host)
+
+    def outlive(self, store: dist.Store, timeout_s: float) -> None:
+        """After connecting under a shorter limit: let subsets meet in this store, and collectives take so many seconds."""
+        self._store = store
+        self._group.torch_group._set_default_timeout(timedelta(seconds=timeout_s))
+
+    def close(self) -> None:
+        """Gloo closes its sockets when the last reference to the group goes."""
+        _open.discard(self)
+        del self._group
+
+    def abort(self) -> None:
+        """Keep the torch group until the process is gone: its destructor would wait for what is in flight.
+
+        The reference is never given back, not even when the interpreter ends: two ranks that gave up one collective would then
+        wait for one another.
+        """
+        _open.discard(self)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
+        return None if block is None else list(block.view(self._group.size, part.numel()))
+
+
+class _StorePost(StatusPost):
+    """Lines in the store, and how many were written."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._count = 0
+
+    @override
+    def post(self, line: str) -> None:
+        self._store.set(str(self._rank), line)
+        self._store.add("count", 1)
+
+    @override
+    def posted(self) -> Mapping[int, str]:
+        count = self._store.add("count", 0)
+        if count == self._count:
+            return {}
+        self._count = count
+        present = (rank for rank in range(self._size) if self._store.check([str(rank)]))
+        return {rank: self._store.get(str(rank)).decode() for rank in present}
+
+
+def connect(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    name: str,
+    scope: CancelScope,
+    host: str | None = None,
+    liveness: Liveness | None = None,
+) -> GlooTransport:
+    """Connect with the other ranks, who call it with the same store, size and name; over one address of a host, or Gloo's.
+
+    Gloo's own limit holds for each of its steps, and not for connecting as a whole. So the ranks meet in the store first, which
+    is where one that does not come is found, and Gloo connects on a thread that is left behind when the time is up. Ranks that
+    know one another (`liveness`) do not meet before.
+
+    Raises:
+        CollectiveTimeout: not all ranks came, or Gloo did not connect them in time.
+        RankLostError: a rank ended while they connected.
+        TransportError: Gloo failed.
+    """
+    place = f"Gloo could not connect rank {rank} of {size} in group '{name}'"
+    ours = dist.PrefixStore(name, store)
+    try:
+        known = liveness or Liveness(meet(FromTorchStore(ours), rank, size, scope), rank)
+        gloo = _connect_patiently(partial(_connected, ours, rank, size, scope.timeout_s, host), known, scope)
+    except SynclineError as error:
+        raise error.reworded(f"{place}: {error}") from error.__cause__
+    except TimeoutError as error:
+        raise CollectiveTimeout(f"{place} within {scope.timeout_s:g} s (timeout): {error}") from error
+    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=scope.timeout_s), store, host, liveness=known)
+
+
+def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: CancelScope) -> Any:
+    patience = CancelScope(scope.remaining_s(), liveness.reason_to_give_up)
+    try:
+        return DetachedCall(connect, "syncline-gloo-connect").wait(
+            patience, _FIRST_LOOK_S, "it takes too long, though all ranks have come; can they reach one another's addresses?"
+        )
+    except (SynclineError, TimeoutError):
+        raise
+    except RuntimeError as error:
+        raise (liveness.loss_behind(error) or TransportError(str(error))) from error
+
+
+def _connected(store: dist.Store, rank: int, size: int, timeout_s: float, host: str | None) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [_device(host)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _tag(tag: int, tensor: torch.Tensor) -> int:
+    """Gloo compares neither dtypes nor sizes, so only tensors of one dtype and size meet."""
+    return sized_wire_tag(tag, tensor.dtype, tensor.numel(), _LARGEST_TAG)
+
+
+def _device(host: str | None) -> Any:
+    gloo = dist.ProcessGroupGloo
+    return gloo.create_default_device() if host is None else gloo.create_device(hostname=host)
+
+
+def _wait(work: Work, scope: CancelScope) -> None:
+    """Wait, and look now and then whether that is in vain."""
+    assert isinstance(work, TorchWork)
+    slice_s = _FIRST_LOOK_S
+    try:
+        while not work.wait_for(min(max(scope.remaining_s(), 1e-3), slice_s)):
+            scope.check("Gloo does not say which ranks do not take part")
+            slice_s = min(1.2 * slice_s, _LOOK_S)
+    except CollectiveTimeout as error:
+        raise TimeoutError(str(error)) from error
+
+
+class GlooBackend(Backend):
+    """Ranks are processes that find one another through a store."""
+
+    @property
+    @override
+    def meets_in_store(self) -> bool:
+        return True
+
+    @property
+    @override
+    def serves_newcomers(self) -> bool:
+        return True
+
+    def missing(self) -> str | None:
+        """Some builds of torch have no Gloo."""
+        if dist.is_available() and dist.is_gloo_available():
+            return None
+        return "this build of torch has no Gloo; install one of torch's standard wheels"
+
+    def connect(self, request: ConnectRequest) -> HostGroup:
+        """Rendezvous, then connect every rank with every other over TCP."""
+        lack = self.missing()
+        if lack is not None:
+            raise BackendUnavailableError(f"backend 'gloo': {lack}")
+        if request.joins:
+            return _newcomer(request)
+        store, rank, size = rendezvous(request)
+        store = _numbered(store)
+        host = _only_host(request, size)
+        transport = connect(store, rank, size, request.group_name, CancelScope(request.timeout_s), host)
+        generation, lack = Generation(0, tuple(range(size)), rank), store_lack(request, size)
+        job = Job(size, _options(request))
+        reconnector = GlooReconnector(store, generation, job, _connect_again(request, store, host), lack, admit_lack(request))
+        return _started(transport, reconnector, request)
+
+
+def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
+    """A group of one, whose process waits until the members of a job let it in; they met in the store that it finds."""
+    lack = admit_lack(request)
+    if lack is not None:
+        raise LaunchError(f"backend 'gloo': SYNCLINE_JOIN=1 says that this process joins a job that runs, but {lack}")
+    if request.store is not None:
+        met_in = _given(request.store)
+    else:
+        met_in = store_of_running_job(request.init_method or "", request.timeout_s)
+    store = _numbered(met_in)
+    reconnector = GlooReconnector.of_newcomer(store, _options(request), _connect_again(request, store, None), request.timeout_s)
+    alone = connect(dist.HashStore(), 0, 1, request.group_name, CancelScope(request.timeout_s))
+    return _started(alone, reconnector, request)
+
+
+def _started(transport: GlooTransport, reconnector: GlooReconnector, request: ConnectRequest) -> ShrinkableGroup:
+    options = {"name": request.group_name, "timeout_s": request.timeout_s, "check_calls": request.check_calls}
+    group = ShrinkableGroup(transport, reconnector, **options)
+    group.start(_options(request), request.stall_warning_s)
+    return group
+
+
+def _options(request: ConnectRequest) -> dict[str, bool]:
+    return {"check_calls": request.check_calls, "reproducible": request.reproducible}
+
+
+def _connect_again(request: ConnectRequest, store: dist.Store, host: str | None) -> Connect:
+    def connect_again(generation: Generation, known: Liveness, met_in: dist.Store, timeout_s: float) -> GlooTransport:
+        size, scope = len(generation.members), CancelScope(timeout_s)
+        again = connect(met_in, generation.rank, size, request.group_name, scope, host, known)
+        again.outlive(dist.PrefixStore(f"{generation.prefix}/subsets", store), request.timeout_s)
+        return again
+
+    return connect_again
+
+
+def _numbered(store: dist.Store) -> dist.Store:
+    return dist.PrefixStore(f"syncline/{next(_generations)}", store)
+
+
+def _given(store: Store | dist.Store) -> dist.Store:
+    return AsTorchStore(store) if isinstance(store, Store) else store
+
+
+def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
+    """A store that all ranks share, this process's rank, and the number of ranks."""
+    rank, size = _place(request)
+    return _shared_store(request, rank, size), rank, size
+
+
+def _shared_store(request: ConnectRequest, rank: int, size: int) -> dist.Store:
+    if request.store is not None:
+        return _given(request.store)
+    if request.init_method is not None:
+        return store_at(request.init_method, rank, size, request.timeout_s)
+    if size == 1:
+        return dist.HashStore()
+    lack = None
+    if request.launch is not None and request.launch.is_mpi:
+        lack = load_backend("mpi").missing()
+        if lack is None:
+            return _over_mpi(request)
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return store_at("env://", rank, size, request.timeout_s)
+    raise LaunchError(
+        f"backend 'gloo' has {size} ranks and no way for them to meet: expected an init_method (such as "
+        "'file:///shared/folder' or 'tcp://host:port?secret_file=PATH'), a store, MASTER_ADDR and MASTER_PORT as torchrun sets "
+        f"them, or a launch by MPI{'' if lack is None else f'; MPI launched this job, but cannot be used: {lack}'}"
+    )
+
+
+def _only_host(request: ConnectRequest, size: int) -> str | None:
+    """The loopback address, if the ranks meet there."""
+    if size == 1 or request.store is not None or (request.launch is not None and request.launch.is_mpi):
+        return None
+    if request.init_method is not None:
+        return loopback_host(request.init_method)
+    return loopback_host("env://") if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ else None
+
+
+def _place(request: ConnectRequest) -> tuple[int, int]:
+    launch = request.launch
+    if launch is None:
+        if request.world_size is None:
+            return 0, 1
+        if request.rank is None:
+            raise LaunchError(f"world_size={request.world_size} was given without a rank, and nothing launched this process")
+        if request.rank >= request.world_size:
+            raise LaunchError(f"expected a rank in 0..{request.world_size - 1} for that world_size, found {request.rank}")
+        return request.rank, request.world_size
+    if launch.world_size is None and request.world_size is None:
+        raise LaunchError(f"{launch.launcher} does not say how many processes there are; give world_size, or use backend 'mpi'")
+    for what, asked, told in (
+        ("world_size", request.world_size, launch.world_size),
+        ("rank", request.rank, launch.rank),
+    ):
+        if asked is not None and told is not None and asked != told:
+            raise LaunchError(
+                f"{what}={asked} was asked for, but {launch.launcher} says {told}; leave {what} out, or launch differently"
+            )
+    return launch.rank, launch.world_size or request.world_size or 1
+
+
+def _over_mpi(request: ConnectRequest) -> dist.Store:
+    """A store on a port that the system chose; MPI tells the others where it is."""
+    mpi = load_backend("mpi").connect(request)
+    try:
+        return tcp_store_of_rank_0(mpi, request.timeout_s)
+    finally:
+        mpi.close()
+        # After MPI's own, hence before it: a process that MPI keeps at its end shall not keep its sockets.
+        atexit.register(_hang_up)
+
+
+@atexit.register
+def _hang_up() -> None:
+    """Close the connections of all groups, so that ranks that wait for this one fail, as when the process is gone.
+
+    Note [Leaving while Gloo's thread drops a work]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    A collective is over before Gloo's own thread has dropped its work, and with it perhaps the last reference to a tensor. On a
+    busy machine the program may end in between. That thread then finds no interpreter to drop the tensor with, and aborts the
+    process ("terminate called without an active exception"). To close a group waits for its threads, so it is done while there
+    is an interpreter; but not while something is in flight, for which closing would wait as long as for the time limit.
+    """
+    finish_all()
+    for transport in list(_open) if all_idle() else []:
+        transport.close()
+
+
+backend = GlooBackend()

@@ -1,0 +1,184 @@
+"""How the survivors of a Gloo group meet again: in the store in which they met at first, if that is still there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from ..engine.cancel_scope import CancelScope
+from ..engine.transport import Transport
+from ..errors import DisagreementError, StoreError
+from ..health.liveness import Liveness
+from ..health.process_identity import ProcessIdentity, ProcessState, has_ended, own_identity
+from ..membership.join_queue import JoinQueue
+from ..membership.reconnector import WAITING, Generation
+from ..membership.store_reconnector import StoreReconnector
+from ..startup.backend import ConnectRequest
+from ..stores import AsTorchStore, FromTorchStore, PrefixStore, Store
+from ..stores.polling import poll
+from ..stores.store import as_keys, key_timeout
+
+Connect = Callable[[Generation, Liveness, dist.Store, float], Transport]
+
+_JOB = "job"
+_REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder') or start them with torchrun"
+
+
+def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why the store in which the ranks meet would not outlive each of them; None if it would. A pure function.
+
+    A store that the caller gave is taken for one that does.
+    """
+    if size == 1 or request.store is not None:
+        return None
+    if request.init_method is not None and request.init_method.startswith("file:"):
+        return None
+    is_env = request.init_method is None or request.init_method.startswith("env:")
+    if is_env and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    return f"the ranks of this Gloo group met in a store that rank 0 serves, and that would end with it; {_REMEDY}"
+
+
+def admit_lack(request: ConnectRequest) -> str | None:
+    """Why a process that comes later would not find the store in which the ranks meet; None if it would. A pure function."""
+    if request.store is not None or (request.init_method or "").startswith("file:"):
+        return None
+    return (
+        "a process that comes later finds the others in a folder, or in a store that it is given, and these ranks met in "
+        "neither; use init_method='file:///shared/folder'"
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a newcomer must know of a job.
+
+    Attributes:
+        size: how many ranks it began with.
+        options: what changes how the ranks communicate.
+    """
+
+    size: int
+    options: Mapping[str, bool]
+
+
+class GlooReconnector(StoreReconnector):
+    """Members are processes; each leaves in the store who it is, so that those on its machine know when it has ended.
+
+    Args:
+        store: where the first generation met.
+        generation: of the group as it is.
+        job: what newcomers must know.
+        connect: connects `(generation, liveness, store, timeout_s)` by Gloo; the store is good for no longer than that.
+        lack: why the members cannot meet again, or None.
+        lack_for_newcomers: why nobody else can come, or None.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        generation: Generation,
+        job: Job,
+        connect: Connect,
+        lack: str | None = None,
+        lack_for_newcomers: str | None = None,
+    ) -> None:
+        super().__init__(FromTorchStore(store), generation, job.size)
+        self._connect = connect
+        self._lack = lack
+        self._lack_for_newcomers = lack_for_newcomers
+        self._processes: dict[int, ProcessIdentity | None] = {}
+        if lack is None:
+            mine = own_identity()
+            self.store.set(f"process/{generation.me}", "" if mine is None else mine.to_text())
+            if not generation.is_waiting:
+                self.store.set(_JOB, json.dumps(asdict(job)))
+
+    @classmethod
+    def of_newcomer(cls, store: dist.Store, options: Mapping[str, bool], connect: Connect, timeout_s: float) -> GlooReconnector:
+        """That of a process that came later.
+
+        Raises:
+            StoreError: the job's ranks have left no word here that newcomers need.
+            DisagreementError: they were given other options.
+        """
+        said = json.loads(FromTorchStore(store).get(_JOB, timeout_s))
+        job = Job(said["size"], said["options"])
+        if job.options != options:
+            raise DisagreementError(
+                f"this process joins a job whose ranks were given {job.options}, and was given {dict(options)}; call "
+                "init_process_group alike"
+            )
+        me = JoinQueue(FromTorchStore(store), job.size).take_number()
+        return cls(store, Generation(WAITING, (me,), me), job, connect)
+
+    @override
+    def missing(self) -> str | None:
+        return self._lack
+
+    @override
+    def missing_for_admit(self) -> str | None:
+        return self._lack or self._lack_for_newcomers
+
+    @override
+    def has_ended(self, member: int) -> bool:
+        return has_ended(self._process(member))
+
+    @override
+    def is_running(self, member: int) -> bool:
+        process = self._process(member)
+        return process is not None and process.state() is ProcessState.RUNNING
+
+    def _process(self, member: int) -> ProcessIdentity | None:
+        if member not in self._processes:
+            key = f"process/{member}"
+            if not self.store.check([key]):
+                return None  # it has not come so far, or was killed on the way
+            self._processes[member] = ProcessIdentity.parse(self.store.get(key).decode())
+        return self._processes[member]
+
+    def _liveness(self, generation: Generation) -> Liveness:
+        processes = {rank: self._process(member) for rank, member in enumerate(generation.members)}
+        return Liveness({rank: known for rank, known in processes.items() if known is not None}, generation.rank)
+
+    @override
+    def connect(self, generation: Generation, timeout_s: float) -> Transport:
+        watched = AsTorchStore(_WatchedStore(self._keys(generation), lambda: self._ended(generation), timeout_s))
+        transport = self._connect(generation, self._liveness(generation), watched, timeout_s)
+        watched.release()  # after a failure a thread of Gloo's may still ask it
+        return transport
+
+    def _ended(self, generation: Generation) -> list[int]:
+        return [member for member in generation.members if self.has_ended(member)]
+
+
+class _WatchedStore(PrefixStore):
+    """A store in which nobody waits for a member that has ended."""
+
+    def __init__(self, store: Store, ended: Callable[[], Sequence[int]], timeout_s: float) -> None:
+        super().__init__("gloo", store, timeout_s)
+        self._ended = ended
+
+    @override
+    def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
+        self.wait([key], timeout)
+        return super().get(key, timeout)
+
+    @override
+    def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
+        timeout_s, names = self._limit_s(timeout), as_keys(keys)
+
+        def is_over() -> bool:
+            ended = [] if self.check(names) else self._ended()
+            if ended:
+                raise StoreError(f"{self.describe()}: member(s) {json.dumps(list(ended))} ended before all had connected")
+            return self.check(names)
+
+        if not poll(is_over, CancelScope(timeout_s)):
+            raise key_timeout(names, self.describe(), timeout_s)

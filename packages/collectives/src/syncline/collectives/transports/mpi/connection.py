@@ -1,0 +1,128 @@
+"""Connecting the processes of an MPI job, once MPI can be loaded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from mpi4py import MPI
+
+from ...engine.device import DeviceRuntime
+from ...engine.group import HostGroup
+from ...engine.transport import Transport
+from ...errors import BackendUnavailableError, LaunchError
+from ...health.liveness import Liveness
+from ...membership.shrinkable_group import ShrinkableGroup
+from ...startup.algorithm_thresholds import AlgorithmThresholds
+from ...startup.backend import ConnectRequest
+from ...startup.srun import srun_hint
+from ..cuda import cuda_runtime
+from ..cuda_awareness import CudaAwareness, try_cuda_awareness
+from ..device import DeviceTransport
+from .fault_tolerance import revoked_on_failure
+from .job_abort import ExitBarrier, abort_on_uncaught
+from .library import library_name
+from .node.node_transport import NodeTransport
+from .reconnector import MPIReconnector
+from .ring_all_reduce import largest_piece_bytes
+from .transport import MPITransport
+
+
+def connect(request: ConnectRequest) -> HostGroup:
+    """Start MPI if nobody has, and make a group of a duplicate of MPI_COMM_WORLD."""
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    abort_on_uncaught()
+    world = MPI.COMM_WORLD
+    _check_threads()
+    _check_sizes(request, world.Get_rank(), world.Get_size())
+    exit_barrier = _exit_barrier()
+    device = cuda_runtime() if request.wants("cuda") else None
+    thresholds, piece_bytes = world.bcast((request.thresholds, largest_piece_bytes()))
+    connect = functools.partial(_transport, request, thresholds, piece_bytes, device, exit_barrier.liveness)
+    reconnector = MPIReconnector(world.Dup(), connect, exit_barrier.leavers, request.group_name)
+    group = ShrinkableGroup(
+        reconnector.transport,
+        reconnector,
+        name=request.group_name,
+        timeout_s=request.timeout_s,
+        device=device,
+        check_calls=request.check_calls,
+    )
+    group.start({"check_calls": request.check_calls, "reproducible": request.reproducible}, request.stall_warning_s)
+    return group
+
+
+def _transport(
+    request: ConnectRequest,
+    thresholds: AlgorithmThresholds | None,
+    piece_bytes: int,
+    device: DeviceRuntime | None,
+    liveness: Liveness,
+    communicator: MPI.Intracomm,
+    members: Sequence[int],
+) -> Transport:
+    """Connect the ranks of a communicator, which are `members` in MPI_COMM_WORLD. A collective of it."""
+    rank = communicator.Get_rank()
+    duplicate = communicator.Dup()
+    with revoked_on_failure(duplicate):
+        transport: Transport = NodeTransport(
+            duplicate, reproducible=request.reproducible, thresholds=thresholds, piece_bytes=piece_bytes
+        )
+    direct = None
+    if _all_are_cuda_aware(device, communicator):
+        duplicate = communicator.Dup()
+        with revoked_on_failure(duplicate):
+            direct = MPITransport(duplicate, reproducible=request.reproducible, on_device=True)
+    if device is not None:
+        transport = DeviceTransport(transport, rank, device, direct)
+    transport.liveness = liveness.part(members, rank, transport.lost_ranks)
+    return transport
+
+
+def _all_are_cuda_aware(device: DeviceRuntime | None, communicator: MPI.Intracomm) -> bool:
+    """Whether every rank has CUDA devices whose memory MPI can be given. A collective of the communicator."""
+    is_aware = device is not None and _cuda_awareness().is_aware
+    return bool(communicator.allreduce(is_aware, MPI.LAND))
+
+
+@functools.cache
+def _cuda_awareness() -> CudaAwareness:
+    return try_cuda_awareness()
+
+
+def _check_threads() -> None:
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise BackendUnavailableError(
+            f"backend 'mpi' needs an MPI started with MPI_THREAD_MULTIPLE, but {library_name()} was started with a lower "
+            "level. Do not lower mpi4py.rc.thread_level, do not initialise MPI before Syncline, or use another MPI build"
+        )
+
+
+def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
+    launch = request.launch
+    if launch is not None and not launch.is_mpi and launch.least_world_size() > size:
+        raise LaunchError(
+            f"backend 'mpi' was asked for, but {launch.launcher} started these {launch.least_world_size()} ranks and does not "
+            "start MPI programs. Start them with mpiexec or srun, or choose backend 'gloo' (unset SYNCLINE_BACKEND)"
+        )
+    if launch is not None and launch.world_size not in (None, size):
+        raise LaunchError(
+            f"{launch.launcher} started {launch.world_size} rank(s), but {library_name()} sees {size}: the launcher and the "
+            "library belong to different MPIs. Use that library's mpiexec, or set MPI4PY_LIBMPI to the launcher's libmpi.so"
+            f"{srun_hint(launch.launcher)}"
+        )
+    if request.world_size is not None and request.world_size != size:
+        raise LaunchError(
+            f"world_size={request.world_size} was asked for, but {library_name()} started {size} rank(s); leave world_size "
+            f"out, or start {request.world_size} ranks"
+        )
+    if request.rank is not None and request.rank != rank:
+        raise LaunchError(
+            f"rank={request.rank} was asked for, but {library_name()} says that this is rank {rank}; leave rank out"
+        )
+
+
+@functools.cache
+def _exit_barrier() -> ExitBarrier:
+    return ExitBarrier()

@@ -1,0 +1,75 @@
+"""From torch dtypes and reductions to MPI's: one table each."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from mpi4py import MPI
+
+from ...reduce_op import ReduceOp, Reduction
+from ...tensors.reduction import core_op
+
+# The types that MPI itself can reduce. float16, bfloat16 and float8 are not among them: no MPI type is portable for them,
+# and none may travel as an integer into a reduction. See `MPITransport`, which moves them as bytes and adds in float32.
+REDUCIBLE: dict[torch.dtype, MPI.Datatype] = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.bool: MPI.C_BOOL,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+
+_OPS: dict[ReduceOp, MPI.Op] = {
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.AVG: MPI.SUM,
+    ReduceOp.PRODUCT: MPI.PROD,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.MAX: MPI.MAX,
+    ReduceOp.BAND: MPI.BAND,
+    ReduceOp.BOR: MPI.BOR,
+    ReduceOp.BXOR: MPI.BXOR,
+}
+
+# MPI's C_BOOL has logical reductions only; on truth values they are the minimum, the maximum and the bitwise ones.
+_OPS_ON_BOOL: dict[ReduceOp, MPI.Op] = {
+    ReduceOp.MIN: MPI.LAND,
+    ReduceOp.BAND: MPI.LAND,
+    ReduceOp.MAX: MPI.LOR,
+    ReduceOp.BOR: MPI.LOR,
+    ReduceOp.BXOR: MPI.LXOR,
+}
+
+
+_SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
+
+
+@functools.lru_cache(maxsize=256)
+def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
+    """The type and reduction by which MPI itself does what `op` promises, or None if it does not.
+
+    AVG and PREMUL_SUM are a SUM that the caller scales. None for what is not in `REDUCIBLE`. None for MIN and MAX of floats:
+    what MPI makes of a not-a-number depends on the rank. None for sums of small integers, which shall wrap around: with vector
+    instructions Open MPI lets them stick at the largest value.
+    """
+    core = core_op(op)
+    is_fickle = core in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_floating_point
+    may_stick = core is ReduceOp.SUM and dtype in _SMALL_INTEGERS
+    if dtype not in REDUCIBLE or is_fickle or may_stick:
+        return None
+    return REDUCIBLE[dtype], (_OPS_ON_BOOL if dtype is torch.bool else _OPS)[core]
+
+
+def memory(tensor: torch.Tensor) -> MPI.buffer:
+    """The bytes of a contiguous tensor, for MPI to read and write. The caller keeps the tensor alive.
+
+    Of a CUDA tensor MPI knows no stream, so this waits until the device has done what the current stream was given.
+    """
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)

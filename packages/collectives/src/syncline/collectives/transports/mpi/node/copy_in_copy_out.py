@@ -1,0 +1,220 @@
+"""Reductions of plain memory: copied into a window of the group, reduced there, and copied out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import memmove
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from ....engine.call import Call
+from ....engine.signature import Signature
+from ....tensors.layout import flat
+from ....tensors.reduction import reduce_into
+from ...shared_memory.segment import Segment
+from .algorithm import Operation, chunks, slice_of
+from .plan import Algorithm, Node
+
+# Each chunk costs a barrier, which is little where every rank has a core, and much where it has not. But what was copied in
+# shall still be in the core's cache when it is reduced.
+SLOT_BYTES = 1 << 20
+SLOTS = 3
+
+_T = TypeVar("_T")
+
+
+class StagingArea:
+    """A window of the group with three slots for each rank, used in turn; made when it is first needed.
+
+    Note [Slots in turn]
+    ~~~~~~~~~~~~~~~~~~~~
+    Chunks use the slots in turn, whatever collectives they belong to, and every rank passes the same barriers, at least one for
+    each chunk. What is written for chunk k is read after a barrier. The last reads of chunk k are over when their rank comes to
+    the barrier of chunk k + 2 (a rank copies chunk k out after the barrier of chunk k + 1). The first writes of chunk k + 3, to
+    the same slot, come after the barrier of chunk k + 2. So nothing is overwritten that somebody still reads, without further
+    barriers.
+
+    Args:
+        node: of the group.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._segment: Segment | None = None
+        self._may_exist = True
+        self._next = 0
+
+    def segment(self, call: Call) -> Segment | None:
+        """The window; None, on all ranks, if it cannot be had. All ranks call it at the same point of their order."""
+        if self._segment is None and self._may_exist:
+            self._segment = self._node.segment(SLOTS * SLOT_BYTES, call)
+            self._may_exist = self._segment is not None
+        return self._segment
+
+    def take(self) -> int:
+        """The number of the slot whose turn it is."""
+        number = self._next
+        self._next = (number + 1) % SLOTS
+        return number
+
+    def forget(self) -> None:
+        """Give the window back."""
+        self._segment, self._may_exist = None, False
+
+
+class _Copy(NamedTuple):
+    """One copy between a slot and a tensor.
+
+    Attributes:
+        slot: the address in the slot.
+        offset_bytes: from the beginning of the tensor, or of the chunk in it.
+        nbytes: how much.
+    """
+
+    slot: int
+    offset_bytes: int
+    nbytes: int
+
+
+class _Step(NamedTuple):
+    """What a rank does with a chunk of one length in one slot.
+
+    Attributes:
+        copies_in: from the rank's tensor (the block) to its slot: what the other ranks reduce.
+        slots: of each rank, in its slot, the slice that this rank reduces; its own is read where it is.
+        share: the slice that this rank reduces: where it begins in the chunk, and how long it is, in elements.
+        copy_to_slot: from the rank's tensor to its slot, of what it has reduced; None if nobody else wants it.
+        copies_out: from the slots to the rank's tensor: what the other ranks have reduced.
+    """
+
+    copies_in: list[_Copy]
+    slots: list[torch.Tensor]
+    share: tuple[int, int]
+    copy_to_slot: _Copy | None
+    copies_out: list[_Copy]
+
+
+class CopyInCopyOut(Algorithm):
+    """`all_reduce` and `reduce_scatter` through the staging area, chunk by chunk.
+
+    A rank copies into its slot what the others reduce of its chunk. After a barrier it reduces its own slice, in rank order,
+    from the others' slots and its own tensor, into its tensor. For `all_reduce` it copies that into its slot as well, and the
+    others' slices out of theirs after the next barrier. A rank copies in the next chunk before it reduces this one, so one
+    barrier serves for both.
+
+    Cost of n bytes in p ranks: n - n/p copied in and n/p reduced; for `all_reduce` n/p more copied in and n - n/p copied out,
+    and one barrier more than chunks.
+
+    Args:
+        node: of the group.
+        signature: of the calls.
+        operation: what they do.
+        staging: of the group.
+    """
+
+    name = "copy-in copy-out"
+
+    def __init__(self, node: Node, signature: Signature, operation: Operation, staging: StagingArea) -> None:
+        self._node = node
+        self._numel, self._dtype, self._op = signature.numel, signature.element_dtype, signature.reduction
+        self._is_all_reduce = operation is Operation.ALL_REDUCE
+        self._staging = staging
+        self._segment: Segment | None = None
+        self._steps: dict[tuple[int, int], _Step] = {}
+        self._chunks: list[tuple[int, int]] = []
+
+    def is_ready(self, call: Call) -> bool:
+        """Cut the tensor into chunks that fit the slots, at the first call."""
+        if self._segment is None:
+            segment = self._segment = self._staging.segment(call)
+            if segment is not None:
+                parts = 1 if self._is_all_reduce else segment.parts
+                step = max(1, SLOT_BYTES // (parts * self._dtype.itemsize))
+                self._chunks = list(chunks(0, self._numel, step))
+        return self._segment is not None
+
+    def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
+        """As `Plan.run`."""
+        segment, sync = self._segment, self._node.local_sync(call)
+        assert segment is not None
+        out, itemsize = flat(part), self._dtype.itemsize
+        own = out if self._is_all_reduce else flat(whole).narrow(0, segment.mine * self._numel, self._numel)
+        source, target = whole.data_ptr(), part.data_ptr()
+        pending: tuple[_Step, int] | None = None
+        for start, stop in self._chunks:
+            step = self._step(segment, self._staging.take(), stop - start)
+            for slot, offset, nbytes in step.copies_in:
+                memmove(slot, source + start * itemsize + offset, nbytes)
+            if pending is not None:
+                self._reduce(*pending, own, out)
+            sync.wait(call)
+            if pending is not None:
+                _copy_out(pending[0], target + pending[1] * itemsize)
+            pending = step, start
+        assert pending is not None
+        self._reduce(*pending, own, out)
+        if self._is_all_reduce:
+            sync.wait(call)
+            _copy_out(pending[0], target + pending[1] * itemsize)
+
+    def _reduce(self, step: _Step, start: int, own: torch.Tensor, out: torch.Tensor) -> None:
+        """Reduce this rank's slice of the chunk that begins at `start` in its own terms and in the result."""
+        begin, numel = step.share
+        if numel == 0:
+            return
+        assert self._segment is not None
+        terms = step.slots.copy()
+        terms[self._segment.mine] = own.narrow(0, start + begin, numel)
+        result = out.narrow(0, start + begin, numel)
+        reduce_into(result, self._op, terms)
+        if step.copy_to_slot is not None:
+            memmove(step.copy_to_slot.slot, result.data_ptr(), step.copy_to_slot.nbytes)
+
+    def _step(self, segment: Segment, number: int, length: int) -> _Step:
+        step = self._steps.get((number, length))
+        if step is None:
+            make = self._all_reduce_step if self._is_all_reduce else self._reduce_scatter_step
+            step = self._steps[number, length] = make(segment, number * SLOT_BYTES, length)
+        return step
+
+    def _all_reduce_step(self, segment: Segment, offset: int, length: int) -> _Step:
+        mine, itemsize = segment.mine, self._dtype.itemsize
+        slots = _slots(segment, offset)
+        shares = [slice_of(length, segment.parts, rank) for rank in range(segment.parts)]
+        copies = [(start * itemsize, (stop - start) * itemsize) for start, stop in shares]
+        copies_in = [_Copy(slots[mine] + start, start, nbytes) for start, nbytes in _without(mine, copies)]
+        copies_out = [
+            _Copy(slot + start, start, nbytes)
+            for slot, (start, nbytes) in zip(_without(mine, slots), _without(mine, copies), strict=True)
+        ]
+        (start, stop), (start_byte, nbytes) = shares[mine], copies[mine]
+        terms = self._terms(segment, offset + start_byte, stop - start)
+        return _Step(copies_in, terms, (start, stop - start), _Copy(slots[mine] + start_byte, start_byte, nbytes), copies_out)
+
+    def _reduce_scatter_step(self, segment: Segment, offset: int, length: int) -> _Step:
+        mine, itemsize = segment.mine, self._dtype.itemsize
+        slot, nbytes, part_bytes = _slots(segment, offset)[mine], length * itemsize, self._numel * itemsize
+        others = _without(mine, range(segment.parts))
+        copies_in = [_Copy(slot + rank * nbytes, rank * part_bytes, nbytes) for rank in others]
+        return _Step(copies_in, self._terms(segment, offset + mine * nbytes, length), (0, length), None, [])
+
+    def _terms(self, segment: Segment, offset_bytes: int, numel: int) -> list[torch.Tensor]:
+        if numel == 0:
+            return []
+        with torch.inference_mode(False):  # they serve calls outside that mode, too
+            return segment.rows(offset_bytes, numel, self._dtype)
+
+
+def _without(mine: int, of_ranks: Sequence[_T]) -> list[_T]:
+    """What the other ranks have, in rank order."""
+    return [*of_ranks[:mine], *of_ranks[mine + 1 :]]
+
+
+def _copy_out(step: _Step, target: int) -> None:
+    for slot, offset, nbytes in step.copies_out:
+        memmove(target + offset, slot, nbytes)
+
+
+def _slots(segment: Segment, offset_bytes: int) -> list[int]:
+    return [slot.data_ptr() for slot in segment.rows(offset_bytes, 1, torch.uint8)]

@@ -1,0 +1,110 @@
+"""Collectives of small tensors: each rank writes its tensor to its eager slot, and reads the slots of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from ....engine.call import Call
+from ....engine.signature import Signature
+from ....tensors.layout import flat
+from ....tensors.reduction import always_of
+from .algorithm import Operation, Size
+from .plan import Algorithm, Node
+from .shared_sync import SharedSync, ShmBarrier
+
+# Memory at an address, given a number of bytes: to copy by slices takes a third of the time of ctypes' memmove if they are few.
+_memory_at: Callable[[int, int], Any] = MPI.buffer.fromaddress
+
+#: Reads the slots of one turn: given this rank's part and the whole.
+_Read = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class Eager(Algorithm):
+    """One arrival (see Note [Arrivals in turn]) compares the call and hands over the data; each rank reads p n bytes.
+
+    This is the fastest way where a tensor is so small that arrivals are what counts. Every rank reduces everything, in rank
+    order, so all get the same bits.
+
+    Args:
+        node: of the group.
+        signature: of the calls.
+        operation: what they do.
+        size: of each call; what a rank shows fits in a slot.
+    """
+
+    name = "eager"
+    compares = False
+
+    def __init__(self, node: Node, signature: Signature, operation: Operation, size: Size) -> None:
+        self._node = node
+        self._signature = signature
+        self._operation = operation
+        self._shown_bytes = size.shown
+        self._shows_part = operation is Operation.ALL_GATHER
+        self._sync: SharedSync | None = None
+        self._turns: list[tuple[memoryview | None, _Read]] = []
+
+    def is_ready(self, call: Call) -> bool:
+        """Lay out the slots of both turns, at the first call."""
+        if self._sync is None:
+            self._sync = self._node.shared_sync(call)
+            if self._sync is not None:
+                self._turns = [self._laid_out(self._sync.barrier, turn) for turn in (0, 1)]
+        return self._sync is not None
+
+    def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
+        """Write to the slot, compare the call (once more), read the slots."""
+        sync = self._sync
+        assert sync is not None
+        slot, read = self._turns[(sync.barrier.arrivals + 1) & 1]
+        if slot is not None:
+            slot[:] = _memory_at((part if self._shows_part else whole).data_ptr(), self._shown_bytes)
+        sync.same(call)
+        read(part, whole)
+
+    def _laid_out(self, barrier: ShmBarrier, turn: int) -> tuple[memoryview | None, _Read]:
+        """This rank's slot, None if it shows nothing; and how to read the slots."""
+        signature, mine = self._signature, barrier.mine
+        slots = [
+            memoryview(_memory_at(slot.data_ptr(), slot.nbytes)) for slot in barrier.slots(turn, self._shown_bytes, torch.uint8)
+        ]
+        if self._operation is Operation.BROADCAST:
+            root = signature.root_rank
+            return (slots[mine], _nothing) if mine == root else (None, _copy(slots[root]))
+        if self._operation is Operation.ALL_GATHER:
+            return slots[mine], _gather(slots)
+        offset_bytes = mine * signature.nbytes if self._operation is Operation.REDUCE_SCATTER else 0
+        terms = barrier.slots(turn, signature.numel, signature.element_dtype, offset_bytes)
+        return slots[mine], _reduce(always_of(terms, signature.reduction, signature.element_dtype))
+
+
+def _reduce(reduce: Callable[..., object]) -> _Read:
+    def read(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - it is in a slot as well
+        reduce(out=flat(part))
+
+    return read
+
+
+def _nothing(part: torch.Tensor, whole: torch.Tensor) -> None:
+    """Nobody overwrites a root's tensor."""
+
+
+def _copy(slot: memoryview) -> _Read:
+    def read(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - one is the other
+        _memory_at(part.data_ptr(), slot.nbytes)[:] = slot
+
+    return read
+
+
+def _gather(slots: list[memoryview]) -> _Read:
+    def read(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - it is in a slot as well
+        address = whole.data_ptr()
+        for slot in slots:
+            _memory_at(address, slot.nbytes)[:] = slot
+            address += slot.nbytes
+
+    return read

@@ -1,0 +1,135 @@
+"""All-reduce between several nodes: by the slice, of tensors in windows and of others that are staged in one."""
+
+from __future__ import annotations
+
+import torch
+
+from ....engine.call import Call
+from ....engine.signature import Signature
+from ....reduce_op import ReduceOp, Reduction, divide
+from ....tensors.layout import flat
+from ....tensors.reduction import combine, core_op
+from ...shared_memory.segment import Segment
+from ..transport import MPITransport
+from .algorithm import chunks, slice_of
+from .plan import Algorithm, InWindow, Node
+from .windows import Place
+
+# What is sent between nodes at a time: large against the latency of a network, small enough to be memory that is soon used
+# again.
+CHUNK_BYTES = 4 << 20
+# What is staged of a tensor that is in no window, for each rank.
+STAGE_BYTES = 16 << 20
+
+
+class NodeReduction:
+    """Combines a slice inside the node, then with the other leaders of that slice, and copies it to all ranks of this node.
+
+    Args:
+        node: of the group.
+        between: of the leaders of this rank's slice; None if it leads none.
+        ranks: how many ranks the group has.
+    """
+
+    def __init__(self, node: Node, between: MPITransport | None, ranks: int) -> None:
+        self._node = node
+        self._rank = node.hierarchy.node.Get_rank()
+        self._leaders = node.hierarchy.leaders
+        self._between = between
+        self._ranks = ranks
+        self._stage: Segment | None = None
+        self._may_stage = True
+
+    def stage(self, call: Call) -> Segment | None:
+        """Memory to stage tensors in; None, on all ranks, if it cannot be had."""
+        if self._stage is None and self._may_stage:
+            self._stage = self._node.segment(STAGE_BYTES, call)
+            self._may_stage = self._stage is not None
+        return self._stage
+
+    def run(self, place: Place, numel: int, call: Call) -> None:
+        """Combine `numel` elements that lie at the same place on all ranks, which have come together; they must do so after it."""
+        start, stop = slice_of(numel, self._leaders, self._rank) if self._rank < self._leaders else (0, 0)
+        if self._between is None or start == stop:
+            return
+        op, dtype = call.signature.reduction, call.signature.element_dtype
+        rows = place.segment.rows(place.offset_bytes + start * dtype.itemsize, stop - start, dtype)
+        for begin, end in chunks(0, stop - start, CHUNK_BYTES // dtype.itemsize):
+            self._reduce([row[begin:end] for row in rows], self._between, op, call)
+
+    def forget(self) -> None:
+        """Give the stage back."""
+        self._stage, self._may_stage = None, False
+
+    def _reduce(self, terms: list[torch.Tensor], between: MPITransport, op: Reduction, call: Call) -> None:
+        """Halves shall be rounded once: they travel as the float32 that they are summed in, and come back as halves."""
+        mine = terms[self._rank]
+        total = combine(op, terms, mine)
+        between.presync(total.nbytes, call)
+        if total.dtype is not mine.dtype:
+            divisor = self._ranks if op is ReduceOp.AVG else 1
+            between.all_reduce_widened(total, core_op(op), divisor, mine, call)
+        else:
+            between.all_reduce(total, core_op(op), call)
+            if op is ReduceOp.AVG:
+                divide(total, self._ranks)
+            if total is not mine:
+                mine.copy_(total)
+        for rank, term in enumerate(terms):
+            if rank != self._rank:
+                term.copy_(mine)
+
+
+class HierarchicalWindow(InWindow):
+    """Tensors in a window of each node.
+
+    Args:
+        node: of the group.
+        signature: of the calls.
+        reduction: of the group.
+    """
+
+    name = "hierarchical"
+
+    def __init__(self, node: Node, signature: Signature, reduction: NodeReduction) -> None:
+        self._node = node
+        self._numel = signature.numel
+        self._reduction = reduction
+
+    def run(self, place: int, part: torch.Tensor, call: Call) -> None:  # noqa: ARG002 - the place says where it is
+        """As `InWindow.run`."""
+        self._reduction.run(self._node.memory.windows.place(place), self._numel, call)
+        self._node.local_sync(call).wait(call)
+
+
+class Hierarchical(Algorithm):
+    """Tensors in no window, staged piece by piece.
+
+    Other ranks touch a rank's part of the stage only between one coming-together and the next.
+
+    Args:
+        node: of the group.
+        reduction: of the group.
+    """
+
+    name = "hierarchical"
+
+    def __init__(self, node: Node, reduction: NodeReduction) -> None:
+        self._node = node
+        self._reduction = reduction
+
+    def is_ready(self, call: Call) -> bool:
+        """Whether there is memory to stage in."""
+        return self._reduction.stage(call) is not None
+
+    def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:  # noqa: ARG002 - one is the other
+        """Stage a piece, come together, reduce; again for each piece."""
+        stage, sync = self._reduction.stage(call), self._node.local_sync(call)
+        assert stage is not None
+        place = Place(stage, 0)
+        for piece in torch.split(flat(part), STAGE_BYTES // part.element_size()):
+            staged = stage.view(stage.mine, 0, piece.numel(), piece.dtype).copy_(piece)
+            sync.wait(call)
+            self._reduction.run(place, piece.numel(), call)
+            sync.wait(call)
+            piece.copy_(staged)

@@ -1,0 +1,63 @@
+"""Who shares a node with whom."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from mpi4py import MPI
+
+from .shared_sync import has_total_store_order
+
+SplitByNode = Callable[[MPI.Intracomm], MPI.Comm]
+
+
+def split_by_node(communicator: MPI.Intracomm) -> MPI.Comm:
+    """The ranks that can share memory with this one, in their order."""
+    return communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.Get_rank())
+
+
+class Hierarchy:
+    """The ranks of a group in two steps: inside each node, then across the nodes. Making one is a collective.
+
+    ::
+
+        node 0      node 1      node 2
+        rank 0 ---- rank 3 ---- rank 5     leaders of slice 0
+        rank 1 ---- rank 4 ---- rank 6     leaders of slice 1
+        rank 2                             leads none, for the smallest node has two ranks
+
+    Args:
+        communicator: of the whole group.
+        split: makes the communicator of this rank's node.
+
+    Attributes:
+        node: this rank's node.
+        nodes: how many there are.
+        shares_memory: whether any rank of the group is not alone on its node.
+        is_ordered: whether all processors let the ranks use a `ShmBarrier` (see `has_total_store_order`).
+        leaders: how many ranks of each node, its first, lead a slice of what is combined between nodes.
+        inter_node: those who lead the same slice as this rank, one on each node; None if it leads none, or there is nothing
+            to combine.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm, split: SplitByNode = split_by_node) -> None:
+        self.node = MPI.Intracomm(split(communicator))
+        size = self.node.Get_size()
+        largest, negative_smallest, is_unordered = _reduced(communicator, MPI.MAX, size, -size, not has_total_store_order())
+        (self.nodes,) = _reduced(communicator, MPI.SUM, self.node.Get_rank() == 0)
+        self.is_ordered = not is_unordered
+        self.shares_memory = largest > 1
+        self.leaders = -negative_smallest
+        self.inter_node = self._split_across(communicator) if self.nodes > 1 and self.shares_memory else None
+
+    def _split_across(self, communicator: MPI.Intracomm) -> MPI.Intracomm | None:
+        rank = self.node.Get_rank()
+        made = communicator.Split(rank if rank < self.leaders else MPI.UNDEFINED, communicator.Get_rank())
+        return None if made == MPI.COMM_NULL else MPI.Intracomm(made)
+
+
+def _reduced(communicator: MPI.Intracomm, op: MPI.Op, *mine: int) -> array[int]:
+    numbers = array("q", mine)
+    communicator.Allreduce(MPI.IN_PLACE, [numbers, MPI.INT64_T], op)
+    return numbers

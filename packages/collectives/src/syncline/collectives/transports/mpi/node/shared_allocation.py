@@ -1,0 +1,195 @@
+"""Making memory that the ranks of each node share: on all nodes, or nowhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import TypeVar
+
+import torch
+from mpi4py import MPI
+
+from ...shared_memory.fd_passing import FdServer, open_peer_fd, receive_fd, request_fd
+from ...shared_memory.memory_limit import Limit, Room, memory_limits, room_for_each
+from ...shared_memory.segment import Segment, create_file, padded, reserve
+from ..library import mpi_errors
+from ..sync import Run, all_gather_objects
+from .hierarchy import Hierarchy
+
+_T = TypeVar("_T")
+
+
+class SharedMemoryError(Exception):
+    """The memory cannot be had. All ranks of the group raise it together; it says where and why."""
+
+
+def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_bytes: int, run: Run) -> Segment:
+    """Memory with a part for each rank of a node. All ranks of the group call it.
+
+    Args:
+        hierarchy: of the group.
+        communicator: of the group.
+        part_bytes: for each rank.
+        run: an MPI operation, to its end.
+
+    Raises:
+        SharedMemoryError: a rank did not get it.
+    """
+    allocation = _Allocation(hierarchy.node, part_bytes, run)
+    try:
+        segment = allocation.segment()
+        _agree(communicator, allocation.problem(), run)  # from here on nobody needs the descriptor that the file was made with
+    finally:
+        allocation.close()
+    assert segment is not None
+    return segment
+
+
+class _Allocation:
+    """One rank's part in making a file that all ranks of its node have.
+
+    Whatever goes wrong on a rank, it takes part in everything that the others wait in, and reports its problem afterwards.
+
+    Args:
+        node: its ranks.
+        part_bytes: for each of them.
+        run: an MPI operation, to its end.
+    """
+
+    def __init__(self, node: MPI.Intracomm, part_bytes: int, run: Run) -> None:
+        self._run = run
+        self._problems: list[str] = []
+        self._node = node
+        self._part_bytes = part_bytes
+        self._is_first = node.Get_rank() == 0
+        self._file = -1
+
+    def segment(self) -> Segment | None:
+        """Each rank reserves its own part, whose pages so lie in the memory next to its core. None if something went wrong."""
+        origin = self._create()
+        if origin is not None and self._open(*origin):
+            with self._recording():
+                reserve(self._file, self._part_bytes, self._node.Get_rank())
+                segment = Segment(self._file, self._node.Get_size(), self._part_bytes, self._node.Get_rank())
+                segment.use_huge_pages()
+                return segment
+        return None
+
+    def problem(self) -> str:
+        """What went wrong on this rank, or nothing."""
+        return "; ".join(self._problems)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self._file >= 0:
+            os.close(self._file)
+
+    def _create(self) -> tuple[int, int, str] | None:
+        """The first rank makes the file, if there is room for it. Where it is, on all ranks of the node, or None."""
+        limits: list[Limit] = []
+        with self._recording():
+            limits = memory_limits()
+        everybodys = self._all_gather(limits)
+        name = f"syncline-{os.urandom(8).hex()}"
+        if self._is_first:
+            with self._recording():
+                _check_room(room_for_each(everybodys), padded(self._part_bytes))
+                self._file = create_file(name, self._node.Get_size() * padded(self._part_bytes))
+        return self._all_gather(None if self._file < 0 else (os.getpid(), self._file, name))[0]
+
+    def _open(self, pid: int, file: int, name: str) -> bool:
+        """The other ranks open the file where the first one has it, or are handed it."""
+        if not self._is_first:
+            with self._recording():
+                self._file = open_peer_fd(pid, file, name)
+        requests = sum(self._all_gather(self._file < 0))
+        if requests:
+            self._pass_fd(requests)
+        return self._file >= 0
+
+    def _pass_fd(self, requests: int) -> None:
+        """The second way, if some rank could not go the first."""
+        with ExitStack() as stack:
+            server, connection = None, None
+            if self._is_first:
+                with self._recording():
+                    server = stack.enter_context(closing(FdServer(self._file, requests)))
+            where = self._all_gather(None if server is None else (server.address, server.token))[0]
+            if self._file < 0 and where is not None:
+                with self._recording():
+                    connection = stack.enter_context(request_fd(*where))
+            self._all_gather(None)  # all who ask have asked
+            if server is not None:
+                with self._recording():
+                    server.serve()
+            if connection is not None:
+                with self._recording():
+                    self._file = receive_fd(connection)
+                    self._problems.clear()
+
+    def _all_gather(self, mine: _T) -> list[_T]:
+        return all_gather_objects(self._node, mine, self._run)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - all ranks hear of it
+            self._problems.append(str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
+
+
+def _check_room(room: Room | None, part_bytes: int) -> None:
+    if room is not None and part_bytes > room.each_bytes:
+        raise OSError(
+            errno.ENOMEM,
+            f"no room for {part_bytes:,} bytes of each rank: {room.limit.name} leaves {room.each_bytes:,} for each of the "
+            f"{room.sharers} rank(s) under it",
+        )
+
+
+def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
+    """Raise, on all ranks, if there is a problem on any. One reduction; the problems are gathered only if there are any."""
+    is_any = array("q", [bool(problem)])
+    run(lambda: communicator.Iallreduce(MPI.IN_PLACE, [is_any, MPI.INT64_T], MPI.MAX))
+    if is_any[0]:
+        said = enumerate(all_gather_objects(communicator, problem, run))
+        found = [f"rank {rank}: {text}" for rank, text in said if text]
+        raise SharedMemoryError(found[0] if len(found) == 1 else f"{found[0]} (and {len(found) - 1} more rank(s))")
+
+
+def probe_shared_memory() -> str:
+    """Let each rank of the job read what the others of its node wrote. A collective of all of them.
+
+    Returns:
+        The result in words, the same on all ranks: it begins with "yes", "no", or, where every rank is alone, "nothing".
+    """
+    with mpi_errors():
+        communicator = MPI.COMM_WORLD.Dup()
+        hierarchy = Hierarchy(communicator)
+        try:
+            return _result(hierarchy, communicator)
+        finally:
+            for made in (hierarchy.inter_node, hierarchy.node, communicator):
+                if made is not None:
+                    made.Free()
+
+
+def _result(hierarchy: Hierarchy, communicator: MPI.Intracomm) -> str:
+    if not hierarchy.shares_memory:
+        return "nothing to share: every rank is alone on its node"
+    try:
+        segment = allocate_shared(hierarchy, communicator, torch.int64.itemsize, lambda start: start().Wait())
+    except SharedMemoryError as error:
+        return f"no: {error}"
+    segment.view(segment.mine, 0, 1, torch.int64).fill_(communicator.Get_rank())
+    written = hierarchy.node.allgather(communicator.Get_rank())
+    read = [int(segment.view(rank, 0, 1, torch.int64).item()) for rank in range(len(written))]
+    wrong = [rank for rank, is_wrong in enumerate(communicator.allgather(read != written)) if is_wrong]
+    return (
+        f"no: rank(s) {wrong} did not read what others wrote"
+        if wrong
+        else "yes: each rank read what the others of its node wrote"
+    )

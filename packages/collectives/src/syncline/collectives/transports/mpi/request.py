@@ -1,0 +1,79 @@
+"""MPIRequest: a send or receive of MPI that has been started."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import ClassVar
+
+import torch
+from mpi4py import MPI
+from typing_extensions import override
+
+from ...engine.cancel_scope import CancelScope
+from ...engine.transport import Request
+from ...errors import DisagreementError
+from .library import mpi_errors, wait
+
+
+class MPIRequest(Request):
+    """A non-blocking MPI send or receive; keeps its tensor alive until it is over, also when the request is dropped before.
+
+    MPI reads or writes the tensor whenever the other rank comes. A receive that was given up is not cancelled: its message may
+    be on its way, and would be taken by the next receive.
+    """
+
+    _abandoned: ClassVar[deque[tuple[MPI.Request, torch.Tensor]]] = deque()
+
+    def __init__(self, request: MPI.Request, tensor: torch.Tensor, *, receives: bool = False) -> None:
+        self._request = request
+        self._receives = receives
+        self._tensor = tensor
+        self._status = MPI.Status()
+        self._over = False
+
+    @override
+    def wait(self, scope: CancelScope) -> None:
+        if not self._over:
+            with mpi_errors():
+                wait(self._request, scope, self._status)
+            self._end()
+
+    @override
+    def test(self) -> bool:
+        if not self._over:
+            with mpi_errors():
+                is_over = self._request.Test(self._status)
+            if is_over:
+                self._end()
+        return self._over
+
+    def __del__(self) -> None:
+        if not self._over:
+            self._abandoned.append((self._request, self._tensor))  # no call of MPI: it may be any thread, at any time
+
+    @classmethod
+    def free_abandoned(cls) -> None:
+        """Let go of the tensors of requests that were dropped and are over by now."""
+        for _ in range(len(cls._abandoned)):
+            try:
+                entry = cls._abandoned.popleft()
+            except IndexError:  # another thread does the same
+                return
+            try:
+                is_over = entry[0].Test()
+            except MPI.Exception:
+                is_over = False  # nobody knows
+            if not is_over:
+                cls._abandoned.append(entry)
+
+    def _end(self) -> None:
+        self._over = True
+        if self._receives and self._status.Get_count(MPI.BYTE) != self._tensor.nbytes:
+            raise DisagreementError(
+                f"rank {self._status.Get_source()} sent {self._status.Get_count(MPI.BYTE)} bytes, this rank expects "
+                f"{self._tensor.nbytes}; make both sides pass as many elements"
+            )
+
+    @override
+    def source(self) -> int | None:
+        return self._status.Get_source() if self._over else None

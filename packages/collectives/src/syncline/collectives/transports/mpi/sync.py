@@ -1,0 +1,133 @@
+"""Sync: how the ranks of a group come together for one call, and find out whether it is the same call. Here by messages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import TypeVar
+
+from mpi4py import MPI
+
+from ...engine.call import Call
+from ...errors import DisagreementError
+from ...health.statements import Statements, different_calls
+from .library import mapped, mpi_errors, wait
+from .neighbours import TimeoutReport
+
+NOWHERE = -1
+"""The place of a tensor that lies in no window."""
+
+_T = TypeVar("_T")
+
+#: Starts an MPI operation with the function given, and runs it to its end.
+Run = Callable[[Callable[[], MPI.Request]], object]
+
+
+class Sync(ABC):
+    """Lets the ranks wait for one another. All ranks call its methods at the same points of their order."""
+
+    @abstractmethod
+    def same(self, call: Call, place: int = NOWHERE) -> bool:
+        """Return when all ranks have come, and made the same call.
+
+        Args:
+            call: of this rank; `Signature.digest` says what is compared.
+            place: where this rank's tensor lies; compared as well.
+
+        Returns:
+            Whether all ranks gave the same place, and not `NOWHERE`.
+
+        Raises:
+            DisagreementError: the ranks make different calls; on all ranks.
+            TimeoutError: a rank did not come; the text says what is known of the ranks.
+            TransportError: a rank has given up, or the library failed; or the scope's reason.
+        """
+
+    @abstractmethod
+    def wait(self, call: Call) -> None:
+        """Return when all ranks have come. Raises as `same` does, but compares nothing."""
+
+
+class MessageSync(Sync):
+    """By collectives of MPI on a communicator of its own. Also runs any non-blocking operation of MPI to its end.
+
+    Args:
+        communicator: on which nobody else starts collectives.
+        report: asks the ranks after a time-out.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm, report: TimeoutReport) -> None:
+        self._communicator = communicator
+        self._report = report
+        self._numbers = array("q", (0,) * 4)
+        self._given_up: list[object] = []
+
+    def same(self, call: Call, place: int = NOWHERE) -> bool:
+        """As `Sync.same`. One reduction compares both numbers: if all are the same, the largest is also the smallest."""
+        digest, numbers = call.signature.digest(), self._numbers
+        numbers[0], numbers[1], numbers[2], numbers[3] = digest, -digest, place, -place
+        spec = (numbers, MPI.INT64_T)
+        self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX), nap=True)
+        if numbers[0] != -numbers[1]:
+            raise self.disagreement(call)
+        return numbers[2] == -numbers[3] != NOWHERE
+
+    def wait(self, call: Call) -> None:
+        """As `Sync.wait`."""
+        self.run(call, self._communicator.Ibarrier)
+
+    def disagreement(self, call: Call) -> DisagreementError:
+        """The error that names what each rank called. All ranks call this, when they know that the calls differ.
+
+        Raises:
+            TimeoutError: a rank does not answer: it has given up before.
+        """
+        signatures = all_gather_objects(self._communicator, str(call.signature), lambda start: self.run(call, start))
+        return different_calls(Statements.of(signatures))
+
+    def run(self, call: Call, start: Callable[[], MPI.Request], *, nap: bool = False) -> None:
+        """Start an operation and wait for it, as `library.wait` does.
+
+        Raises:
+            TimeoutError: the time limit was reached; the text says where the other ranks are.
+            TransportError: MPI failed; or the scope's reason.
+        """
+        request = None
+        try:
+            request = start()
+            wait(request, call.scope, nap=nap)
+        except MPI.Exception as error:
+            raise mapped(error) from error
+        except TimeoutError:
+            self.keep(request, start)
+            raise self.timeout(call) from None
+        except BaseException:
+            self.keep(request, start)
+            raise
+
+    def keep(self, *objects: object) -> None:
+        """Keep requests that were given up, and what MPI may still write to. The group's `_given_up` keeps the tensors."""
+        self._given_up.append(objects)
+
+    def timeout(self, call: Call) -> TimeoutError:
+        """A time-out in words that say where the other ranks are. Asks them, for a second or two."""
+        with mpi_errors():
+            return TimeoutError(self._report.collect(str(call.signature)))
+
+
+def all_gather_objects(communicator: MPI.Intracomm, mine: _T, run: Run) -> list[_T]:
+    """What each rank of a communicator gives, without any of them blocking inside MPI.
+
+    mpi4py's own form blocks. It has no time limit, and with some MPI libraries it stops the other threads of the process, in
+    which other groups may do the same: on two ranks in different order, and both wait for ever.
+    """
+    packed = MPI.pickle.dumps(mine)
+    sizes = array("q", [0]) * communicator.Get_size()
+    size = array("q", [len(packed)])
+    run(lambda: communicator.Iallgather([size, MPI.INT64_T], [sizes, MPI.INT64_T]))
+    block = bytearray(sum(sizes))
+    starts = [0, *accumulate(sizes)]
+    run(lambda: communicator.Iallgatherv([packed, MPI.BYTE], [block, (list(sizes), starts[:-1]), MPI.BYTE]))
+    return [MPI.pickle.loads(block[start:stop]) for start, stop in pairwise(starts)]

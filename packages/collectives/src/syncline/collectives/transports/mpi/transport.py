@@ -1,0 +1,423 @@
+"""MPITransport: the collectives of one MPI communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from typing_extensions import override
+
+from ...engine.call import Call
+from ...engine.cancel_scope import CancelScope
+from ...engine.signature import Signature
+from ...engine.tags import wire_tag
+from ...engine.transport import LibraryPlan, LibraryTransport, Plan, Request, Transport
+from ...health.stalls import StatusPost
+from ...reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction, divide
+from ...tensors.layout import bytes_of
+from ...tensors.reduction import core_op, reduce_in_rank_order
+from .datatypes import memory, mpi_reduction
+from .fault_tolerance import failed_ranks, is_fault_tolerant, revoke, revoked_on_failure
+from .library import Tag, library_name, mpi_errors
+from .neighbours import MPIStatusPost, TimeoutReport
+from .request import MPIRequest
+from .ring_all_reduce import DTYPES as RING_DTYPES
+from .ring_all_reduce import RingAllReduce
+from .sync import MessageSync, Sync
+
+# MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes.
+PIECE_BYTES = 1 << 30
+
+# From here on the ranks synchronise first; see Note [Presync]. Below, Open MPI's non-blocking form loses at most 3 us.
+PRESYNC_MIN_BYTES = 32 << 10
+BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI" and not is_fault_tolerant()
+
+_TAGS = 32_767  # MPI promises at least as many
+
+
+class MPITransport(LibraryTransport):
+    """Non-blocking MPI collectives, whose waits end with the scope of the call.
+
+    Cost, for n bytes and p ranks: each collective is the MPI library's own, but some reductions are not: those of float16 and
+    bfloat16 (MPI has no portable type), sums of small integers, MIN and MAX of floats (see `mpi_reduction`), and all if
+    `reproducible`. These are an all-to-all of bytes, a reduction in rank order on the rank that owns the slice, and for
+    `all_reduce` an all-gather: 2 n (p-1)/p bytes on the wire from each rank, as a ring has, and 2 n of extra memory.
+    `reduce_scatter` ends after the first half of that, `reduce` with a gather.
+
+    Args:
+        communicator: used by this transport alone.
+        reproducible: reduce in rank order, so that the same inputs give the same bits in every run, whatever algorithms the MPI
+            library chooses.
+        report: asks the ranks after a time-out; by default those of this communicator.
+        on_device: tensors lie in the memory of a device, and MPI takes them.
+    """
+
+    backend_name = "mpi"
+
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        *,
+        reproducible: bool = False,
+        report: TimeoutReport | None = None,
+        on_device: bool = False,
+    ) -> None:
+        self._communicator = communicator
+        self._on_device = on_device
+        self._size = communicator.Get_size()
+        self._rank = communicator.Get_rank()
+        self._reproducible = reproducible
+        self._private = communicator.Dup()
+        self._largest_tag = int(communicator.Get_attr(MPI.TAG_UB) or _TAGS)
+        with revoked_on_failure(self._private):
+            self._report = report or TimeoutReport(self._private)
+        self._messages = MessageSync(self._private, self._report)
+        self._starters: dict[str, Callable[..., MPI.Request]] = {}
+        self._ring: RingAllReduce | None = None
+        self._ring_min_bytes = 0
+
+    def describe(self) -> str:
+        """The MPI library's name and version."""
+        return f"mpi: {library_name()}"
+
+    def use_ring(self, ring_bytes: int, piece_bytes: int) -> None:
+        """Reduce large tensors in a ring from now on, where MPI chose before. For ranks that are each alone on a node.
+
+        Args:
+            ring_bytes: from how many bytes of a rank's part on; the same on all ranks.
+            piece_bytes: the largest piece; the same on all ranks.
+        """
+        if self._size > 1 and not self._on_device:
+            self._ring = RingAllReduce(self._private, self._messages, piece_bytes)
+            self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
+
+    def sync(self, call: Call) -> Sync:  # noqa: ARG002 - for ranks that share memory
+        """How all ranks come together for a call."""
+        return self._messages
+
+    @override
+    def plan(self, signature: Signature) -> Plan:
+        return MPIPlan(self, signature, self._size)
+
+    # ---- reductions; all ranks are here for the same call, if it is large: see Note [Presync] ----
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
+        """Reduce with MPI, or by moving bytes and reducing here."""
+        native = self._native(tensor.dtype, op)
+        if native is None:
+            for piece in _pieces(tensor):
+                self._all_reduce_here(piece, op, call)
+            return
+        self._scale_before(tensor, op)
+        if self._ring is not None and tensor.nbytes >= self._ring_min_bytes and tensor.dtype in RING_DTYPES:
+            self._ring.run(tensor, core_op(op), call, divisor=self._size if op is ReduceOp.AVG else 1)
+            return
+        datatype, mpi = native
+        for piece in _pieces(tensor):
+            spec = (memory(piece), piece.numel(), datatype)
+            self._collective("Allreduce", (MPI.IN_PLACE, spec, mpi), piece.nbytes, call)
+        self._scale_after(tensor, op)
+
+    def all_reduce_widened(self, wide: torch.Tensor, op: ReduceOp, divisor: int, tensor: torch.Tensor, call: Call) -> None:
+        """Reduce a tensor of a wider dtype here, divide the result, round it once and hand it out in the tensor's dtype.
+
+        Cost: n wide elements and n others travel, (p - 1)/p of each; `all_reduce` of the wide ones takes two times n of them.
+
+        Args:
+            wide: the terms, at most a piece.
+            op: one of those between ranks (see `core_op`).
+            divisor: of the result.
+            tensor: as many elements; overwritten with the result.
+            call: of which this is a part.
+        """
+        self._hand_out(self._reduced_slice(wide, op, call).div_(divisor), tensor, call)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
+        """Reduce with MPI, or by moving bytes and reducing here."""
+        native = self._native(tensor.dtype, op)
+        if native is None:
+            for piece in _pieces(tensor):
+                self._reduce_here(piece, root, op, call)
+            return
+        source = tensor.clone() if isinstance(op, PremulSum) and self._rank != root else tensor
+        self._scale_before(source, op)
+        datatype, mpi = native
+        for piece in _pieces(source):
+            spec = (memory(piece), piece.numel(), datatype)
+            sides = (MPI.IN_PLACE, spec) if self._rank == root else (spec, None)
+            self._collective("Reduce", (*sides, mpi, root), piece.nbytes, call)
+        if self._rank == root:
+            self._scale_after(tensor, op)
+
+    def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
+        """Every rank gets its part of all blocks, as bytes, and reduces it in rank order."""
+        rows = block.view(self._size, tensor.numel())
+        step = self._piece_numel(tensor)
+        results = []
+        for start in range(0, tensor.numel(), step):
+            columns = rows[:, start : start + step].contiguous()
+            terms = torch.empty_like(columns)
+            self._all_to_all_here(terms, columns, [columns[0].nbytes] * self._size, columns[0].nbytes, call)
+            results.append(reduce_in_rank_order(op, list(terms)))
+        if results:
+            tensor.copy_(torch.cat(results))
+
+    # ---- moves ----
+
+    def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
+        """Copy bytes."""
+        for piece in _pieces(tensor):
+            spec = (memory(piece), MPI.BYTE)
+            self._collective("Bcast", (spec, root), piece.nbytes, call)
+
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
+        """Gather bytes, in place where the tensor is this rank's part."""
+        if tensor.dtype not in REDUCIBLE:  # torch does not copy all others
+            block, tensor = bytes_of(block), bytes_of(tensor)
+        part = block.view(self._size, tensor.numel())[self._rank]
+        if part.data_ptr() != tensor.data_ptr():
+            part.copy_(tensor)
+        if block.nbytes <= PIECE_BYTES:
+            spec = (memory(block), MPI.BYTE)
+            self._collective("Allgather", (MPI.IN_PLACE, spec), block.nbytes, call)
+            return
+        for root, row in enumerate(block.view(self._size, tensor.numel())):
+            self.broadcast(row, root, call)
+
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
+        """Gather bytes."""
+        rows = None if block is None else block.view(self._size, tensor.numel())
+        step = self._piece_numel(tensor)
+        for start in range(0, tensor.numel(), step):
+            piece = tensor[start : start + step]
+            landing = None if rows is None else tensor.new_empty((self._size, piece.numel()))
+            there = None if landing is None else (memory(landing), MPI.BYTE)
+            here = (memory(piece), MPI.BYTE)
+            self._collective("Gather", (here, there, root), piece.nbytes * self._size, call)
+            if rows is not None and landing is not None:
+                rows[:, start : start + step].copy_(landing)
+
+    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
+        """Scatter bytes."""
+        rows = None if block is None else block.view(self._size, tensor.numel())
+        step = self._piece_numel(tensor)
+        for start in range(0, tensor.numel(), step):
+            piece = tensor[start : start + step]
+            departing = None if rows is None else rows[:, start : start + step].contiguous()
+            there = None if departing is None else (memory(departing), MPI.BYTE)
+            here = (memory(piece), MPI.BYTE)
+            self._collective("Scatter", (there, here, root), piece.nbytes * self._size, call)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        call: Call,
+    ) -> None:
+        """Exchange bytes pairwise. MPI's own form would need every rank to know whether any pair exceeds its counts."""
+        requests = []
+        with mpi_errors():
+            for peer, part in enumerate(torch.split(output, list(output_counts))):
+                requests += [self._private.Irecv((memory(p), MPI.BYTE), peer, Tag.PAIRWISE) for p in _pieces(part)]
+            for peer, part in enumerate(torch.split(tensor, list(input_counts))):
+                requests += [self._private.Isend((memory(p), MPI.BYTE), peer, Tag.PAIRWISE) for p in _pieces(part)]
+        for request in requests:
+            self._messages.run(call, lambda request=request: request)  # type: ignore[misc]
+
+    @override
+    def barrier(self, call: Call) -> None:
+        self._messages.run(call, self._communicator.Ibarrier)
+
+    # ---- two ranks ----
+
+    def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
+        """MPI's Isend."""
+        MPIRequest.free_abandoned()
+        with mpi_errors():
+            wire = wire_tag(tag, tensor.dtype, self._largest_tag)
+            return MPIRequest(self._communicator.Isend((memory(tensor), MPI.BYTE), dst, wire), tensor)
+
+    def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
+        """MPI's Irecv."""
+        MPIRequest.free_abandoned()
+        with mpi_errors():
+            source = MPI.ANY_SOURCE if src is None else src
+            wire = wire_tag(tag, tensor.dtype, self._largest_tag)
+            return MPIRequest(self._communicator.Irecv((memory(tensor), MPI.BYTE), source, wire), tensor, receives=True)
+
+    # ---- life ----
+
+    @override
+    def status_post(self) -> StatusPost:
+        return MPIStatusPost(self._private)
+
+    def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
+        """A communicator of the members, in their order. MPI makes it without a time limit."""
+        communicator = self._communicator_of(members, number)
+        return MPITransport(communicator, reproducible=self._reproducible, on_device=self._on_device)
+
+    def close(self) -> None:
+        """Free the communicator; all ranks do."""
+        self._private.Free()
+        self._communicator.Free()
+
+    @override
+    def lost_ranks(self) -> Sequence[int]:
+        return failed_ranks(self._communicator)
+
+    def interrupt(self) -> None:
+        """Revoke the communicators, where MPI can."""
+        revoke((self._communicator, self._private))
+
+    def abort(self) -> None:
+        """MPI has no way to wake the other ranks short of ending the job, which is not ours to decide: do nothing."""
+
+    def _communicator_of(self, members: Sequence[int], number: int) -> MPI.Intracomm:
+        with mpi_errors():
+            whole = self._communicator.Get_group()
+            part = whole.Incl(list(members))
+            try:
+                return self._communicator.Create_group(part, tag=number % _TAGS)
+            finally:
+                part.Free()
+                whole.Free()
+
+    def takes_ring(self, signature: Signature) -> bool:
+        """Whether calls of that signature are done in the ring, not by MPI."""
+        if signature.name != "all_reduce" or self._native(signature.element_dtype, signature.reduction) is None:
+            return False
+        return self._ring is not None and signature.nbytes >= self._ring_min_bytes and signature.dtype in RING_DTYPES
+
+    # ---- reducing here ----
+
+    def _native(self, dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
+        """How the MPI library reduces that; None if it is reduced here."""
+        return None if self._reproducible else mpi_reduction(dtype, op)
+
+    def _all_reduce_here(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
+        self._hand_out(self._reduced_slice(tensor, op, call), tensor, call)
+
+    def _hand_out(self, mine: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
+        """Every rank has its slice of the result, and gets the whole."""
+        counts = self._byte_counts(tensor)
+        tensor.tensor_split(self._size)[self._rank].copy_(mine)
+        spec = (memory(tensor), (counts, _starts(counts)), MPI.BYTE)
+        self._collective("Allgatherv", (MPI.IN_PLACE, spec), tensor.nbytes, call)
+
+    def _reduce_here(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
+        counts = self._byte_counts(tensor)
+        mine = self._reduced_slice(tensor, op, call)
+        there = (memory(tensor), (counts, _starts(counts)), MPI.BYTE) if self._rank == root else None
+        self._collective("Gatherv", ((memory(mine), MPI.BYTE), there, root), tensor.nbytes, call)
+
+    def _reduced_slice(self, tensor: torch.Tensor, op: Reduction, call: Call) -> torch.Tensor:
+        """Every rank gets its slice of all tensors and reduces it in rank order."""
+        counts = self._byte_counts(tensor)
+        terms = tensor.new_empty((self._size, counts[self._rank] // tensor.element_size()))
+        self._all_to_all_here(terms, tensor, counts, counts[self._rank], call)
+        return reduce_in_rank_order(op, list(terms))
+
+    def _byte_counts(self, tensor: torch.Tensor) -> list[int]:
+        return [piece.nbytes for piece in tensor.tensor_split(self._size)]
+
+    def _all_to_all_here(self, terms: torch.Tensor, tensor: torch.Tensor, sent: list[int], received: int, call: Call) -> None:
+        """An all-to-all whose sizes every rank knows; in bytes, at most a piece."""
+        there = (memory(tensor), (sent, _starts(sent)), MPI.BYTE)
+        here = (memory(terms), ([received] * self._size, [received * r for r in range(self._size)]), MPI.BYTE)
+        self._collective("Alltoallv", (there, here), tensor.nbytes, call)
+
+    def _scale_before(self, tensor: torch.Tensor, op: Reduction) -> None:
+        if isinstance(op, PremulSum):
+            tensor.mul_(op.factor)
+
+    def _scale_after(self, tensor: torch.Tensor, op: Reduction) -> None:
+        if op is ReduceOp.AVG:
+            divide(tensor, self._size)
+
+    # ---- running ----
+
+    def _piece_numel(self, tensor: torch.Tensor) -> int:
+        return max(1, PIECE_BYTES // (tensor.element_size() * self._size))
+
+    def presync(self, nbytes: int, call: Call) -> None:
+        """Before a collective of `nbytes`, the same on every rank: come together and compare the call, if it is large enough.
+
+        Note [Presync]
+        ~~~~~~~~~~~~~~
+        A blocking MPI call cannot be given up, so a time limit needs the non-blocking form. But with Open MPI that is another,
+        slower algorithm: with its version 5.0 two ranks of a node take 1,000 us instead of 160 to all-reduce 1 MiB, and 7,900
+        instead of 690 for 4 MiB. So there a large collective blocks, but only when all ranks are there, for the same call: it
+        ends as soon as the data has moved. If a rank dies or stops while it moves, nobody comes back from that call: the
+        monitor ends the process then, and the launcher the job. A job that is to outlive a rank (ULFM) does not block.
+
+        MPICH and Intel MPI use the same algorithm for both forms, and block all threads of a process while one of them blocks:
+        two groups that communicate at the same time, on each rank another one first, would wait for ever. Theirs is the
+        non-blocking form.
+
+        The presync also compares what the ranks are about to do.
+
+        CUDA memory is only given to the blocking form: Open MPI crashes in the other.
+        """
+        if nbytes >= PRESYNC_MIN_BYTES or self._on_device or self.compares_every_call:
+            self.sync(call).same(call)
+
+    def _collective(self, name: str, arguments: tuple[Any, ...], nbytes: int, call: Call) -> None:
+        """Run MPI's collective of that name; `nbytes` is the same on every rank."""
+        if self._on_device or (BLOCKS_WELL and nbytes >= PRESYNC_MIN_BYTES):
+            with mpi_errors():
+                getattr(self._communicator, name)(*arguments)
+            return
+        start = self._starters.get(name) or self._starter(name)
+        self._messages.run(call, lambda: start(*arguments))
+
+    def _starter(self, name: str) -> Callable[..., MPI.Request]:
+        """The communicator's non-blocking form of a collective."""
+        start: Callable[..., MPI.Request] = getattr(self._communicator, f"I{name.lower()}")
+        return self._starters.setdefault(name, start)
+
+
+class MPIPlan(LibraryPlan):
+    """MPI's own collective, after the presync.
+
+    Args:
+        transport: has the collective.
+        signature: of the calls.
+        size: the number of ranks.
+    """
+
+    def __init__(self, transport: MPITransport, signature: Signature, size: int) -> None:
+        super().__init__(transport, signature)
+        self._mpi = transport
+        self._nbytes = whole_bytes(signature, size)
+
+    @property
+    def algorithm(self) -> str:
+        """MPI chooses."""
+        return "ring" if self._mpi.takes_ring(self._signature) else "MPI"
+
+    def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
+        """As `Plan.run`."""
+        self._mpi.presync(self._nbytes, call)
+        super().run(part, whole, call)
+
+
+def whole_bytes(signature: Signature, size: int) -> int:
+    """The bytes of a call's larger tensor, the same on every rank; 0 if ranks may differ. A pure function."""
+    if signature.splits is not None:
+        return 0
+    return signature.nbytes * (1 if signature.name in ("all_reduce", "reduce", "broadcast") else size)
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    if tensor.nbytes <= PIECE_BYTES:
+        return (tensor,)
+    return torch.split(tensor, PIECE_BYTES // tensor.element_size())
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts[:-1])]

@@ -1,0 +1,394 @@
+"""Ranks as threads of one process: the reference that the other backends are held against, and the test bed."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from ..engine.call import Call
+from ..engine.cancel_scope import CancelScope
+from ..engine.group import HostGroup
+from ..engine.transport import LibraryTransport, Request, Transport
+from ..errors import DisagreementError, InvalidArgumentError, LaunchError, TransportError
+from ..health.statements import Statements, different_calls
+from ..membership.reconnector import WAITING, Generation
+from ..membership.shrinkable_group import ShrinkableGroup
+from ..membership.store_reconnector import StoreReconnector
+from ..reduce_op import Reduction
+from ..startup.backend import Backend, ConnectRequest
+from ..stores import InMemoryStore, Store
+from ..tensors.reduction import reduce_in_rank_order, reduce_into
+
+
+class SharedState:
+    """What the ranks of a group share, as threads of one process: the rounds of its collectives, and mailboxes.
+
+    The n-th `exchange` of a rank belongs to the n-th of every other rank. `post` puts a message into the receiver's mailbox;
+    `collect` takes it out. One condition variable guards everything. No function of a caller runs while it is held.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._condition = threading.Condition()
+        self._rounds: dict[int, dict[int, Any]] = {}
+        self._departed: dict[int, int] = {}
+        self._mail: dict[int, deque[tuple[int, int, torch.Tensor]]] = defaultdict(deque)
+        self._children: dict[tuple[str, tuple[int, ...], int], SharedState] = {}
+        self._asked: Counter[tuple[str, tuple[int, ...], int]] = Counter()
+        self._aborted = False
+
+    def exchange(self, round_number: int, rank: int, value: Any, scope: CancelScope) -> list[Any]:
+        """Leave a value and return the values of all ranks of the same round, by rank.
+
+        Raises:
+            TimeoutError: not all came in time; the message names those that did not.
+            TransportError: the group was aborted.
+        """
+        with self._condition:
+            arrived = self._rounds.setdefault(round_number, {})
+            arrived[rank] = value
+            self._condition.notify_all()
+            self._wait_for(lambda: len(arrived) == self.size, scope, lambda: self._absent(arrived))
+            self._depart(round_number)
+            return [arrived[r] for r in range(self.size)]
+
+    def post(self, src: int, dst: int, tag: int, tensor: torch.Tensor) -> None:
+        """Leave a message."""
+        with self._condition:
+            self._mail[dst].append((src, tag, tensor))
+            self._condition.notify_all()
+
+    def collect(self, dst: int, src: int | None, tag: int, scope: CancelScope) -> tuple[int, torch.Tensor]:
+        """Take the oldest message from that rank (any, if None) with that tag; sender and content.
+
+        Raises:
+            TimeoutError: none came in time.
+            TransportError: the group was aborted.
+        """
+        with self._condition:
+            self._wait_for(lambda: self._find(dst, src, tag) is not None, scope, lambda: "no message has come")
+            found = self._find(dst, src, tag)
+            assert found is not None
+            self._mail[dst].remove(found)
+            return found[0], found[2]
+
+    def has_mail(self, dst: int, src: int | None, tag: int) -> bool:
+        """Whether `collect` would return at once."""
+        with self._condition:
+            return self._find(dst, src, tag) is not None
+
+    def child(self, name: str, members: tuple[int, ...], rank: int) -> SharedState:
+        """The shared state of a subset of the ranks. The n-th of a name is the same object for all members that ask."""
+        with self._condition:
+            number = self._asked[name, members, rank]
+            self._asked[name, members, rank] += 1
+            return self._children.setdefault((name, members, number), SharedState(len(members)))
+
+    def abort(self) -> None:
+        """Wake everybody who waits, here and in the subsets."""
+        with self._condition:
+            self._aborted = True
+            self._condition.notify_all()
+            children = list(self._children.values())
+        for child in children:
+            child.abort()
+
+    def _wait_for(self, is_true: Callable[[], bool], scope: CancelScope, lack: Callable[[], str]) -> None:
+        self._condition.wait_for(lambda: is_true() or self._aborted, scope.remaining_s())
+        if not is_true():
+            if self._aborted:
+                raise TransportError(f"the group was aborted: {lack()}")
+            scope.check(lack())
+            raise TimeoutError(lack())
+
+    def _absent(self, arrived: dict[int, Any]) -> str:
+        return f"rank(s) {', '.join(str(r) for r in range(self.size) if r not in arrived)} have not called"
+
+    def _depart(self, round_number: int) -> None:
+        self._departed[round_number] = self._departed.get(round_number, 0) + 1
+        if self._departed[round_number] == self.size:
+            del self._rounds[round_number], self._departed[round_number]
+
+    def _find(self, dst: int, src: int | None, tag: int) -> tuple[int, int, torch.Tensor] | None:
+        for message in self._mail[dst]:
+            if message[1] == tag and src in (None, message[0]):
+                return message
+        return None
+
+
+class InProcessTransport(LibraryTransport):
+    """Each collective has two rounds: show the other ranks my tensor; then, when all have read, write."""
+
+    backend_name = "in_process"
+
+    def __init__(self, shared_state: SharedState, rank: int) -> None:
+        self._shared_state = shared_state
+        self._rank = rank
+        self._round = 0
+
+    @property
+    @override
+    def compares_every_call(self) -> bool:
+        """When the ranks meet."""
+        return True
+
+    def describe(self) -> str:
+        """Its name and the number of threads."""
+        return f"in_process: {self._shared_state.size} rank(s) as threads"
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
+        """Every rank reduces all tensors itself, in rank order."""
+        tensors = self._show(tensor, call)
+        if self._size == 1:  # in place: nobody reads it meanwhile
+            reduce_into(tensor, op, tensors)
+            return
+        result = reduce_in_rank_order(op, tensors)
+        self.barrier(call)
+        tensor.copy_(result)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
+        """The root reduces."""
+        tensors = self._show(tensor, call)
+        result = reduce_in_rank_order(op, tensors) if self._rank == root else None
+        self.barrier(call)
+        if result is not None:
+            tensor.copy_(result)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
+        """Every rank copies the root's tensor."""
+        tensors = self._show(tensor, call)
+        if self._rank != root:
+            tensor.copy_(tensors[root])
+        self.barrier(call)
+
+    def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
+        """Every rank copies every tensor."""
+        result = torch.cat(self._show(tensor, call))
+        self.barrier(call)
+        block.copy_(result)
+
+    def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
+        """The root copies every tensor."""
+        tensors = self._show(tensor, call)
+        result = None if block is None else torch.cat(tensors)
+        self.barrier(call)
+        if block is not None and result is not None:
+            block.copy_(result)
+
+    def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
+        """Every rank copies its part of the root's block."""
+        part = self._show(block, call)[root].view(self._size, tensor.numel())[self._rank].clone()
+        self.barrier(call)
+        tensor.copy_(part)
+
+    def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
+        """Every rank reduces its part of all blocks."""
+        blocks = self._show(block, call)
+        result = reduce_in_rank_order(op, [entry.view(self._size, tensor.numel())[self._rank] for entry in blocks])
+        self.barrier(call)
+        tensor.copy_(result)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        call: Call,
+    ) -> None:
+        """Every rank copies its part of every tensor."""
+        shown = self._meet(call, (tensor, list(input_counts)))
+        parts = [theirs.split(counts)[self._rank] for theirs, counts in shown]
+        sent = [part.numel() for part in parts]
+        result = torch.cat(parts)
+        self.barrier(call)
+        if sent != list(output_counts):
+            raise DisagreementError(
+                f"the other ranks send {sent} elements to rank {self._rank}, which expects {list(output_counts)}; make the "
+                "input splits of the senders equal the output splits of the receiver"
+            )
+        output.copy_(result)
+
+    @override
+    def barrier(self, call: Call) -> None:
+        self._meet(call, None)
+
+    def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
+        """Leave a copy in the receiver's mailbox."""
+        self._shared_state.post(self._rank, dst, tag, tensor.clone())
+        return _Sent()
+
+    def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
+        """Look into the mailbox when waited for."""
+        return _Receiving(self._shared_state, self._rank, tensor, src, tag)
+
+    @override
+    def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
+        return InProcessTransport(self._shared_state.child(name, tuple(members), self._rank), members.index(self._rank))
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def abort(self) -> None:
+        """Wake the other threads."""
+        self._shared_state.abort()
+
+    @property
+    def _size(self) -> int:
+        return self._shared_state.size
+
+    def _show(self, tensor: torch.Tensor | None, call: Call) -> list[Any]:
+        return self._meet(call, tensor)
+
+    def _meet(self, call: Call, value: Any) -> list[Any]:
+        self._round += 1
+        met = self._shared_state.exchange(self._round, self._rank, (str(call.signature), value), call.scope)
+        signatures = [signature for signature, _ in met]
+        if len(set(signatures)) > 1:
+            raise different_calls(Statements.of(signatures))
+        return [value for _, value in met]
+
+
+class _Sent(Request):
+    """A message that lies in a mailbox: the sender is done."""
+
+    def wait(self, scope: CancelScope) -> None:
+        pass
+
+    def test(self) -> bool:
+        return True
+
+    def source(self) -> int | None:
+        return None
+
+
+class _Receiving(Request):
+    """A message that will be taken from a mailbox."""
+
+    def __init__(self, shared_state: SharedState, rank: int, tensor: torch.Tensor, src: int | None, tag: int) -> None:
+        self._shared_state = shared_state
+        self._address = (rank, src, tag)
+        self._tensor = tensor
+        self._source: int | None = None
+
+    def wait(self, scope: CancelScope) -> None:
+        if self._source is not None:
+            return
+        source, message = self._shared_state.collect(*self._address, scope)
+        self._source = source
+        if message.numel() != self._tensor.numel() or message.dtype != self._tensor.dtype:
+            raise DisagreementError(
+                f"rank {source} sent {message.numel()} elements of {message.dtype} to rank {self._address[0]}, which expects "
+                f"{self._tensor.numel()} of {self._tensor.dtype}"
+            )
+        self._tensor.copy_(message)
+
+    def test(self) -> bool:
+        if self._source is None and self._shared_state.has_mail(*self._address):
+            self.wait(CancelScope(0.001))
+        return self._source is not None
+
+    def source(self) -> int | None:
+        return self._source
+
+
+class InProcessReconnector(StoreReconnector):
+    """Members are threads, who meet in the memory that they share.
+
+    Args:
+        store: in memory, of all ranks.
+        generation: of the group as it is.
+        first_size: how many ranks there were at first.
+        states: for each generation its shared state; of all ranks.
+    """
+
+    def __init__(self, store: Store, generation: Generation, first_size: int, states: dict[int, SharedState]) -> None:
+        super().__init__(store, generation, first_size)
+        self._first_size = first_size
+        self._states = states
+
+    def newcomer(self) -> InProcessReconnector:
+        """That of a thread that comes later."""
+        me = self._join_queue.take_number()
+        return InProcessReconnector(self.store, Generation(WAITING, (me,), me), self._first_size, self._states)
+
+    @override
+    def has_ended(self, member: int) -> bool:
+        return self.store.check([f"ended/{member}"])
+
+    @override
+    def connect(self, generation: Generation, timeout_s: float) -> Transport:
+        state = self._states.setdefault(generation.number, SharedState(len(generation.members)))
+        return InProcessTransport(state, generation.rank)
+
+
+class InProcessGroup(ShrinkableGroup):
+    """A group of threads, one of which may be lost on purpose."""
+
+    _reconnector: InProcessReconnector
+
+    def lose(self) -> None:
+        """From now on this rank counts as a process that was killed: for tests of what the others do. It must call no more."""
+        self._reconnector.store.set(f"ended/{self._generation.me}", b"")
+        self.abort()
+
+    def newcomer(self) -> InProcessGroup:
+        """The group of one more thread, which waits to be let in: for tests. Any thread may call it."""
+        return InProcessGroup(InProcessTransport(SharedState(1), 0), self._reconnector.newcomer(), **self._options)
+
+
+def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) -> list[InProcessGroup]:
+    """One group of `size` ranks in this process; hand each to the thread that plays its rank.
+
+    Raises:
+        InvalidArgumentError: the size is below one.
+    """
+    if size < 1:
+        raise InvalidArgumentError(f"expected at least one rank, found {size}")
+    store, states, members = InMemoryStore(), {0: SharedState(size)}, tuple(range(size))
+    return [
+        InProcessGroup(
+            InProcessTransport(states[0], rank),
+            InProcessReconnector(store, Generation(0, members, rank), size, states),
+            name=name,
+            timeout_s=timeout_s,
+        )
+        for rank in range(size)
+    ]
+
+
+class InProcessBackend(Backend):
+    """The group of one: what a script gets that nothing launched."""
+
+    def missing(self) -> str | None:
+        """Nothing, ever."""
+        return None
+
+    def connect(self, request: ConnectRequest) -> HostGroup:
+        """Return a group of one; more ranks are threads, which only `syncline.collectives.testing.run_ranks` starts."""
+        asked = request.world_size or (request.launch.least_world_size() if request.launch else 1)
+        if asked != 1:
+            raise LaunchError(
+                f"backend 'in_process' connects threads of one process, but this job has {asked} processes; use backend "
+                "'mpi' or 'gloo', or syncline.collectives.testing.run_ranks for ranks as threads"
+            )
+        if request.rank not in (None, 0):
+            raise LaunchError(f"rank={request.rank} was asked for, but nothing launched this process, so it is rank 0 of 1")
+        if request.init_method not in (None, "env://"):
+            raise LaunchError(
+                f"init_method {request.init_method!r} says where processes meet, but backend 'in_process' has only this one; "
+                "leave it out, or choose backend 'gloo'"
+            )
+        if request.store is not None:
+            raise LaunchError(
+                "a store was given, but backend 'in_process' has only this process; leave it out, or choose backend 'gloo'"
+            )
+        return create_groups(1, name=request.group_name, timeout_s=request.timeout_s)[0]
+
+
+backend = InProcessBackend()
