@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncline.collectives.stores import TCPStore
-from syncline.collectives.stores.messages import Op
+from syncline.collectives.stores.served import Op
 
 # Where Linux' struct tcp_info has them.
 _ESTABLISHED, _INFO_BYTES = 1, 256

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives.stores.messages import Op, ProtocolError, Status, pack, pack_seconds, unpack
-from syncline.collectives.stores.service import LONGEST_WAIT_S, Service
+from syncline.collectives.stores.served import LONGEST_WAIT_S, Op, ProtocolError, Service, Status, pack, pack_seconds, unpack
 
 DONE = pack(Status.DONE)
 

@@ -264,7 +264,7 @@ def test_a_name_leads_to_whichever_address_listens() -> None:
 
 
 def test_many_waits_that_clients_gave_up_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.collectives.stores.service.LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr("syncline.collectives.stores.served.LONGEST_WAIT_S", 0.05)
     with TCPStoreServer(secret=SECRET) as server:
         store = TCPStore(server.host, server.port, secret=SECRET)
         with pytest.raises(StoreTimeout, match=r"nobody set 'never' within 0\.3 s"):

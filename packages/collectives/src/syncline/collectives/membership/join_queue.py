@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ..engine.cancel_scope import CancelScope
 from ..errors import CollectiveTimeout, RankLostError
 from ..stores import PrefixStore, Store
-from ..stores.polling import poll
+from ..stores.store import poll
 from .membership_vote import DECISION, HasEnded
 from .reconnector import Generation
 

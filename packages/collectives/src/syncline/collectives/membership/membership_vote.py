@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ..engine.cancel_scope import CancelScope
 from ..errors import RankGivenUpError
 from ..stores import Store
-from ..stores.polling import poll
+from ..stores.store import poll
 
 DECISION = "members"
 """The key of what holds."""

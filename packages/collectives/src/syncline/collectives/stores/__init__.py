@@ -1,9 +1,9 @@
 """Stores: small key-value tables through which the processes of a job find one another."""
 
 from .file import FileStore, file_rendezvous, join_latest_run
-from .in_memory import InMemoryStore
 from .prefix import PrefixStore
 from .store import Store
+from .table import InMemoryStore
 from .tcp import TCPStore, TCPStoreServer, new_secret
 from .torch_store import AsTorchStore, FromTorchStore
 

@@ -15,11 +15,8 @@ from ..engine.cancel_scope import CancelScope
 from ..errors import InvalidArgumentError, StoreError, SynclineError
 from ..group import ProcessGroup
 from ..work import Work
-from .messages import Op, Status, pack, pack_seconds, unpack
-from .polling import poll
-from .served_store import ServedStore
-from .service import Service
-from .store import as_key, as_keys, key_timeout
+from .served import Op, ServedStore, Service, Status, pack, pack_seconds, unpack
+from .store import as_key, as_keys, key_timeout, poll
 
 logger = logging.getLogger("syncline.collectives")
 

@@ -38,10 +38,6 @@ class PrefixStore(Store):
         self._store.set(self._full(key), value)
 
     @override
-    def append(self, key: str, value: bytes | str) -> None:
-        self._store.append(self._full(key), value)
-
-    @override
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
         return self._store.get(self._full(key), self._limit_s(timeout))
 
@@ -68,10 +64,6 @@ class PrefixStore(Store):
     def num_keys(self) -> int:
         """How many keys the whole store has, as torch's PrefixStore says too."""
         return self._store.num_keys()
-
-    def list_keys(self) -> list[str]:
-        """The keys of this part, without what they begin with."""
-        return [key.removeprefix(self._prefix) for key in self._store.list_keys() if key.startswith(self._prefix)]
 
     def _full(self, key: str) -> str:
         return self._prefix + as_key(key)

@@ -4,8 +4,9 @@ Note [A store that torch can hold]
 ----------------------------------
 torch lets Python classes derive from `torch.distributed.Store`, with traps (measured with torch 2.13):
 
-* C++ looks for some methods under their C++ names, `deleteKey`, `getNumKeys`, `listKeys` and those of the queues; `clone` is
-  called by `PrefixStore.clone`. All other methods have one name.
+* C++ looks for two methods under their C++ names, `deleteKey` and `getNumKeys`; `clone` is called by `PrefixStore.clone`. All
+  other methods have one name.
+* torch asks `has_extended_api` before it calls `append`, `multi_get` or `multi_set`. The base class says no.
 * C++ keeps only the C++ half of the object. When the last Python reference goes (``PrefixStore("p", AsTorchStore(s))``,
   ``init_process_group(store=AsTorchStore(s))``), so does the half that has the methods, and the next call aborts with an
   internal assertion. Hence `AsTorchStore` keeps itself alive, until `release` or the end of the process.
@@ -36,8 +37,7 @@ from typing_extensions import override
 
 from ..engine.cancel_scope import CancelScope
 from ..errors import InvalidArgumentError, StoreError, StoreTimeout
-from .polling import poll
-from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, key_timeout
+from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, key_timeout, poll
 
 
 class TorchStoreTimeout(StoreTimeout, dist.DistStoreError):
@@ -103,46 +103,8 @@ class AsTorchStore(dist.Store):
         """Another torch store on the same store of ours, which any thread may use."""
         return AsTorchStore(self._store)
 
-    def append(self, key: str, value: bytes | str) -> None:
-        """Lengthen a value."""
-        self._store.append(key, value)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Wait for several values."""
-        self.wait(keys)
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[bytes | str]) -> None:
-        """Store several values."""
-        self._store.multi_set(keys, values)
-
-    def list_keys(self) -> list[str]:
-        """All keys."""
-        return self._store.list_keys()
-
-    def queue_push(self, key: str, value: bytes | str) -> None:
-        """Add to a queue."""
-        self._store.queue_push(key, value)
-
-    def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take from a queue."""
-        with _as_torchs_timeout():
-            return self._store.queue_pop(key, block, _limit(_torch_timeout(self)))
-
-    def queue_len(self, key: str) -> int:
-        """The length of a queue."""
-        return self._store.queue_len(key)
-
-    def has_extended_api(self) -> bool:
-        """Whether there are `append`, `multi_get` and `multi_set`: yes."""
-        return True
-
     deleteKey = delete_key  # noqa: N815 - the name that C++ looks for
     getNumKeys = num_keys  # noqa: N815 - the name that C++ looks for
-    listKeys = list_keys  # noqa: N815 - the name that C++ looks for
-    queuePush = queue_push  # noqa: N815 - the name that C++ looks for
-    queuePop = queue_pop  # noqa: N815 - the name that C++ looks for
-    queueLen = queue_len  # noqa: N815 - the name that C++ looks for
 
 
 class FromTorchStore(Store):
@@ -170,19 +132,6 @@ class FromTorchStore(Store):
         name, raw = as_key(key), as_bytes(value)
         with self._explained():
             self._store.set(name, raw)  # type: ignore[arg-type]  # torch says str, and takes bytes
-            self._store.check([name])
-
-    def append(self, key: str, value: bytes | str) -> None:
-        """See `Store.append`.
-
-        Raises:
-            StoreError: this store of torch's has none (its FileStore loses what is appended to an absent key).
-        """
-        name, raw = as_key(key), as_bytes(value)
-        if not self._store.has_extended_api():  # type: ignore[attr-defined]  # torch's type information lacks it
-            raise StoreError(f"{self.describe()} has no append; use set, or another store")
-        with self._explained():
-            self._store.append(name, raw)  # type: ignore[attr-defined]
             self._store.check([name])
 
     @override
@@ -227,14 +176,6 @@ class FromTorchStore(Store):
     def num_keys(self) -> int:
         with self._explained():
             return self._store.num_keys()
-
-    @override
-    def list_keys(self) -> list[str]:
-        try:
-            with self._explained():
-                return self._store.list_keys()
-        except StoreError as error:
-            raise StoreError(f"{self.describe()} does not list its keys") from error
 
     @override
     def clone(self) -> FromTorchStore:

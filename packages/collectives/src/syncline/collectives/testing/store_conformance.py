@@ -263,80 +263,6 @@ def all_meet_all(open_store: OpenStore) -> None:
         _expect(seen, expected, f"what thread {rank} saw")
 
 
-def every_append_counts_once(open_store: OpenStore) -> None:
-    """Whatever appends at the same time, also the same value, and also to a key that is not there yet."""
-    open_store().append("text", b"a")
-    open_store().append("text", "b")
-    _expect(open_store().get("text"), b"ab", "get after append")
-
-    def append(_: int) -> None:
-        store = open_store()
-        for _ in range(ROUNDS):
-            store.append("marks", "x")
-
-    _in_threads(append)
-    _expect(open_store().get("marks"), b"x" * (THREADS * ROUNDS), "the marks of all threads")
-
-
-def several_keys_at_once(open_store: OpenStore) -> None:
-    """`multi_set` and `multi_get`, in the order of their arguments."""
-    writer, reader = open_store(), open_store()
-    writer.multi_set(["one", "two"], ["1", b"2"])
-    _expect(reader.multi_get(["two", "one"]), [b"2", b"1"], "multi_get")
-    _expect_error(StoreTimeout, lambda: reader.multi_get(["one", "never"], SHORT_S), "multi_get of a key that never comes")
-    _expect_error(InvalidArgumentError, lambda: writer.multi_set(["three", "four"], ["3"]), "multi_set with a value too few")
-    _expect(reader.check(["three"]), False, "nothing was stored by that")
-
-
-def keys_are_listed(open_store: OpenStore) -> None:
-    """All that were set, and not those that were deleted."""
-    store = open_store()
-    for key in ("a", "b/c", "gone"):
-        store.set(key, "1")
-    store.delete_key("gone")
-    _expect({"a", "b/c", "gone"} & set(open_store().list_keys()), {"a", "b/c"}, "list_keys")
-
-
-def a_queue_gives_each_value_to_one(open_store: OpenStore) -> None:
-    """In the order in which they came; who waits gets what comes later."""
-    store = open_store()
-    for value in ("first", b"second"):
-        store.queue_push("queue", value)
-    _expect(open_store().queue_len("queue"), 2, "queue_len")
-    _expect([store.queue_pop("queue"), store.queue_pop("queue", block=False)], [b"first", b"second"], "queue_pop")
-    _expect_error(StoreTimeout, lambda: store.queue_pop("queue", block=False), "queue_pop of an empty queue")
-    _expect_error(StoreTimeout, lambda: store.queue_pop("queue", timeout=SHORT_S), "queue_pop that waits in vain")
-
-    def use(rank: int) -> list[bytes]:
-        store = open_store()
-        if rank % 2:
-            for number in range(ROUNDS):
-                store.queue_push("shared", f"{rank} {number}")
-            return []
-        return [store.queue_pop("shared", timeout=LONG_S) for _ in range(ROUNDS)]
-
-    found = sorted(value for values in _in_threads(use) for value in values)
-    expected = sorted(f"{rank} {number}".encode() for rank in range(1, THREADS, 2) for number in range(ROUNDS))
-    _expect(found, expected, "what all threads took out")
-    _expect(store.queue_len("shared"), 0, "queue_len of an empty queue")
-
-
-def a_barrier_opens_for_all(open_store: OpenStore) -> None:
-    """Again and again under one name; one that lacks somebody times out."""
-
-    def meet(_: int) -> list[bool]:
-        store, complete = open_store(), []
-        for turn in range(3):
-            store.add(f"turn {turn}", 1)
-            store.barrier("gate", THREADS, LONG_S)
-            complete.append(int(store.get(f"turn {turn}")) == THREADS)
-        return complete
-
-    _expect(_in_threads(meet), [[True] * 3] * THREADS, "whether all had come when the barrier opened")
-    _expect_error(StoreTimeout, lambda: open_store().barrier("lonely", 2, SHORT_S), "a barrier that nobody else comes to")
-    _expect_error(InvalidArgumentError, lambda: open_store().barrier("nobody's", 0), "a barrier of nobody")
-
-
 def a_clone_has_a_limit_of_its_own(open_store: OpenStore) -> None:
     """And the same keys."""
     store = open_store()
@@ -378,11 +304,6 @@ STORE_CHECKS: tuple[StoreCheck, ...] = (
     threads_may_share_a_handle,
     compare_set_lets_one_win,
     all_meet_all,
-    every_append_counts_once,
-    several_keys_at_once,
-    keys_are_listed,
-    a_queue_gives_each_value_to_one,
-    a_barrier_opens_for_all,
     a_clone_has_a_limit_of_its_own,
     wrong_arguments_are_refused,
 )

@@ -21,8 +21,7 @@ from ..membership.reconnector import WAITING, Generation
 from ..membership.store_reconnector import StoreReconnector
 from ..startup.backend import ConnectRequest
 from ..stores import AsTorchStore, FromTorchStore, PrefixStore, Store
-from ..stores.polling import poll
-from ..stores.store import as_keys, key_timeout
+from ..stores.store import as_keys, key_timeout, poll
 
 Connect = Callable[[Generation, Liveness, dist.Store, float], Transport]
 

@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from ...engine.cancel_scope import CancelScope
 from ...errors import StoreTimeout
 from ...health.process_identity import ProcessIdentity, has_ended, own_identity
-from ..polling import poll
+from ..store import poll
 from .folder import Folder
 
 _LOCK = "lock"

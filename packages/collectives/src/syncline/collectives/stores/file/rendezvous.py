@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from ...engine.cancel_scope import CancelScope
 from ...errors import InvalidArgumentError, StoreError, StoreTimeout
-from ..polling import poll
+from ..store import poll
 from .store import FileStore
 
 _NUMBER = re.compile(rb"[0-9a-f]{32}")

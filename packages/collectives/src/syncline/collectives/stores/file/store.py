@@ -15,10 +15,8 @@ from typing_extensions import override
 
 from ...engine.cancel_scope import CancelScope
 from ...errors import InvalidArgumentError, StoreError, StoreUnavailableError
-from .. import mutations
-from ..locked_store import LockedStore
-from ..polling import poll
-from ..store import as_key, as_keys, key_timeout
+from .. import table
+from ..store import as_key, as_keys, key_timeout, poll
 from .folder import Folder
 from .lock import LinkLock
 from .log import Log
@@ -26,7 +24,7 @@ from .log import Log
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
-class FileStore(LockedStore):
+class FileStore(table.LockedStore):
     """A store in the folder `path/run_id`, which is made if it is not there.
 
     It needs no daemon, no port and no lock server: hard links and close-to-open consistency are enough, so NFS, Lustre,
@@ -82,20 +80,16 @@ class FileStore(LockedStore):
     @override
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         timeout_s, names = self._limit_s(timeout), as_keys(keys)
-        if not poll(lambda: not mutations.missing(names, self._values()), CancelScope(timeout_s)):
-            raise key_timeout(mutations.missing(names, self._values()) or names, self.describe(), timeout_s)
+        if not poll(lambda: not table.missing(names, self._values()), CancelScope(timeout_s)):
+            raise key_timeout(table.missing(names, self._values()) or names, self.describe(), timeout_s)
 
     @override
     def check(self, keys: Sequence[str]) -> bool:
-        return not mutations.missing(as_keys(keys), self._values())
+        return not table.missing(as_keys(keys), self._values())
 
     @override
     def num_keys(self) -> int:
         return len(self._values())
-
-    @override
-    def list_keys(self) -> list[str]:
-        return list(self._values())
 
     def remove(self) -> None:
         """Delete the folder of this run. Call it in one process, when all of them are done with the store.
@@ -106,7 +100,7 @@ class FileStore(LockedStore):
         with self._explained():
             shutil.rmtree(self._folder)
 
-    def _apply(self, key: str, change: mutations.Mutation[mutations.Answer]) -> mutations.Answer:
+    def _apply(self, key: str, change: table.Mutation[table.Answer]) -> table.Answer:
         with self._explained(), self._lock.held(self._timeout_s), self._reading:
             self._log.refresh()
             old = self._log.values.get(key)

@@ -12,7 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ...engine.cancel_scope import CancelScope
 from ...errors import StoreAuthenticationError
-from ..messages import ProtocolError
+from ..served import ProtocolError
 from .sockets import endpoint, public_key, set_options, split
 
 _HANDSHAKE_ENDED = {

@@ -10,8 +10,7 @@ from math import ceil
 import zmq
 from zmq.utils import z85
 
-from ..messages import ProtocolError, Status, pack
-from ..service import Service
+from ..served import ProtocolError, Service, Status, pack
 from .sockets import public_key, set_options, split
 
 _LONGEST_PROOF_TIMEOUT_S = 86400.0

@@ -12,10 +12,8 @@ from typing_extensions import override
 
 from ...engine.cancel_scope import CancelScope
 from ...errors import InvalidArgumentError, StoreError, StoreTimeout
-from ..messages import Op, ProtocolError, Status, pack, pack_seconds, unpack
-from ..polling import poll
-from ..served_store import ServedStore
-from ..store import as_key, as_keys, key_timeout
+from ..served import Op, ProtocolError, ServedStore, Status, pack, pack_seconds, unpack
+from ..store import as_key, as_keys, key_timeout, poll
 from .secret import as_secret, require_pyzmq
 from .sockets import LONGEST_MESSAGE_BYTES
 

@@ -1,0 +1,278 @@
+"""A table that one process serves to others: what they say to each other, the side that answers, and the side that asks.
+
+A message is a code, then fields, each after its length. Nothing in a message is code: no field is ever unpickled or evaluated.
+`Service` has no input or output. Time comes in as an argument and answers go out as return values, so it can be tested as a
+table. The TCP store and the store over a group serve by it.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from operator import index
+from typing import Generic, TypeVar
+
+from typing_extensions import override
+
+from ..errors import InvalidArgumentError
+from . import table
+from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys
+
+_LENGTH = struct.Struct(">I")
+_SECONDS = struct.Struct(">d")
+
+
+class ProtocolError(Exception):
+    """The other side said something that it may not say."""
+
+
+class Op(IntEnum):
+    """What a client asks for, and the fields that follow."""
+
+    SET = 1  # key, value -> (nothing)
+    GET = 2  # seconds, key -> value
+    WAIT = 3  # seconds, keys... -> (nothing)
+    CHECK = 4  # keys... -> 0 or 1
+    ADD = 5  # key, amount -> sum
+    COMPARE_SET = 6  # key, expected, desired -> value
+    DELETE_KEY = 7  # key -> 0 or 1
+    NUM_KEYS = 8  # (nothing) -> number
+
+
+class Status(IntEnum):
+    """How it went, and the fields that follow."""
+
+    DONE = 1  # as the operation says
+    TIMED_OUT = 2  # the keys that are missing
+    REFUSED = 3  # what the caller did wrong, in words
+    OTHER_TABLE = 4  # (nothing): not the table that the client has spoken to so far
+
+
+def pack(code: int, *fields: bytes) -> bytes:
+    """One message."""
+    return bytes([code]) + b"".join(_LENGTH.pack(len(field)) + field for field in fields)
+
+
+def unpack(message: bytes) -> tuple[int, list[bytes]]:
+    """The code and the fields of a message.
+
+    Raises:
+        ProtocolError: the lengths do not add up.
+    """
+    if not message:
+        raise ProtocolError("an empty message")
+    fields, start = [], 1
+    while start < len(message):
+        field, start = _field(message, start)
+        fields.append(field)
+    return message[0], fields
+
+
+def _field(message: bytes, start: int) -> tuple[bytes, int]:
+    begin = start + _LENGTH.size
+    if begin > len(message):
+        raise ProtocolError("a length is cut off")
+    end = begin + _LENGTH.unpack_from(message, start)[0]
+    if end > len(message):
+        raise ProtocolError("a field is longer than its message")
+    return message[begin:end], end
+
+
+def pack_seconds(seconds: float) -> bytes:
+    """A time limit as a field."""
+    return _SECONDS.pack(seconds)
+
+
+def unpack_seconds(field: bytes) -> float:
+    """A time limit from a field.
+
+    Raises:
+        ProtocolError: it is not a number, negative, or longer than any store waits.
+    """
+    if len(field) == _SECONDS.size:
+        seconds: float = _SECONDS.unpack(field)[0]
+        if 0 <= seconds <= LONGEST_STORE_TIMEOUT_S:  # not so for NaN
+            return seconds
+    raise ProtocolError("not a time limit")
+
+
+def unpack_text(field: bytes) -> str:
+    """A key from a field.
+
+    Raises:
+        ProtocolError: it is not UTF-8.
+    """
+    try:
+        return field.decode()
+    except UnicodeDecodeError:
+        raise ProtocolError("a key is not UTF-8") from None
+
+
+def unpack_int(field: bytes) -> int:
+    """A number from a field.
+
+    Raises:
+        ProtocolError: it is not a number of at most 20 characters.
+    """
+    try:
+        if len(field) <= 20:
+            return int(field)
+    except ValueError:
+        pass
+    raise ProtocolError("not a number")
+
+
+Client = TypeVar("Client", bound=Hashable)
+
+LONGEST_WAIT_S = 30.0
+"""After this long a client is told that its keys are missing, however long it would wait; it asks again. So the server does
+not keep for long what a client waited for that has gone."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A client that gets its answer when all of `keys` are there, or when the time is up."""
+
+    keys: list[str]
+    until: float
+    wants_value: bool
+
+
+class Service(Generic[Client]):
+    """Answers requests. `Client` is whatever names a connection."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[Client, _Waiting] = {}
+        self._handlers: dict[int, Callable[[list[bytes]], bytes]] = {
+            Op.SET: self._set,
+            Op.CHECK: self._check,
+            Op.ADD: self._add,
+            Op.COMPARE_SET: self._compare_set,
+            Op.DELETE_KEY: self._delete_key,
+            Op.NUM_KEYS: self._num_keys,
+        }
+
+    def request(self, client: Client, message: bytes, now: float) -> list[tuple[Client, bytes]]:
+        """Take one request; give the answers that are due, to this client and to those that waited for it.
+
+        Raises:
+            ProtocolError: it is not a request. Nothing was changed.
+        """
+        op, fields = unpack(message)
+        if client in self._waiting:
+            raise ProtocolError("a request before the answer to the one before")
+        if op in (Op.GET, Op.WAIT):
+            self._waiting[client] = _waiting(op, fields, now)
+            return self._arrived([client]) or self.expire(now)
+        return [(client, self._answer(op, fields)), *self._arrived(list(self._waiting))]
+
+    def expire(self, now: float) -> list[tuple[Client, bytes]]:
+        """The answers to those whose time is up."""
+        late = [(client, waiting) for client, waiting in self._waiting.items() if waiting.until <= now]
+        for client, _ in late:
+            del self._waiting[client]
+        return [(client, pack(Status.TIMED_OUT, *self._missing(waiting))) for client, waiting in late]
+
+    def next_expiry(self) -> float | None:
+        """When `expire` will have something to do, or None."""
+        return min((waiting.until for waiting in self._waiting.values()), default=None)
+
+    def forget(self, client: Client) -> None:
+        """The client is gone."""
+        self._waiting.pop(client, None)
+
+    def _arrived(self, clients: list[Client]) -> list[tuple[Client, bytes]]:
+        """The answers to those of `clients` whose keys are all there now."""
+        served = [client for client in clients if not table.missing(self._waiting[client].keys, self._values)]
+        return [(client, self._served(self._waiting.pop(client))) for client in served]
+
+    def _served(self, waiting: _Waiting) -> bytes:
+        return pack(Status.DONE, self._values[waiting.keys[0]]) if waiting.wants_value else pack(Status.DONE)
+
+    def _missing(self, waiting: _Waiting) -> list[bytes]:
+        return [key.encode() for key in table.missing(waiting.keys, self._values)]
+
+    def _answer(self, op: int, fields: list[bytes]) -> bytes:
+        handler = self._handlers.get(op)
+        if handler is None:
+            raise ProtocolError(f"an operation {op}, which there is not")
+        try:
+            return handler(fields)
+        except InvalidArgumentError as error:
+            return pack(Status.REFUSED, str(error).encode())
+
+    def _set(self, fields: list[bytes]) -> bytes:
+        key, value = _take(fields, 2)
+        table.apply(self._values, unpack_text(key), table.setting(value))
+        return pack(Status.DONE)
+
+    def _check(self, fields: list[bytes]) -> bytes:
+        return pack(Status.DONE, b"%d" % (not table.missing(map(unpack_text, fields), self._values)))
+
+    def _add(self, fields: list[bytes]) -> bytes:
+        key, amount = _take(fields, 2)
+        name = unpack_text(key)
+        total = table.apply(self._values, name, table.adding(name, unpack_int(amount)))
+        return pack(Status.DONE, b"%d" % total)
+
+    def _compare_set(self, fields: list[bytes]) -> bytes:
+        key, expected, desired = _take(fields, 3)
+        return pack(Status.DONE, table.apply(self._values, unpack_text(key), table.swapping(expected, desired)))
+
+    def _delete_key(self, fields: list[bytes]) -> bytes:
+        (key,) = _take(fields, 1)
+        return pack(Status.DONE, b"%d" % table.apply(self._values, unpack_text(key), table.removing()))
+
+    def _num_keys(self, fields: list[bytes]) -> bytes:
+        _take(fields, 0)
+        return pack(Status.DONE, b"%d" % len(self._values))
+
+
+def _waiting(op: int, fields: list[bytes], now: float) -> _Waiting:
+    if not fields or (op == Op.GET and len(fields) != 2):
+        raise ProtocolError("a wait without its fields")
+    return _Waiting(
+        [unpack_text(key) for key in fields[1:]], now + min(unpack_seconds(fields[0]), LONGEST_WAIT_S), op == Op.GET
+    )
+
+
+def _take(fields: list[bytes], count: int) -> list[bytes]:
+    if len(fields) != count:
+        raise ProtocolError(f"{len(fields)} fields, where {count} are expected")
+    return fields
+
+
+class ServedStore(Store):
+    """All methods that do not wait, on top of one: `_call`."""
+
+    @abstractmethod
+    def _call(self, op: Op, *fields: bytes) -> list[bytes]:
+        """Ask for `op` and return the fields of the answer."""
+
+    @override
+    def set(self, key: str, value: bytes | str) -> None:
+        self._call(Op.SET, as_key(key).encode(), as_bytes(value))
+
+    @override
+    def add(self, key: str, amount: int) -> int:
+        return int(self._call(Op.ADD, as_key(key).encode(), b"%d" % index(amount))[0])
+
+    @override
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._call(Op.CHECK, *(key.encode() for key in as_keys(keys)))[0] == b"1"
+
+    @override
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        return self._call(Op.COMPARE_SET, as_key(key).encode(), as_bytes(expected), as_bytes(desired))[0]
+
+    @override
+    def delete_key(self, key: str) -> bool:
+        return self._call(Op.DELETE_KEY, as_key(key).encode())[0] == b"1"
+
+    @override
+    def num_keys(self) -> int:
+        return int(self._call(Op.NUM_KEYS)[0])

@@ -1,0 +1,154 @@
+"""A table that this process keeps: what each change does to one value, and the stores that carry changes out under one lock.
+
+A change takes the value of a key (None if absent) and gives the new value (None to remove it) and the caller's answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Container, Iterable, Sequence
+from datetime import timedelta
+from operator import index
+from typing import TypeAlias, TypeVar
+
+from typing_extensions import override
+
+from ..errors import InvalidArgumentError
+from .store import Store, as_bytes, as_key, as_keys, key_timeout
+
+Answer = TypeVar("Answer")
+Mutation: TypeAlias = Callable[[bytes | None], tuple[bytes | None, Answer]]
+
+SMALLEST, LARGEST = -(2**63), 2**63 - 1
+
+
+def setting(value: bytes) -> Mutation[None]:
+    """Whatever was there, `value` is now."""
+    return lambda _: (value, None)
+
+
+def adding(key: str, amount: int) -> Mutation[int]:
+    """Decimal text plus `amount`."""
+
+    def change(old: bytes | None) -> tuple[bytes, int]:
+        total = _number(key, old) + amount
+        if not SMALLEST <= total <= LARGEST:
+            raise InvalidArgumentError(f"add({key!r}, {amount}): the sum {total} does not fit into 64 bits")
+        return str(total).encode(), total
+
+    return change
+
+
+def _number(key: str, value: bytes | None) -> int:
+    if value is None:
+        return 0
+    try:
+        return int(value)
+    except ValueError:
+        raise InvalidArgumentError(f"add({key!r}): expected a decimal number as value, found {value[:40]!r}") from None
+
+
+def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
+    """`desired` if the value is `expected`, with torch's answers; see `Store.compare_set`."""
+
+    def change(old: bytes | None) -> tuple[bytes | None, bytes]:
+        if (old or b"") == expected:
+            return desired, desired
+        return old, expected if old is None else old
+
+    return change
+
+
+def removing() -> Mutation[bool]:
+    """Nothing is there any more; whether something was."""
+    return lambda old: (None, old is not None)
+
+
+def missing(keys: Iterable[str], present: Container[str]) -> list[str]:
+    """Those of `keys` that are not there, in order."""
+    return [key for key in keys if key not in present]
+
+
+def apply(values: dict[str, bytes], key: str, change: Mutation[Answer]) -> Answer:
+    """Carry out `change` on a table in memory. The caller holds the lock."""
+    new, answer = change(values.get(key))
+    if new is None:
+        values.pop(key, None)
+    else:
+        values[key] = new
+    return answer
+
+
+class LockedStore(Store):
+    """The changing methods, on top of one: `_apply`."""
+
+    @abstractmethod
+    def _apply(self, key: str, change: Mutation[Answer]) -> Answer:
+        """Carry out `change` on the value of `key`, atomically."""
+
+    @override
+    def set(self, key: str, value: bytes | str) -> None:
+        self._apply(as_key(key), setting(as_bytes(value)))
+
+    @override
+    def add(self, key: str, amount: int) -> int:
+        return self._apply(as_key(key), adding(key, index(amount)))
+
+    @override
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        return self._apply(as_key(key), swapping(as_bytes(expected), as_bytes(desired)))
+
+    @override
+    def delete_key(self, key: str) -> bool:
+        return self._apply(as_key(key), removing())
+
+
+class InMemoryStore(LockedStore):
+    """A table in this process, for ranks that are threads: share the object.
+
+    Args:
+        timeout: seconds or a timedelta; see `Store`.
+    """
+
+    def __init__(self, timeout: timedelta | float | None = None) -> None:
+        super().__init__(timeout)
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def describe(self) -> str:
+        """It has no address but the process."""
+        return "in-memory store"
+
+    @override
+    def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
+        timeout_s = self._limit_s(timeout)
+        with self._changed:
+            self._hold_until([as_key(key)], timeout_s)
+            return self._values[key]
+
+    @override
+    def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
+        timeout_s = self._limit_s(timeout)
+        with self._changed:
+            self._hold_until(as_keys(keys), timeout_s)
+
+    @override
+    def check(self, keys: Sequence[str]) -> bool:
+        with self._changed:
+            return not missing(as_keys(keys), self._values)
+
+    @override
+    def num_keys(self) -> int:
+        with self._changed:
+            return len(self._values)
+
+    def _apply(self, key: str, change: Mutation[Answer]) -> Answer:
+        with self._changed:
+            answer = apply(self._values, key, change)
+            self._changed.notify_all()
+            return answer
+
+    def _hold_until(self, keys: list[str], timeout_s: float) -> None:
+        if not self._changed.wait_for(lambda: not missing(keys, self._values), timeout_s):
+            raise key_timeout(missing(keys, self._values), self.describe(), timeout_s)
