@@ -162,7 +162,7 @@ class Work(ABC):
         """The same as a `torch.futures.Future` whose value is the list of output tensors.
 
         Callbacks that are attached before the collective has finished run on the thread that finishes it; later ones at
-        once on the caller's. Note [One total order] in `progress` says in which order collectives issued from a
+        once on the caller's. Note [One total order] in `engine.queue` says in which order collectives issued from a
         callback run.
         """
 

@@ -37,7 +37,7 @@ class SyncBatchNorm(_BatchNorm):
     empty. In evaluation, and in a group of one, it is plain batch normalisation. Differentiating its gradient once more is
     refused.
 
-    It communicates in a group of its own, which the first forward makes; see Note [A group of its own].
+    It communicates in a group of its own, which the first forward makes; see Note [A group of its own] in `dedicated_group`.
 
     Args:
         num_features: channels, the second dimension of the inputs.

@@ -23,7 +23,7 @@ class JoinQueue:
         newcomer                                        members, in `admit`
         1. takes the next number (`add`)
         2. sets waiting/<its number>
-                                                        3. agree on who follows their generation: see Note [Who is left]; the
+                                                        3. agree on who follows their generation: see Note [Who is left] in `membership_vote`; the
                                                            proposal has those that wait
                                                         4. delete waiting/<number> of whom they let in, once for all
         5. reads the decisions, from generation 0 on,

@@ -27,7 +27,8 @@ _MOST_ALARM_BYTES = 2000
 
 
 class StoreReconnector(Reconnector):
-    """A `MembershipVote` agrees on the members, and the backend connects them; see Note [Who is left].
+    """A `MembershipVote` agrees on the members, and the backend connects them; see Note [Who is left] in
+    `membership_vote`.
 
     Args:
         store: what all members reach, and what outlives each of them.

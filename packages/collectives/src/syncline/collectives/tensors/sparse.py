@@ -85,7 +85,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
 
 
 def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction) -> torch.Tensor:
-    """Issued from a callback, so it runs before whatever was issued after it: see Note [One total order] in `progress`."""
+    """Issued from a callback, so it runs before whatever was issued after it: see Note [One total order] in `engine.queue`."""
     values = mine.values()
     if isinstance(op, PremulSum):
         values = values * op.factor

@@ -1,6 +1,6 @@
 """The collectives of a group run in one order on all ranks, those issued from callbacks included.
 
-See Note [One total order] in `progress`. Each collective here carries a label, and gathers the labels of all ranks: where
+See Note [One total order] in `engine.queue`. Each collective here carries a label, and gathers the labels of all ranks: where
 the order differs, labels meet that are not the same (or, on some backends, the ranks hang or report a disagreement).
 """
 
