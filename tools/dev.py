@@ -125,7 +125,7 @@ ALONE = {
 }
 # What depends on how torch works inside, which a new version may change. Elastic runs are about processes, and take minutes.
 INNER = {
-    "collectives": ("torch_backend", "test_torch_internals.py", "test_torch_work.py", "test_profiling.py"),
+    "collectives": ("torch_bridge", "test_torch_internals.py", "engine/test_profiling.py"),
     "reducer": (".",),
     "ddp": (".",),
 }

@@ -24,7 +24,7 @@ TEST_SUPPORT = ROOT / "tools" / "test_support"
 # layer works without it has a test of its own.
 ASSUMED = ("torch", "numpy", "pytest", "pytest-timeout", "hypothesis", "expecttest", "pyzmq")
 SOME_TESTS = {
-    "collectives": ("test_in_process.py", "test_registry.py", "test_settings.py"),
+    "collectives": ("transports/test_threads.py", "startup/test_registry.py", "startup/test_settings.py"),
     "reducer": ("test_bucket.py", "test_verification.py", "test_static_graph.py"),
     "hooks": ("test_hooks.py", "test_cast.py", "test_low_rank.py"),
     "ddp": ("test_distributed_data_parallel.py", "test_torch_internals.py"),

@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "SYNCLINE_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_ADDR")
 
