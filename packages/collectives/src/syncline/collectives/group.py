@@ -95,7 +95,7 @@ class ProcessGroup(ABC):
 
     # ---- one tensor on each rank ----
 
-    @recorded("all_reduce")
+    @recorded
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
         """Combine the tensors of all ranks; every rank ends with the same bits.
 
@@ -116,7 +116,7 @@ class ProcessGroup(ABC):
         op = checked_reduction(op, tensor.dtype)
         return self._issue(Signature.of("all_reduce", tensor, op), (), (tensor,), async_op)
 
-    @recorded("reduce")
+    @recorded
     def reduce(self, tensor: torch.Tensor, root: int = 0, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
         """Combine the tensors of all ranks on the root.
 
@@ -131,7 +131,7 @@ class ProcessGroup(ABC):
         op = checked_reduction(op, tensor.dtype)
         return self._issue(Signature.of("reduce", tensor, op, root), (), (tensor,), async_op)
 
-    @recorded("broadcast")
+    @recorded
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Work:
         """Copy the root's tensor to every rank.
 
@@ -146,7 +146,7 @@ class ProcessGroup(ABC):
 
     # ---- one tensor on one side, one for each rank on the other ----
 
-    @recorded("all_gather")
+    @recorded
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Work:
         """Give every rank the tensors of all ranks.
 
@@ -162,7 +162,7 @@ class ProcessGroup(ABC):
         self._check_tensors("all_gather", reads=(tensor,), writes=outputs)
         return self._issue(Signature.of("all_gather", tensor), (tensor,), tuple(outputs), async_op)
 
-    @recorded("_all_gather_base")
+    @recorded
     def all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Work:
         """Give every rank the tensors of all ranks, one after the other in one tensor.
 
@@ -177,7 +177,7 @@ class ProcessGroup(ABC):
         self._refuse_if("all_gather_into_tensor", checks.not_own_part(tensor, output, self.rank))
         return self._issue(Signature.of("all_gather_into_tensor", tensor), (tensor,), (output,), async_op)
 
-    @recorded("gather")
+    @recorded
     def gather(
         self,
         tensor: torch.Tensor,
@@ -200,7 +200,7 @@ class ProcessGroup(ABC):
         self._check_tensors("gather", reads=(tensor,), writes=outputs or ())
         return self._issue(Signature.of("gather", tensor, root=root), (tensor,), tuple(outputs or ()), async_op)
 
-    @recorded("scatter")
+    @recorded
     def scatter(
         self,
         tensor: torch.Tensor,
@@ -223,7 +223,7 @@ class ProcessGroup(ABC):
         self._check_tensors("scatter", reads=inputs or (), writes=(tensor,))
         return self._issue(Signature.of("scatter", tensor, root=root), tuple(inputs or ()), (tensor,), async_op)
 
-    @recorded("reduce_scatter")
+    @recorded
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction = ReduceOp.SUM, *, async_op: bool = False
     ) -> Work:
@@ -249,7 +249,7 @@ class ProcessGroup(ABC):
         self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
         return self._issue(Signature.of("reduce_scatter", output, op), tuple(inputs), (output,), async_op)
 
-    @recorded("_reduce_scatter_base")
+    @recorded
     def reduce_scatter_tensor(
         self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False
     ) -> Work:
@@ -270,7 +270,7 @@ class ProcessGroup(ABC):
 
     # ---- one tensor for each rank on both sides ----
 
-    @recorded("all_to_all")
+    @recorded
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False) -> Work:
         """Send `inputs[r]` to rank r and receive `outputs[r]` from it.
 
@@ -294,7 +294,7 @@ class ProcessGroup(ABC):
             self._all_to_all_signature("all_to_all", inputs[0], "", splits), tuple(inputs), tuple(outputs), async_op
         )
 
-    @recorded("all_to_all")
+    @recorded
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -331,7 +331,7 @@ class ProcessGroup(ABC):
 
     # ---- two ranks ----
 
-    @recorded("send")
+    @recorded
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Work:
         """Send a tensor to one rank, which calls `recv`.
 
@@ -345,7 +345,7 @@ class ProcessGroup(ABC):
         self._check_tensors("send", reads=(tensor,))
         return self._send(tensor, dst, tag, async_op)
 
-    @recorded("recv")
+    @recorded
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, async_op: bool = False) -> Work:
         """Receive a tensor from one rank, which calls `send`.
 
@@ -361,7 +361,7 @@ class ProcessGroup(ABC):
 
     # ---- no tensor ----
 
-    @recorded("barrier")
+    @recorded
     def barrier(self, *, async_op: bool = False) -> Work:
         """Return on any rank only after all ranks have called it."""
         return self._issue(Signature("barrier"), (), (), async_op)

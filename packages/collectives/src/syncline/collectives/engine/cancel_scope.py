@@ -86,7 +86,7 @@ class CancelScope:
         now_s = monotonic()
         if self._next_ask_s is None:
             self._next_ask_s = now_s + _PATIENCE_S
-        if self._ask is not None and now_s >= self._next_ask_s:
+        if self.reason is None and self._ask is not None and now_s >= self._next_ask_s:
             self._next_ask_s = now_s + _ASK_S
             reason = self._ask()
             if reason is not None:

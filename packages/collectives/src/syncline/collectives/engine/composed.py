@@ -7,6 +7,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from typing_extensions import override
@@ -15,6 +16,7 @@ from ..errors import InvalidArgumentError, MisuseError
 from ..group import ProcessGroup
 from ..reduce_op import Reduction
 from ..work import FutureWork, Work, join_futures
+from .observers import shown
 from .signature import Signature
 
 
@@ -69,17 +71,21 @@ class DelegatingGroup(ProcessGroup):
     def _issue(
         self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
-        return self._choose(signature.device_type)._issue(signature, reads, writes, async_op)
+        group = self._choose(signature.device_type)
+        issue = partial(group._issue, signature, reads, writes, async_op)
+        return shown(group, signature.name, [*writes, *reads], issue, is_async=async_op)
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
         """What a sparse reduction issues from callbacks stays in the one group that was chosen."""
         return self._choose(tensor.device.type).all_reduce(tensor, op, async_op=async_op)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
-        return self._choose(tensor.device.type)._send(tensor, dst, tag, async_op)
+        group = self._choose(tensor.device.type)
+        return shown(group, "send", [tensor], partial(group._send, tensor, dst, tag, async_op), is_async=async_op)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
-        return self._choose(tensor.device.type)._recv(tensor, src, tag, async_op)
+        group = self._choose(tensor.device.type)
+        return shown(group, "recv", [tensor], partial(group._recv, tensor, src, tag, async_op), is_async=async_op)
 
     def _together(self, works: Iterable[Work], name: str, async_op: bool) -> Work:
         """The works of several groups as one."""
@@ -142,7 +148,7 @@ class PerDeviceGroup(DelegatingGroup):
         self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
         if signature.name == "barrier":  # it has no tensor that would say where
-            return self._all[0]._issue(signature, reads, writes, async_op)
+            return self._all[0].barrier(async_op=async_op)
         return super()._issue(signature, reads, writes, async_op)
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:

@@ -19,6 +19,13 @@ Method = TypeVar("Method", bound=Callable[..., Work])
 # The future of a send or receive costs a thread, so nobody is told when one in flight is over.
 _TRANSFERS = ("send", "recv")
 
+# How torch's own backends call the ranges of these methods.
+_TITLES = {
+    "all_gather_into_tensor": "_all_gather_base",
+    "reduce_scatter_tensor": "_reduce_scatter_base",
+    "all_to_all_single": "all_to_all",
+}
+
 
 class Group(Protocol):
     """A `ProcessGroup`, as observers see it."""
@@ -97,29 +104,36 @@ def observe_calls(observer: Observer) -> Callable[[], None]:
     return stop
 
 
-def recorded(title: str) -> Callable[[Method], Method]:
-    """A decorator of a group's public method: show each call to whoever looks.
+def recorded(method: Method) -> Method:
+    """A decorator of a group's public method: show each call to whoever looks."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(group: Any, *args: Any, **kwargs: Any) -> Work:
+        if not (profiler_runs() or observers):  # nearly always
+            return method(group, *args, **kwargs)
+        values = (*args, *kwargs.values())
+        is_async = bool(kwargs.get("async_op", False))
+        issue = functools.partial(method, group, *args, **kwargs)
+        issue = functools.partial(shown, group, name, list(_tensors(values)), issue, is_async=is_async)
+        return _observed(name, group, values, issue) if observers else issue()
+
+    return call  # type: ignore[return-value]  # the method's own signature
+
+
+def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
+    """Issue a call of a group, inside a range if a profiler runs and the group shows its calls.
 
     Args:
-        title: torch's profiler shows the call as `profiled_as:title`.
+        group: whose call it is.
+        name: the method's, such as "all_reduce".
+        tensors: as for `profiled`.
+        issue: as for `profiled`.
+        is_async: as for `profiled`.
     """
-
-    def decorate(method: Method) -> Method:
-        @functools.wraps(method)
-        def call(group: Any, *args: Any, **kwargs: Any) -> Work:
-            is_profiled = profiler_runs() and group.profiled_as is not None
-            if not (is_profiled or observers):  # nearly always
-                return method(group, *args, **kwargs)
-            values = (*args, *kwargs.values())
-            issue = functools.partial(method, group, *args, **kwargs)
-            if is_profiled:
-                full_title, is_async = f"{group.profiled_as}:{title}", kwargs.get("async_op", False)
-                issue = functools.partial(profiled, full_title, list(_tensors(values)), issue, is_async=is_async)
-            return _observed(method.__name__, group, values, issue) if observers else issue()
-
-        return call  # type: ignore[return-value]  # the method's own signature
-
-    return decorate
+    if not profiler_runs() or group.profiled_as is None:
+        return issue()
+    return profiled(f"{group.profiled_as}:{_TITLES.get(name, name)}", tensors, issue, is_async=is_async)
 
 
 def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
