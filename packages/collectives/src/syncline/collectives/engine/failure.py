@@ -38,10 +38,10 @@ class FailureWords:
             return failure
         return error
 
-    def not_started(self, signature: Signature, first_failure: BaseException) -> TransportError:
+    def not_started(self, what: Call | Signature, first_failure: BaseException) -> TransportError:
         """For a call after the group has failed."""
         error = TransportError(
-            f"{signature} on {self._place()} was not started because the group had failed before: {first_failure}"
+            f"{what} on {self._place()} was not started because the group had failed before: {first_failure}"
         )
         error.__cause__ = first_failure
         return error

@@ -272,7 +272,7 @@ class HostGroup(ProcessGroup):
         if self._first_failure is not None:
             self._running = None
             call.is_over(FAILED)
-            raise self._words.not_started(call.signature, self._first_failure)
+            raise self._words.not_started(call, self._first_failure)
         self.recorder.begin(call)
         compares = self._compares_later and call.number is not None
         try:
