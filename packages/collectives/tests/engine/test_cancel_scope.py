@@ -1,11 +1,17 @@
+"""Time limits, reasons that end a wait, and calls that may never return."""
+
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
 from syncline.collectives import InvalidArgumentError, TransportError
-from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S, CancelScope, seconds
+from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S, CancelScope, DetachedCall, seconds
 
 
 @pytest.mark.parametrize(
@@ -26,29 +32,101 @@ def test_seconds_refuses(timeout: timedelta | float) -> None:
         seconds(timeout)
 
 
-def test_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 100.0
-    monkeypatch.setattr("syncline.collectives.engine.cancel_scope.monotonic", lambda: now_s)
-    deadline = CancelScope(5.0)
-    assert (deadline.remaining_s(), deadline.expired()) == (5.0, False)
-    now_s = 104.0
-    assert (deadline.remaining_s(), deadline.expired()) == (1.0, False)
-    now_s = 105.0
-    assert (deadline.remaining_s(), deadline.expired()) == (0.0, True)
-    now_s = 200.0
-    assert (deadline.remaining_s(), deadline.expired()) == (0.0, True)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that a test sets."""
+    made = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr("syncline.collectives.engine.cancel_scope.monotonic", lambda: made.now_s)
+    return made
 
 
-def test_a_wait_in_vain_ends_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 100.0
+def test_a_scope_ends_at_its_time_limit(clock: SimpleNamespace) -> None:
+    scope = CancelScope(5.0)
+    for now_s, remaining_s in ((100.0, 5.0), (104.0, 1.0)):
+        clock.now_s = now_s
+        scope.check()
+        assert (scope.remaining_s(), scope.is_over()) == (remaining_s, False)
+    assert not scope.was_noticed
+    for now_s in (105.0, 200.0):
+        clock.now_s = now_s
+        assert (scope.remaining_s(), scope.is_over()) == (0.0, True)
+        with pytest.raises(TimeoutError, match="nobody came"):
+            scope.check("nobody came")
+    assert scope.was_noticed
+    assert scope.reason is None
+
+
+def test_the_first_reason_counts() -> None:
+    scope, first = CancelScope(60.0), TransportError("rank 1 left")
+    scope.cancel(first)
+    scope.cancel(TransportError("rank 2 left"))
+    assert (scope.is_over(), scope.remaining_s(), scope.was_noticed) == (True, 0.0, False)
+    with pytest.raises(TransportError) as raised:
+        scope.check()
+    assert raised.value is first
+    assert scope.was_noticed
+
+
+def test_a_reason_comes_before_the_time_limit(clock: SimpleNamespace) -> None:
+    """Both ended it: what somebody knows says more than that time went by."""
+    scope, left = CancelScope(5.0), TransportError("rank 1 left")
+    clock.now_s += 6.0
+    scope.cancel(left)
+    with pytest.raises(TransportError, match="rank 1 left"):
+        scope.check()
+
+
+def test_the_waiting_thread_asks_now_and_then_whether_it_waits_in_vain(clock: SimpleNamespace) -> None:
     left = TransportError("rank 1 left")
     reasons = [None, left, TransportError("asked too often")]
-    monkeypatch.setattr("syncline.collectives.engine.cancel_scope.monotonic", lambda: now_s)
-    deadline = CancelScope(5.0, lambda: reasons.pop(0))
-    assert not deadline.expired()
+    scope = CancelScope(5.0, lambda: reasons.pop(0))
+    scope.check()
     assert len(reasons) == 3  # a short wait asks nobody
-    now_s += 1.0
-    assert not deadline.expired()
-    now_s += 1.0
-    assert deadline.expired()
-    assert (deadline.was_cancelled, deadline.reason, deadline.remaining_s()) == (True, left, 0.0)
+    clock.now_s += 1.0
+    scope.check()
+    scope.check()
+    assert len(reasons) == 2  # not at each look
+    clock.now_s += 1.0
+    with pytest.raises(TransportError) as raised:
+        scope.check()
+    assert raised.value is left
+    assert (scope.is_over(), scope.reason, scope.remaining_s()) == (True, left, 0.0)
+    clock.now_s += 1.0
+    with pytest.raises(TransportError) as raised:
+        scope.check()
+    assert raised.value is left
+    assert len(reasons) == 1
+
+
+# ---- calls that may never return ----
+
+
+def test_a_detached_call_gives_what_the_function_gives() -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        entered.append(threading.current_thread().name)
+        yield
+
+    def divide() -> float:
+        return 1 / 0
+
+    assert DetachedCall(lambda: 7, "syncline-test", context).wait(CancelScope(60.0)) == 7
+    assert entered == ["syncline-test"]
+    with pytest.raises(ZeroDivisionError):
+        DetachedCall(divide, "syncline-test").wait(CancelScope(60.0))
+
+
+def test_a_detached_call_is_left_behind_when_its_scope_ends() -> None:
+    gate = threading.Event()
+    call = DetachedCall(lambda: gate.wait(60), "syncline-test")
+    with pytest.raises(TimeoutError, match="the library does not answer"):
+        call.wait(CancelScope(0.01), what="the library does not answer")
+    scope = CancelScope(60.0)
+    scope.cancel(TransportError("rank 1 left"))
+    with pytest.raises(TransportError, match="rank 1 left"):
+        call.wait(scope)
+    assert not call.done.is_set()
+    gate.set()
+    assert call.wait(CancelScope(60.0)) is True

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
+from syncline.collectives.engine.call import Call
 from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.signature import Signature
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
@@ -18,8 +21,10 @@ pytestmark = pytest.mark.ranks
 class Trusting(InProcessTransport):
     """Does not compare the calls, as Gloo does not."""
 
-    def _meet(self, call, value):
-        return super()._meet(call._replace(collective=Collective("anything")), value)
+    compares_every_call = False
+
+    def _meet(self, call: Call, value: Any) -> list[Any]:
+        return super()._meet(Call(Signature("anything"), scope=call.scope), value)
 
 
 def on_two_ranks(body: Callable[[ProcessGroup], object], *, check_calls: bool = True) -> None:

@@ -22,7 +22,7 @@ def issue(group: ProcessGroup) -> Work:
 def hold(group: ProcessGroup) -> threading.Event:
     """Let nothing that is issued from now on begin before the event is set."""
     event = threading.Event()
-    group._progress.enqueue(lambda: event.wait(60))
+    group._queue.enqueue(lambda: event.wait(60))
     return event
 
 

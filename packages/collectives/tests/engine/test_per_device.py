@@ -50,7 +50,7 @@ def test_all_are_closed_also_if_one_cannot(backend: OnItsDevice) -> None:
 
     def close(name: str) -> None:
         closed.append(name)
-        if name == "cuda":
+        if name == "cpu":
             raise TransportError("a failure that nobody was told of")
 
     group = PerDeviceBackend({"cuda": backend, "cpu": backend}).connect(REQUEST)
@@ -58,7 +58,7 @@ def test_all_are_closed_also_if_one_cannot(backend: OnItsDevice) -> None:
         part.close = partial(close, name)
     with pytest.raises(TransportError, match="nobody was told"):
         group.close()
-    assert closed == ["cuda", "cpu"]
+    assert closed == ["cpu", "cuda"]  # the last one first
 
 
 def test_a_new_time_limit_is_every_groups(backend: OnItsDevice) -> None:

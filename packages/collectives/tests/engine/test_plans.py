@@ -1,4 +1,4 @@
-"""The group keeps a transport's plans, and runs them at once for blocking calls that come again: see Note [Plans]."""
+"""The group keeps the plans of its transport, one for each signature."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from syncline.collectives import (
     GroupClosedError,
     InvalidArgumentError,
     ReduceOp,
-    RoundRobinGroup,
     TransportError,
     all_reduce,
     premul_sum,
@@ -27,47 +26,42 @@ from syncline.collectives.engine.call import Call
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.engine.observers import ObservedCall, observe_calls
-from syncline.collectives.engine.transport import Plan
+from syncline.collectives.engine.signature import Signature
+from syncline.collectives.engine.transport import LibraryPlan, Plan
 from syncline.collectives.health.leaving import Leavers
-from syncline.collectives.tensors.layout import flat
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
 pytestmark = pytest.mark.ranks
 
 
-class RecordingPlan(Plan):
+class RecordingPlan(LibraryPlan):
     """Does what the transport does; writes down when it was made and when it runs, and may fail."""
 
     algorithm = "recording"
 
-    def __init__(self, transport: PlanningTransport, kind: CallKind) -> None:
-        self._transport = transport
-        self._kind = kind
-        transport.log.append("made")
+    def __init__(self, transport: PlanningTransport, signature: Signature) -> None:
+        super().__init__(transport, signature)
+        self._log = transport.log
+        self._planning = transport
+        self._log.append("made")
 
-    def run(self, tensor: torch.Tensor, whole: torch.Tensor, scope: CancelScope) -> None:
-        self._transport.log.append("run")
-        self._transport.on_run(deadline)
-        call, op = Call(self._kind.call(tensor), deadline), self._kind.op
-        if op is None:
-            self._transport.all_gather(flat(whole), flat(tensor), call)
-        elif tensor is whole:
-            self._transport.all_reduce(flat(tensor), op, call)
-        else:
-            self._transport.reduce_scatter(flat(tensor), flat(whole), op, call)
+    def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
+        self._log.append("run")
+        self._planning.on_run(call.scope)
+        super().run(part, whole, call)
 
 
 class PlanningTransport(InProcessTransport):
-    """Has a plan for each collective but `broadcast`."""
+    """Writes down what is planned, and what runs."""
 
     def __init__(self, shared_state: SharedState, rank: int) -> None:
         super().__init__(shared_state, rank)
         self.log: list[str] = []
-        self.on_run: Callable[[CancelScope], object] = lambda deadline: None
+        self.on_run: Callable[[CancelScope], object] = lambda scope: None
 
-    def plan(self, kind: CallKind) -> Plan | None:
-        return None if kind.name == "broadcast" else RecordingPlan(self, kind)
+    def plan(self, signature: Signature) -> Plan:
+        return RecordingPlan(self, signature)
 
 
 def make(
@@ -77,7 +71,7 @@ def make(
     return HostGroup(transport, rank, size, **{"timeout_s": 20, **options}), transport
 
 
-def test_a_plan_is_made_for_the_first_call_of_a_kind() -> None:
+def test_a_plan_is_made_for_the_first_call_of_a_signature() -> None:
     group, transport = make()
     for shape, dtype, op in (
         ((6,), torch.float32, ReduceOp.SUM),
@@ -208,9 +202,8 @@ def test_the_time_limit_holds() -> None:
     group.all_reduce(torch.ones(3))
 
     def hang(scope: CancelScope) -> None:
-        while not deadline.expired():
-            pass
-        raise TimeoutError("nobody came")
+        while True:
+            scope.check("nobody came")
 
     transport.on_run = hang
     with pytest.raises(CollectiveTimeout, match=r"number 1 on .* did not finish within 0\.05 s: nobody came"):
@@ -224,9 +217,8 @@ def test_abort_ends_it() -> None:
 
     def wait(scope: CancelScope) -> None:
         is_waiting.set()
-        while not deadline.expired():
-            pass
-        raise TimeoutError("nobody came")
+        while True:
+            scope.check("nobody came")
 
     def abort() -> None:
         assert is_waiting.wait(10)
@@ -256,7 +248,7 @@ def test_a_call_that_finishes_while_the_group_is_closed_keeps_no_plan() -> None:
     group, transport = make()
     gate = threading.Event()
     group.all_reduce(torch.ones(5))
-    group._progress.enqueue(lambda: gate.wait(10) and None)
+    group._queue.enqueue(lambda: gate.wait(10) and None)
     group.all_reduce(torch.ones(5), async_op=True)
     last = group.all_reduce(torch.ones(3), async_op=True)
     assert not last.is_completed()
@@ -274,15 +266,15 @@ def test_it_has_its_place_in_the_total_order() -> None:
     group, transport = make()
     group.all_reduce(torch.ones(3))
     gate, order = threading.Event(), []
-    transport.on_run = lambda deadline: order.append("held")
-    group._progress.enqueue(lambda: gate.wait(10) and None)
+    transport.on_run = lambda scope: order.append("held")
+    group._queue.enqueue(lambda: gate.wait(10) and None)
     held = group.all_reduce(torch.ones(3), async_op=True)
     inner = torch.ones(3)
 
     def issue_another(_: object) -> None:
-        transport.on_run = lambda deadline: order.append("in the callback")
+        transport.on_run = lambda scope: order.append("in the callback")
         group.all_reduce(inner)
-        transport.on_run = lambda deadline: order.append("behind")
+        transport.on_run = lambda scope: order.append("behind")
 
     held.get_future().then(issue_another)
     threading.Timer(0.05, gate.set).start()
@@ -310,7 +302,7 @@ def test_the_algorithm_of_the_latest_call_is_told() -> None:
     assert group.algorithm_of("all_reduce", torch.zeros(3)) == "recording"
     assert group.algorithm_of("all_reduce", torch.zeros(1, 3)) is None
     assert group.algorithm_of("all_reduce", torch.zeros(4)) is None
-    assert group.algorithm_of("broadcast", torch.zeros(3)) is None
+    assert group.algorithm_of("broadcast", torch.zeros(3)) == "recording"
 
 
 def test_the_record_says_where_a_call_by_a_kept_plan_was_made() -> None:
@@ -328,25 +320,8 @@ def test_the_record_says_where_a_call_by_a_kept_plan_was_made() -> None:
         call()
     assert transport.log == ["made", "run", "run", "run", "run"]
     assert [record.where for record in group.recorder.records()] == [
-        f"test_kept_plans.py:{call.__code__.co_firstlineno + 1}" for call in calls
+        f"test_plans.py:{call.__code__.co_firstlineno + 1}" for call in calls
     ]
-
-
-def test_a_functional_form_runs_a_kept_plan_without_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    group, transport = make()
-    assert all_reduce(torch.ones(3), group=group) is None  # makes the plan
-    monkeypatch.setattr(HostGroup, "all_reduce", None)
-    assert all_reduce(torch.ones(3), group=group) is None
-    assert transport.log == ["made", "run", "run"]
-
-
-def test_a_functional_form_calls_the_method_of_groups_that_run_nothing_at_once() -> None:
-    group, transport = make()
-    wrapped = RoundRobinGroup([group])
-    for _ in range(2):
-        assert all_reduce(torch.ones(3), group=wrapped) is None
-    assert not wrapped.ran_at_once("all_reduce", ReduceOp.SUM, None, torch.ones(3))
-    assert transport.log == ["made", "run", "run"]
 
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
@@ -403,67 +378,13 @@ def test_parts_and_blocks_by_kept_plans(name: str, made: Callable[[int], Any], i
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("is_method", [True, False])
-@pytest.mark.parametrize("made", [in_rows, part_of_its_block])
-@pytest.mark.parametrize("name", [GATHER, SCATTER])
-def test_simple_parts_and_blocks_are_not_issued_again(
-    name: str, made: Callable[[int], Any], is_method: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group, transport = make()
-    call_with_block(group, name, torch.ones(3), torch.ones(3))
-    monkeypatch.setattr(HostGroup, "_issue", None)
-    part, block = made(0)
-    call_with_block(group, name, part, block.flatten()[:3], is_method=is_method)
-    assert transport.log == ["made", "run", "run"]
-
-
-def test_what_the_functional_forms_ask_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def ran_at_once(group: HostGroup, *arguments: Any) -> bool:
-        asked.append(arguments)
-        return True
-
-    monkeypatch.setattr(HostGroup, "ran_at_once", ran_at_once)
-    group, _ = make(2, 0, ranks=[4, 7])
-    part, block = torch.ones(3), torch.ones(6)
-    functional.all_reduce(part, ReduceOp.MAX, group)
-    functional.broadcast(part, src=7, group=group)
-    functional.broadcast(part, group_src=1, group=group)
-    functional.all_gather_into_tensor(block, part, group)
-    functional.reduce_scatter_tensor(part, block, ReduceOp.MIN, group)
-    expected: list[tuple[Any, ...]] = [
-        ("all_reduce", ReduceOp.MAX, None, part),
-        ("broadcast", None, 1, part),
-        ("broadcast", None, 1, part),
-        (GATHER, None, None, part, block),
-        (SCATTER, ReduceOp.MIN, None, part, block),
-    ]
-    assert [[id(argument) for argument in arguments] for arguments in asked] == [list(map(id, one)) for one in expected]
-
-
-def test_functional_forms_do_not_ask_for_what_shall_run_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostGroup, "ran_at_once", None)
-    group, _ = make()
-    part, block = torch.ones(3), torch.ones(3)
-    works = [
-        functional.all_reduce(part, group=group, async_op=True),
-        functional.broadcast(part, src=0, group=group, async_op=True),
-        functional.all_gather_into_tensor(block, part, group, async_op=True),
-        functional.reduce_scatter_tensor(part, block, group=group, async_op=True),
-    ]
-    for work in works:
-        assert work is not None
-        work.wait()
-
-
 def test_calls_by_kept_plans_are_told_to_those_who_wait_for_a_rank_that_leaves() -> None:
-    departures = Leavers(list)
-    group, transport = make(calls=departures.group("default", [0]))
+    leavers = Leavers(list)
+    group, transport = make(leavers=leavers.group("default", [0]))
     for _ in range(2):
         group.all_reduce(torch.ones(3))
     assert transport.log == ["made", "run", "run"]
-    assert list(departures.own().values()) == [2]
+    assert list(leavers.own().values()) == [2]
     assert [record.position for record in group.recorder.records()] == [0, 1]
 
 

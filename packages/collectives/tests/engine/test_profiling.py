@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from syncline.collectives import ProcessGroup
-from syncline.collectives.engine import profiling
+from syncline.collectives import ProcessGroup, RoundRobinGroup
+from syncline.collectives.engine import observers
 from syncline.collectives.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -69,9 +69,25 @@ def test_the_range_of_an_asynchronous_collective_ends_when_it_has_finished() -> 
 
 
 def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "record", lambda *_, **__: pytest.fail("recorded"))
+    monkeypatch.setattr(observers, "profiled", lambda *_, **__: pytest.fail("recorded"))
 
     def body(group: ProcessGroup) -> None:
         group.all_reduce(torch.ones(1))
+
+    run_ranks(1, body)
+
+
+def test_of_groups_in_turn_each_shows_its_own_calls() -> None:
+    def body(group: ProcessGroup) -> None:
+        in_turn = RoundRobinGroup([group, group])
+
+        def use() -> None:
+            in_turn.all_reduce(torch.ones(2, 3))
+            in_turn.all_gather_into_tensor(torch.ones(3), torch.ones(3))
+
+        assert shown(use) == [
+            ("syncline-in_process:all_reduce", [[2, 3]]),
+            ("syncline-in_process:_all_gather_base", [[3], [3]]),
+        ]
 
     run_ranks(1, body)

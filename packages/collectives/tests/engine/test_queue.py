@@ -1,4 +1,4 @@
-"""One total order, asserted on recorded logs. See Note [One total order] in `progress`."""
+"""One total order, asserted on recorded logs. See Note [One total order] in `engine.queue`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from syncline.collectives.engine.queue import Queue
+
 
 class Recorder:
     """Tasks that write their names when they start and end."""
 
     def __init__(self) -> None:
-        self.progress = Queue("test")
+        self.queue = Queue("test")
         self.log: list[str] = []
 
     def task(self, name: str, *children, gate: threading.Event | None = None):
@@ -32,15 +34,15 @@ class Recorder:
 
     def finish(self) -> list[str]:
         # A machine that is lent to others, too, may stand still for tens of seconds.
-        assert self.progress.drain(60), self.where_it_is()
-        self.progress.stop()
+        assert self.queue.drain(60), self.where_it_is()
+        self.queue.stop()
         return self.log
 
     def where_it_is(self) -> str:
-        thread, frames = self.progress._thread, sys._current_frames()
+        thread, frames = self.queue._thread, sys._current_frames()
         frame = frames.get(thread.ident or 0) if thread is not None else None
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "no thread"
-        return f"{len(self.progress._queue)} queued, running on {self.progress.running_on}, log ends {self.log[-3:]}:\n{stack}"
+        return f"{len(self.queue._tasks)} queued, running on {self.queue._running_on}, log ends {self.log[-3:]}:\n{stack}"
 
 
 @pytest.fixture
@@ -50,111 +52,122 @@ def recorder() -> Recorder:
 
 def test_runs_here_when_nothing_is_in_flight(recorder: Recorder) -> None:
     ran_on: list[int] = []
-    assert recorder.progress.run_here(lambda: ran_on.append(threading.get_ident()))
+    assert recorder.queue.run_here(lambda: ran_on.append(threading.get_ident()))
     assert ran_on == [threading.get_ident()]
-    assert recorder.progress._thread is None, "no thread before it is needed"
+    assert recorder.queue._thread is None, "no thread before it is needed"
 
 
-def test_whoever_takes_the_turn_is_alone_until_it_is_given_back(recorder: Recorder) -> None:
-    progress = recorder.progress
-    assert progress.take_turn()
-    assert progress.is_running_here()
-    assert not progress.take_turn()  # not twice; `run_here` knows who has it
-    assert progress.run_here(recorder.task("A"))
+def test_while_a_task_runs_no_other_thread_runs_one(recorder: Recorder) -> None:
+    queue = recorder.queue
     with ThreadPoolExecutor() as others:
-        assert not others.submit(progress.take_turn).result()
-        assert not others.submit(progress.run_here, recorder.task("B")).result()
-    progress.running_on = None
-    progress.turn.release()
-    assert not progress.is_running_here()
-    assert progress.take_turn()
-    assert recorder.log == ["<A", "A>"]
+        answers: list[bool] = []
+
+        def ask_another_thread() -> None:
+            answers.append(others.submit(queue.run_here, recorder.task("B")).result(60))
+            answers.append(others.submit(queue.is_running_here).result(60))
+
+        assert queue.run_here(recorder.task("A", ask_another_thread))
+        assert answers == [False, False]
+        assert others.submit(queue.run_here, recorder.task("C")).result(60)
+    assert recorder.log == ["<A", "A>", "<C", "C>"]
+
+
+def test_what_interrupts_a_task_gives_the_turn_back(recorder: Recorder) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        recorder.queue.run_here(interrupted)
+    assert not recorder.queue.is_running_here()
+    assert recorder.queue.run_here(recorder.task("A"))
+    recorder.queue.enqueue(recorder.task("B"))
+    assert recorder.finish() == ["<A", "A>", "<B", "B>"]
 
 
 def test_does_not_run_here_past_the_queue(recorder: Recorder) -> None:
     gate = threading.Event()
-    recorder.progress.enqueue(recorder.task("A", gate=gate))
-    recorder.progress.enqueue(recorder.task("B"))
-    assert not recorder.progress.run_here(recorder.task("C"))
+    recorder.queue.enqueue(recorder.task("A", gate=gate))
+    recorder.queue.enqueue(recorder.task("B"))
+    assert not recorder.queue.run_here(recorder.task("C"))
     gate.set()
     assert recorder.finish() == ["<A", "A>", "<B", "B>"]
 
 
 def test_does_not_run_here_in_the_moment_before_the_thread_takes_what_is_queued(recorder: Recorder) -> None:
-    recorder.progress._queue.append(recorder.task("A"))
-    assert not recorder.progress.run_here(recorder.task("B"))
-    recorder.progress.enqueue(recorder.task("B"))
+    recorder.queue._tasks.append(recorder.task("A"))
+    assert not recorder.queue.run_here(recorder.task("B"))
+    recorder.queue.enqueue(recorder.task("B"))
     assert recorder.finish() == ["<A", "A>", "<B", "B>"]
 
 
 def test_in_order_of_issue(recorder: Recorder) -> None:
     for number in range(200):
-        recorder.progress.enqueue(recorder.task(str(number)))
+        recorder.queue.enqueue(recorder.task(str(number)))
     assert recorder.finish() == [entry for number in range(200) for entry in (f"<{number}", f"{number}>")]
 
 
 def test_a_task_issued_in_a_task_runs_inside_it_before_the_queue(recorder: Recorder) -> None:
-    progress, gate = recorder.progress, threading.Event()
+    queue, gate = recorder.queue, threading.Event()
 
     def issue_children() -> None:
-        progress.enqueue(recorder.task("A1", lambda: progress.enqueue(recorder.task("A1a"))))
-        assert progress.run_here(recorder.task("A2"))
+        queue.enqueue(recorder.task("A1", lambda: queue.enqueue(recorder.task("A1a"))))
+        assert queue.run_here(recorder.task("A2"))
 
-    progress.enqueue(recorder.task("A", issue_children, gate=gate))
-    progress.enqueue(recorder.task("B"))
+    queue.enqueue(recorder.task("A", issue_children, gate=gate))
+    queue.enqueue(recorder.task("B"))
     gate.set()
     assert recorder.finish() == ["<A", "<A1", "<A1a", "A1a>", "A1>", "<A2", "A2>", "A>", "<B", "B>"]
 
 
 def test_the_same_when_the_parent_runs_on_the_callers_thread(recorder: Recorder) -> None:
-    progress = recorder.progress
-    progress.run_here(recorder.task("A", lambda: progress.enqueue(recorder.task("A1"))))
-    progress.enqueue(recorder.task("B"))
+    queue = recorder.queue
+    queue.run_here(recorder.task("A", lambda: queue.enqueue(recorder.task("A1"))))
+    queue.enqueue(recorder.task("B"))
     assert recorder.finish() == ["<A", "<A1", "A1>", "A>", "<B", "B>"]
 
 
 def test_run_until_runs_the_queue_up_to_what_is_waited_for(recorder: Recorder) -> None:
-    progress, gate = recorder.progress, threading.Event()
+    queue, gate = recorder.queue, threading.Event()
     done: list[str] = []
-    progress.enqueue(recorder.task("A", lambda: progress.run_until(lambda: "C" in done), gate=gate))
+    queue.enqueue(recorder.task("A", lambda: queue.run_until(lambda: "C" in done), gate=gate))
     for name in "BCD":
-        progress.enqueue(recorder.task(name, lambda name=name: done.append(name)))
+        queue.enqueue(recorder.task(name, lambda name=name: done.append(name)))
     gate.set()
     assert recorder.finish() == ["<A", "<B", "B>", "<C", "C>", "A>", "<D", "D>"]
 
 
 def test_run_until_gives_up_when_the_queue_is_empty(recorder: Recorder) -> None:
-    progress = recorder.progress
-    progress.run_here(lambda: progress.run_until(lambda: False))
+    queue = recorder.queue
+    queue.run_here(lambda: queue.run_until(lambda: False))
 
 
 def test_is_running_here(recorder: Recorder) -> None:
-    progress = recorder.progress
+    queue = recorder.queue
     seen: list[bool] = []
-    progress.enqueue(lambda: seen.append(progress.is_running_here()))
-    assert progress.drain(5)
-    progress.run_here(lambda: seen.append(progress.is_running_here()))
+    queue.enqueue(lambda: seen.append(queue.is_running_here()))
+    assert queue.drain(5)
+    queue.run_here(lambda: seen.append(queue.is_running_here()))
     assert seen == [True, True]
-    assert not progress.is_running_here()
-    progress.stop()
+    assert not queue.is_running_here()
+    queue.stop()
 
 
 def test_drain_gives_up(recorder: Recorder) -> None:
     gate = threading.Event()
-    recorder.progress.enqueue(recorder.task("A", gate=gate))
-    assert not recorder.progress.drain(0.01)
+    recorder.queue.enqueue(recorder.task("A", gate=gate))
+    assert not recorder.queue.drain(0.01)
     gate.set()
     assert recorder.finish() == ["<A", "A>"]
 
 
 def test_stop_ends_the_thread_after_the_queue(recorder: Recorder) -> None:
     gate = threading.Event()
-    recorder.progress.enqueue(recorder.task("A", gate=gate))
-    recorder.progress.enqueue(recorder.task("B"))
-    thread = recorder.progress._thread
+    recorder.queue.enqueue(recorder.task("A", gate=gate))
+    recorder.queue.enqueue(recorder.task("B"))
+    thread = recorder.queue._thread
     assert thread is not None
     assert thread.daemon
-    recorder.progress.stop()
+    recorder.queue.stop()
     gate.set()
     thread.join(5)
     assert not thread.is_alive()
@@ -165,15 +178,15 @@ def test_where_no_thread_can_start_nothing_is_left_in_the_queue(recorder: Record
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    progress = recorder.progress
+    queue = recorder.queue
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
-            progress.enqueue(recorder.task("A"))
-        assert progress.is_idle()
-        assert progress.run_here(recorder.task("B"))
-        progress.join(1)
-    progress.enqueue(recorder.task("C"))
+            queue.enqueue(recorder.task("A"))
+        assert queue.is_idle()
+        assert queue.run_here(recorder.task("B"))
+        queue.join(1)
+    queue.enqueue(recorder.task("C"))
     assert recorder.finish() == ["<B", "B>", "<C", "C>"]
 
 
@@ -181,7 +194,7 @@ def test_where_no_thread_can_start_nothing_is_left_in_the_queue(recorder: Record
 def test_stress_one_task_at_a_time_and_in_order(seed: int) -> None:
     """Random mixtures of queued tasks, tasks run here, children and pauses: one at a time, children inside parents."""
     recorder, pauses = Recorder(), random.Random(seed)
-    progress = recorder.progress
+    queue = recorder.queue
     running = 0
 
     def task(name: str, depth: int):
@@ -198,17 +211,17 @@ def test_stress_one_task_at_a_time_and_in_order(seed: int) -> None:
             time.sleep(pause_s)
             for subtask, is_queued in zip(subtasks, queued, strict=True):
                 if is_queued:
-                    progress.enqueue(subtask)
+                    queue.enqueue(subtask)
                 else:
-                    assert progress.run_here(subtask)
+                    assert queue.run_here(subtask)
             running -= depth == 0
 
         return run
 
     for number in range(100):
         subject = task(f"{number:03}", 0)
-        if pauses.random() < 0.5 or not progress.run_here(subject):
-            progress.enqueue(subject)
+        if pauses.random() < 0.5 or not queue.run_here(subject):
+            queue.enqueue(subject)
         if pauses.random() < 0.1:
             time.sleep(5e-4)
     log = recorder.finish()

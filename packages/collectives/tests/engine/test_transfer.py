@@ -47,7 +47,7 @@ def test_an_error_that_is_not_ours_is_raised_as_it_is() -> None:
 def test_a_wait_without_a_limit_ends_with_the_groups() -> None:
     class RequestThatIsNeverOver(RequestThatFails):
         def wait(self, scope: CancelScope) -> None:
-            raise TimeoutError(f"{deadline.timeout_s:g} s went by")
+            raise TimeoutError(f"{scope.timeout_s:g} s went by")
 
     work = TransferWork(RequestThatIsNeverOver(ValueError()), [torch.ones(1)], lambda: None, lambda: "recv", 8.0)
     with pytest.raises(CollectiveTimeout, match=r"^recv was not over within 8 s \(timeout\)"):

@@ -148,9 +148,9 @@ def test_one_rank_waits_for_nobody_and_needs_no_thread() -> None:
     ran_on: list[threading.Thread] = []
     work = group.all_reduce(torch.ones(2), async_op=True)
     assert work.is_completed()
-    assert group._progress._thread is None
+    assert group._queue._thread is None
     gate = threading.Event()
-    group._progress.enqueue(lambda: gate.wait(10) and None)
+    group._queue.enqueue(lambda: gate.wait(10) and None)
     works = [group.all_reduce(torch.ones(2), async_op=True) for _ in range(2)]
     works[0].get_future().add_done_callback(lambda _: ran_on.append(threading.current_thread()))
     assert not any(work.is_completed() for work in works)
@@ -158,7 +158,7 @@ def test_one_rank_waits_for_nobody_and_needs_no_thread() -> None:
     for work in works:
         work.wait()
     group.close()
-    assert ran_on == [group._progress._thread]
+    assert ran_on == [group._queue._thread]
 
 
 def test_at_least_one_rank() -> None:
@@ -191,8 +191,8 @@ def test_an_async_call_after_the_end_of_the_groups_thread_is_refused() -> None:
 
     def body(group: ProcessGroup) -> None:
         group.all_reduce(torch.ones(1), async_op=True).wait()
-        group._progress.stop()
-        group._progress.join(30)
+        group._queue.stop()
+        group._queue.join(30)
         with pytest.raises(GroupClosedError, match="the process ends"):
             group.all_reduce(torch.ones(1), async_op=True)
 
@@ -253,7 +253,7 @@ def test_the_thread_of_a_group_that_nobody_holds_ends() -> None:
     def body(group: ProcessGroup) -> None:
         dropped = group.subset([0, 1], "dropped")
         dropped.all_reduce(torch.ones(1), async_op=True).wait()
-        thread = dropped._progress._thread
+        thread = dropped._queue._thread
         assert thread is not None
         assert thread.is_alive()
         del dropped
