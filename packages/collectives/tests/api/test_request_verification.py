@@ -10,7 +10,8 @@ from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.api.request_verification import verify_request
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
-from syncline.collectives.health.group_start import agree_on_start
+from syncline.collectives.health.agreement import Agreement, Carrier
+from syncline.collectives.health.recorder import Recorder
 from syncline.collectives.health.statements import Statements, ranks_in_words
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
@@ -84,7 +85,7 @@ def test_who_hears_first_does_not_leave_before_the_others_have_heard() -> None:
     """By leaving it would end their connections, and they would get another error."""
     asked: list[str] = []
 
-    class Recorded:
+    class Recorded(Carrier):
         """Two ranks that were given different options."""
 
         def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
@@ -96,5 +97,5 @@ def test_who_hears_first_does_not_leave_before_the_others_have_heard() -> None:
             return Statements.of([text, "other"])
 
     with pytest.raises(DisagreementError, match="rank 1: other"):
-        agree_on_start(Recorded(), 0, 2, {"check_calls": True}, CancelScope(10))
+        Agreement(Recorded(), 0, Recorder("default", 0, [0, 1])).on_start({"check_calls": True}, CancelScope(10))
     assert asked == ["maximum of 3", "statements", "maximum of 1"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout
-from syncline.collectives.engine import serial_group
+from syncline.collectives.engine import group as host_group
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
@@ -21,16 +21,16 @@ def fail_once() -> None:
 
 
 def test_only_the_latest_given_up_calls_are_kept() -> None:
-    for _ in range(serial_group.GIVEN_UP_KEPT + 3):
+    for _ in range(host_group.GIVEN_UP_KEPT + 3):
         fail_once()
-    assert len(serial_group._given_up) == serial_group.GIVEN_UP_KEPT
-    first = serial_group._given_up[0]
+    assert len(host_group._given_up) == host_group.GIVEN_UP_KEPT
+    first = host_group._given_up[0]
     fail_once()
-    assert first is not serial_group._given_up[0]
+    assert first is not host_group._given_up[0]
 
 
 def test_the_first_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="syncline.collectives"):
         fail_once()
-    assert "all_reduce on rank 0 of 2" in caplog.text
-    assert "runs no other collective" in caplog.text
+    assert "all_reduce on rank 0 of 2 in group 'default' failed" in caplog.text
+    assert "runs no other call" in caplog.text

@@ -1,16 +1,23 @@
-"""Ranks that make different calls over a transport that does not compare them are told at the next verification."""
+"""Ranks that make different calls over a transport that does not compare them are told when they compare their histories."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
+from syncline.collectives.engine.call import Call
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
-from syncline.collectives.health import agreement as history_verification
+from syncline.collectives.engine.signature import Signature
+from syncline.collectives.health import agreement
+from syncline.collectives.health.agreement import Agreement, MessageCarrier
+from syncline.collectives.health.recorder import Recorder
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
@@ -24,8 +31,8 @@ class Trusting(InProcessTransport):
 
     compares_every_call = False
 
-    def _meet(self, call, value):
-        return super()._meet(call._replace(collective=Collective("anything")), value)
+    def _meet(self, call: Call, value: Any) -> list[Any]:
+        return super()._meet(Call(Signature("anything"), scope=call.scope), value)
 
 
 def on_ranks(size: int, body: Body, *, timeout_s: float = 10) -> None:
@@ -41,18 +48,18 @@ def close(group: ProcessGroup) -> None:
     group.close()
 
 
-def verify(group: ProcessGroup) -> None:
+def agree(group: ProcessGroup) -> None:
     group.agree_on_calls()
 
 
-def verify_later(group: ProcessGroup) -> None:
+def agree_later(group: ProcessGroup) -> None:
     work = group.agree_on_calls(async_op=True)
     assert work is not None
     work.wait()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-@pytest.mark.parametrize("end", [ProcessGroup.barrier, close, verify, verify_later])
+@pytest.mark.parametrize("end", [ProcessGroup.barrier, close, agree, agree_later])
 def test_another_reduction_on_one_rank_is_found(size: int, end: Body) -> None:
     def body(group: ProcessGroup) -> None:
         group.all_reduce(torch.ones(3))
@@ -60,8 +67,8 @@ def test_another_reduction_on_one_rank_is_found(size: int, end: Body) -> None:
         with pytest.raises(DisagreementError) as caught:
             end(group)
         said = str(caught.value)
-        assert "op=AVG) #1 at test_verification.py:" in said
-        assert "op=SUM) #1 at test_verification.py:" in said
+        assert "op=AVG) #1 at test_agreement.py:" in said
+        assert "op=SUM) #1 at test_agreement.py:" in said
         assert f"rank {group.rank} of {size} in group 'default'" in said
         group.abort()
 
@@ -69,7 +76,7 @@ def test_another_reduction_on_one_rank_is_found(size: int, end: Body) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-@pytest.mark.parametrize("end", [ProcessGroup.barrier, close, verify, verify_later])
+@pytest.mark.parametrize("end", [ProcessGroup.barrier, close, agree, agree_later])
 def test_equal_calls_pass(size: int, end: Body) -> None:
     def body(group: ProcessGroup) -> None:
         for number in range(5):
@@ -97,7 +104,7 @@ def test_a_rank_that_never_closes_is_no_failure_of_the_others(caplog: pytest.Log
 
 
 def test_the_ranks_compare_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_verification, "COMPARE_EVERY_CALLS", 5)
+    monkeypatch.setattr(agreement, "COMPARE_EVERY_CALLS", 5)
 
     def body(group: ProcessGroup) -> None:
         group.all_reduce(torch.ones(3), ReduceOp.SUM if group.rank else ReduceOp.MAX)
@@ -122,8 +129,63 @@ def test_calls_from_callbacks_have_one_order() -> None:
     on_ranks(2, body)
 
 
-def test_a_group_that_compares_each_call_has_nothing_to_verify() -> None:
+def test_a_group_that_compares_each_call_has_nothing_to_compare() -> None:
     def body(group: ProcessGroup) -> None:
         assert group.agree_on_calls() is None
 
     run_ranks(2, body)
+
+
+# ---- the digest of a history ----
+
+
+def history_of(calls: Sequence[int]) -> tuple[int, int]:
+    kept = Agreement(MessageCarrier(InProcessTransport(SharedState(1), 0), 0, 1), 0, Recorder("default", 0, [0]))
+    for call in calls:
+        kept.add(call)
+    return kept.history
+
+
+def test_equal_histories_have_equal_digests() -> None:
+    assert history_of([3, 1, 2]) == history_of([3, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([1, 2], [2, 1]),
+        ([1], [1, 1]),
+        ([], [0]),
+        ([0], [0, 0]),
+        ([1, 2, 3], [1, 3]),
+        ([1, 2, 3, 3], [1, 2, 2, 3]),
+        ([5], [6]),
+    ],
+)
+def test_other_histories_have_other_digests(one: Sequence[int], other: Sequence[int]) -> None:
+    assert history_of(one)[0] != history_of(other)[0]
+
+
+def test_all_short_histories_differ() -> None:
+    histories = [calls for length in range(6) for calls in itertools.product(range(4), repeat=length)]
+    digests = [history_of(calls)[0] for calls in histories]
+    assert len(set(digests)) == len(histories)
+    assert all(0 <= digest < 2**62 for digest in digests)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_one_text_is_compared_with_all_ranks(size: int) -> None:
+    shared_state = SharedState(size)
+
+    def body(outer: ProcessGroup) -> None:
+        carrier = MessageCarrier(InProcessTransport(shared_state, outer.rank), outer.rank, size)
+        compared = Agreement(carrier, outer.rank, Recorder("default", outer.rank, range(size)))
+        assert compared.same("here", CancelScope(10)) is None
+        said = compared.same("there" if outer.rank == size - 1 else "here", CancelScope(10))
+        assert said is not None
+        assert {text: sorted(ranks) for text, ranks in said.ranks.items()} == {
+            "here": list(range(size - 1)),
+            "there": [size - 1],
+        }
+
+    run_ranks(size, body)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from syncline.collectives.engine.call import DONE, CallRecord
+from syncline.collectives.engine.signature import Signature
 from syncline.collectives.health.divergence import find_divergence
 
 NAMES = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
 
 
 def history(letters: str, first: int = 1) -> list[CallRecord]:
+    signatures = [Signature(NAMES[letter], dtype=torch.float32, shape=(2,)) for letter in letters]
     return [
-        CallRecord(place, place + first, NAMES[letter], "float32", (2,), "", None, "", DONE, 0.0, f"train.py:{place + 1}")
-        for place, letter in enumerate(letters)
+        CallRecord(
+            place, place + first, one.name, str(one), one.digest(), DONE, issued_at=0.0, where=f"train.py:{place + 1}"
+        )
+        for place, one in enumerate(signatures)
     ]
 
 
@@ -64,5 +69,5 @@ def test_only_what_all_remember_is_compared() -> None:
 
 
 def test_calls_that_have_not_begun_are_no_difference() -> None:
-    queued = [CallRecord(5, None, "barrier", "", (), "", None, "", "queued", 0.0, "?")]
+    queued = [CallRecord(5, None, "barrier", "barrier()", 0, "queued", 0.0, "?")]
     assert find_divergence({0: history("a") + queued, 1: history("a")}) is None

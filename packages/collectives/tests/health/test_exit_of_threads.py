@@ -11,7 +11,7 @@ import pytest
 WATCHED = """
 import threading
 import torch
-from syncline.collectives.failures import watchdog
+from syncline.collectives.health import monitor
 
 looked, dropped, freed = threading.Event(), threading.Event(), threading.Event()
 
@@ -20,7 +20,7 @@ class Group:
         self.tensors = [torch.frombuffer(bytearray(8), dtype=torch.uint8) for _ in range(100_000)]
 
     @property
-    def running_deadline(self):
+    def running(self):
         looked.set()
         dropped.wait()
 
@@ -28,7 +28,7 @@ class Group:
         freed.set()  # but for its tensors
 
 group = Group()
-watchdog.watch(group)
+monitor.watch(group)
 looked.wait()
 del group
 dropped.set()
@@ -54,35 +54,36 @@ print(sorted({thread.name.split()[0] for thread in threading.enumerate()}))
 WATCHED_LATE = """
 import atexit, threading
 
-@atexit.register  # before the watchdog's, hence called after it
+@atexit.register  # before the monitor's, hence called after it
 def late():
-    watchdog.watch(group)
+    monitor.watch(group)
     print([thread.name for thread in threading.enumerate() if thread is not threading.main_thread()])
 
-from syncline.collectives.failures import watchdog
+from syncline.collectives.health import monitor
 
 class Group:
-    running_deadline = None
+    running = None
 
 group = Group()
-watchdog.watch(group)
+monitor.watch(group)
 """
 
 FORKED = """
 import os
-from syncline.collectives.failures import stall_watch
+from syncline.collectives.health import monitor
 from syncline.collectives.health.recorder import Recorder
+from syncline.collectives.health.stalls import StallWatch
 
 def watched():
-    watch = stall_watch.StallWatch(Recorder("default", 1, [0, 1]), None, 1000.0)
-    stall_watch.call_now_and_then(watch)
+    watch = StallWatch(Recorder("default", 1, [0, 1]), None, 1000.0)
+    monitor.call_now_and_then(watch)
     return watch
 
 def look():
-    return [stall_watch._watcher._thread.is_alive(), len(stall_watch._watcher._watches)]
+    return [monitor._monitor._thread.is_alive(), len(monitor._monitor._looked)]
 
 watch = watched()
-with stall_watch._watcher._lock:  # another thread may just have it
+with monitor._monitor._lock:  # another thread may just have it
     if os.fork() == 0:
         mine = watched()
         print(look(), flush=True)
@@ -93,16 +94,16 @@ print(look())
 
 FORKED_WHILE_ANOTHER_THREAD_STARTS = """
 import os, sys
-from syncline.collectives.failures import watchdog
+from syncline.collectives.health import monitor
 
 class Group:
-    running_deadline = None
+    running = None
 
 group = Group()
-with watchdog._starting:
+with monitor._starting:
     if os.fork() == 0:
-        watchdog.watch(group)
-        print(len(watchdog._watchdogs), flush=True)
+        monitor.watch(group)
+        print(len(monitor._monitor._groups), flush=True)
         sys.exit(0)
 os.wait()
 """
@@ -120,13 +121,13 @@ def run(python: list[str]) -> Callable[..., list[str]]:
     return run
 
 
-def test_a_group_that_the_watchdog_is_the_last_to_hold(run) -> None:
+def test_a_group_that_the_monitor_is_the_last_to_hold(run) -> None:
     assert run(WATCHED) == []
 
 
 def test_every_thread_is_ended(run, tmp_path: Path) -> None:
     during, at_the_end = run(EVERY_THREAD, str(tmp_path))
-    assert "syncline-watchdog" in during, during
+    assert "syncline-monitor" in during, during
     assert at_the_end == "[]"
 
 
@@ -138,5 +139,5 @@ def test_a_fork_watches_for_its_own_stalls(run) -> None:
     assert run(FORKED) == ["[True, 1]", "[True, 1]"]
 
 
-def test_a_fork_has_a_watchdog_of_its_own(run) -> None:
+def test_a_fork_has_a_monitor_of_its_own(run) -> None:
     assert run(FORKED_WHILE_ANOTHER_THREAD_STARTS) == ["1"]

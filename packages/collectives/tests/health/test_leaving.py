@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives.health import leavers as module
+from syncline.collectives.health import leaving as module
 from syncline.collectives.health.leaving import Leavers, Leaving, absentees
 
 
@@ -27,31 +27,31 @@ def test_a_rank_that_never_made_the_group_will_not_come_to_it() -> None:
 
 
 def test_groups_of_the_same_name_are_told_apart() -> None:
-    departures = Leavers(list)
-    first, second = departures.group("default", range(2)), departures.group("default", range(2))
-    other = departures.group("default", range(3))
+    leavers = Leavers(list)
+    first, second = leavers.group("default", range(2)), leavers.group("default", range(2))
+    other = leavers.group("default", range(3))
     first.count.begun, second.count.begun, other.count.begun = 3, 1, 2
-    assert sorted(departures.own().values()) == [1, 2, 3]
+    assert sorted(leavers.own().values()) == [1, 2, 3]
 
 
 def test_a_group_has_one_key_on_all_ranks_whatever_its_parts() -> None:
     """Two of four ranks make a sub-group; then all make a second default group."""
     member, other = Leavers(list), Leavers(list)
-    for departures in (member, other):
-        first = departures.group("default", range(4))
-        if departures is member:
+    for leavers in (member, other):
+        first = leavers.group("default", range(4))
+        if leavers is member:
             first.part("default/0.0", [0, 1])
-        departures.group("default", range(4))
+        leavers.group("default", range(4))
     assert set(other.own()) <= set(member.own())
 
 
 def test_a_closed_group_is_not_open() -> None:
-    departures = Leavers(list)
-    calls = departures.group("default", range(2))
+    leavers = Leavers(list)
+    calls = leavers.group("default", range(2))
     calls.part("default/0.0", range(2))  # closed with what it is made of
-    assert departures.has_open_group()
+    assert leavers.has_open_group()
     calls.is_closed = True
-    assert not departures.has_open_group()
+    assert not leavers.has_open_group()
 
 
 def test_notices_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +63,11 @@ def test_notices_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
         found, post[:] = list(post), []
         return found
 
-    departures = Leavers(receive)
-    calls = departures.group("default", [4, 5])
+    leavers = Leavers(receive)
+    calls = leavers.group("default", [4, 5])
     calls.count.begun = 2
     assert calls.reason_to_give_up() is None
-    post.append(Leaving(5, {next(iter(departures.own())): 1}))
+    post.append(Leaving(5, {next(iter(leavers.own())): 1}))
     for _ in range(2):
         assert "rank(s) 5 of the job left" in str(calls.reason_to_give_up())
     calls.count.begun = 1

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
+from syncline.collectives.engine.call import DONE, Call
+from syncline.collectives.engine.signature import Signature
 from syncline.collectives.health.recorder import MOST_CALLS, Recorder
 from syncline.collectives.testing import run_ranks
 
@@ -22,26 +24,11 @@ def test_calls_are_remembered_in_order() -> None:
         group.barrier()
         records = group.recorder.records()
         assert [(record.number, record.position, record.state) for record in records] == [(n, n, "done") for n in range(3)]
-        assert str(records[0]).startswith("all_reduce(float32[3, 2], op=MAX) #0 at test_flight_recorder.py:")
-        assert str(records[1]).startswith("broadcast(int64[1], root=1) #1 at test_flight_recorder.py:")
-        assert str(records[2]).startswith("barrier() #2 at test_flight_recorder.py:")
+        assert str(records[0]).startswith("all_reduce(float32[3, 2], op=MAX) #0 at test_recorder.py:")
+        assert str(records[1]).startswith("broadcast(int64[1], root=1) #1 at test_recorder.py:")
+        assert str(records[2]).startswith("barrier() #2 at test_recorder.py:")
 
     run_ranks(2, body)
-
-
-def test_a_kept_plan_is_remembered_from_the_callers_line() -> None:
-    recorder = Recorder("default", 0, [0, 1])
-    _as_a_group_does(recorder)
-    (record,) = recorder.records()
-    assert record.where.startswith("test_flight_recorder.py:")
-    assert str(record).startswith("all_reduce(float32[2], op=SUM) #0 at ")
-    assert (record.state, record.position) == ("running", 0)
-
-
-def _as_a_group_does(recorder: Recorder) -> list[object]:
-    entry = recorder.issue_kind(0, ("all_reduce", torch.float32, ReduceOp.SUM, None, ""), (2,))
-    recorder.begin(entry)
-    return entry
 
 
 def test_a_failed_call_and_those_after_it() -> None:
@@ -59,7 +46,10 @@ def test_it_keeps_the_last_and_no_tensor() -> None:
     tensor = torch.ones(2)
     gone = weakref.ref(tensor)
     for number in range(MOST_CALLS + 10):
-        recorder.end(recorder.issue(number, "all_reduce", tensor))
+        call = Call(Signature.of("all_reduce", tensor, ReduceOp.SUM), number, (), (tensor,))
+        recorder.add(call)
+        recorder.begin(call)
+        call.is_over(DONE)
     del tensor
     gc.collect()
     assert gone() is None
@@ -68,6 +58,25 @@ def test_it_keeps_the_last_and_no_tensor() -> None:
 
 def test_calls_that_not_all_ranks_issue_have_no_place() -> None:
     recorder = Recorder("default", 0, [0])
-    recorder.begin(recorder.issue(None, "subset", None))
-    recorder.begin(recorder.issue(0, "barrier", None))
+    for call in (Call(Signature("subset")), Call(Signature("barrier"), 0)):
+        recorder.add(call)
+        recorder.begin(call)
     assert [record.position for record in recorder.records()] == [None, 0]
+    assert recorder.count.begun == 1
+
+
+def test_the_call_that_runs_is_the_latest_one() -> None:
+    recorder = Recorder("default", 0, [0])
+    assert recorder.running() is None
+    assert recorder.latest() == 0.0
+    calls = [Call(Signature("barrier"), number) for number in range(3)]
+    for call in calls:
+        recorder.add(call)
+    assert recorder.running() is None  # they wait for their turn
+    recorder.begin(calls[0])
+    assert recorder.running() is calls[0]
+    calls[0].is_over(DONE)
+    recorder.begin(calls[1])
+    assert recorder.running() is calls[1]
+    assert recorder.latest() == calls[2].issued_at
+    assert [record.state for record in recorder.records()] == ["done", "running", "queued"]

@@ -10,6 +10,8 @@ import torch
 
 from syncline.collectives import InvalidArgumentError
 from syncline.collectives.__main__ import main
+from syncline.collectives.engine.call import DONE, Call
+from syncline.collectives.engine.signature import Signature
 from syncline.collectives.health.job_report import merged, read_reports
 from syncline.collectives.health.recorder import Recorder
 from syncline.collectives.health.report import Reporter
@@ -19,12 +21,12 @@ CALLS = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
 
 def recorded(letters: str, rank: int, *, size: int, unfinished: bool = False) -> Recorder:
     recorder = Recorder("default", rank, range(size))
-    entry = None
     for number, letter in enumerate(letters):
-        entry = recorder.issue(number, CALLS[letter], torch.ones(2))
-        recorder.begin(entry)
+        call = Call(Signature.of(CALLS[letter], torch.ones(2)), number)
+        recorder.add(call)
+        recorder.begin(call)
         if not (unfinished and number == len(letters) - 1):
-            recorder.end(entry)
+            call.is_over(DONE)
     return recorder
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from syncline.collectives.engine.call import DONE, Call
+from syncline.collectives.engine.signature import Signature
 from syncline.collectives.health.recorder import Recorder
 from syncline.collectives.health.stalls import StallWatch, StatusPost, Waiting, stall_in_words
 
@@ -37,11 +39,12 @@ class Ranks:
         self.recorders = [Recorder("default", rank, range(size)) for rank in range(size)]
         self._watches = [StallWatch(recorder, Lines(recorder.rank, lines), LIMIT_S) for recorder in self.recorders]
 
-    def begin(self, *ranks: int) -> list[list[object]]:
-        entries = [self.recorders[rank].issue(7, "all_reduce", torch.ones(3)) for rank in ranks]
-        for rank, entry in zip(ranks, entries, strict=True):
-            self.recorders[rank].begin(entry)
-        return entries
+    def begin(self, *ranks: int) -> list[Call]:
+        calls = [Call(Signature.of("all_reduce", torch.ones(3)), 7) for _ in ranks]
+        for rank, call in zip(ranks, calls, strict=True):
+            self.recorders[rank].add(call)
+            self.recorders[rank].begin(call)
+        return calls
 
     def look(self, *now_s: float) -> None:
         for now in now_s:
@@ -57,7 +60,7 @@ def test_those_who_wait_and_the_one_they_wait_for(caplog: pytest.LogCaptureFixtu
     ranks.look(30, 33, 36, 39)
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "group 'default': waiting for 30 s and more: ranks 0, 2 in all_reduce(float32[3]) #0 at test_stall_watch.py:"
+        "group 'default': waiting for 30 s and more: ranks 0, 2 in all_reduce(float32[3]) #0 at test_stalls.py:"
     )
     assert record.getMessage().endswith("; not in a call: rank 1 (still computing, stopped, or gone)")
 
@@ -73,19 +76,19 @@ def test_others_wait_for_rank_0(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_call_that_ends_in_time_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(2)
     for began_s in (0, 29, 58):
-        (entry,) = ranks.begin(0)
+        (call,) = ranks.begin(0)
         ranks.look(began_s, began_s + 28)
-        ranks.recorders[0].end(entry)
+        call.is_over(DONE)
     assert not caplog.text
 
 
 def test_each_stall_is_mentioned_once_and_the_next_again(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(2)
     for began_s in (0, 100):
-        entries = ranks.begin(0, 1)
+        calls = ranks.begin(0, 1)
         ranks.look(began_s, began_s + 30, began_s + 33, began_s + 60, began_s + 90)
-        for rank, entry in enumerate(entries):
-            ranks.recorders[rank].end(entry)
+        for call in calls:
+            call.is_over(DONE)
         ranks.look(began_s + 91, began_s + 92)
     assert ["#0" in record.getMessage() for record in caplog.records] == [True, False]
 

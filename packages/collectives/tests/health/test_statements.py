@@ -6,7 +6,7 @@ import pytest
 
 from syncline.collectives import ProcessGroup
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.health.agreement import statements_of_ranks
+from syncline.collectives.health.agreement import MessageCarrier
 from syncline.collectives.health.statements import Statements, ranks_in_words, runs
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
@@ -59,10 +59,8 @@ def test_every_rank_hears_every_other(size: int) -> None:
     shared_state = SharedState(size)
 
     def body(outer: ProcessGroup) -> None:
-        transport = InProcessTransport(shared_state, outer.rank)
-        said = statements_of_ranks(
-            transport, outer.rank, size, "odd \u2260 even" if outer.rank % 2 else "even", CancelScope(10)
-        )
+        carrier = MessageCarrier(InProcessTransport(shared_state, outer.rank), outer.rank, size)
+        said = carrier.statements("odd \u2260 even" if outer.rank % 2 else "even", CancelScope(10))
         expected = {"even": list(range(0, size, 2)), "odd \u2260 even": list(range(1, size, 2))}
         assert {text: sorted(ranks) for text, ranks in said.ranks.items()} == expected
 
@@ -75,7 +73,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     def body(outer: ProcessGroup) -> None:
         if outer.rank == 0:
             with pytest.raises(TimeoutError, match="rank 1 did not come"):
-                statements_of_ranks(InProcessTransport(shared_state, 0), 0, 2, "here", CancelScope(0.2))
+                MessageCarrier(InProcessTransport(shared_state, 0), 0, 2).statements("here", CancelScope(0.2))
         outer.barrier()
 
     run_ranks(2, body)
