@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from syncline.collectives import (
     ProcessGroup,
     TransportError,
 )
-from syncline.collectives.engine import serial_group
+from syncline.collectives.engine import group as host_group
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.startup.backend import ConnectRequest
@@ -242,11 +243,31 @@ def test_an_abort_does_not_miss_the_call_that_is_about_to_start(numel: int | Non
             group.abort()
 
     group = HostGroup(Deaf(SharedState(1), 0), 0, 1, timeout_s=10)
-    monkeypatch.setattr(serial_group, "CancelScope", AbortedMeanwhile)
+    monkeypatch.setattr(host_group, "CancelScope", AbortedMeanwhile)
     with pytest.raises(TransportError, match="aborted"):
         group.barrier() if numel is None else group.all_reduce(torch.ones(numel))
     assert not ran
-    assert group.running_deadline is None
+    assert group.running is None
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_group_that_nobody_holds_is_freed_at_once(async_op: bool) -> None:
+    """With its plans, windows and connections, and whether or not Python collects garbage."""
+
+    def body(group: ProcessGroup) -> None:
+        dropped = group.subset([0, 1], "dropped")
+        for _ in range(2):
+            dropped.all_reduce(torch.ones(1), async_op=async_op).wait()
+        freed = threading.Event()
+        weakref.finalize(dropped, freed.set)
+        del dropped
+        assert freed.wait(10)  # the group's thread may hold it until it has gone back to sleep
+
+    gc.disable()
+    try:
+        run_ranks(2, body)
+    finally:
+        gc.enable()
 
 
 def test_the_thread_of_a_group_that_nobody_holds_ends() -> None:
@@ -257,7 +278,6 @@ def test_the_thread_of_a_group_that_nobody_holds_ends() -> None:
         assert thread is not None
         assert thread.is_alive()
         del dropped
-        gc.collect()
         thread.join(30)
         assert not thread.is_alive()
 

@@ -44,12 +44,13 @@ class CancelScope:
         ask: returns the reason why the wait is in vain, or None. The waiting thread asks it now and then.
 
     Attributes:
+        ask: as given; whoever keeps the scope when the wait is over sets it to None.
         reason: the exception that `check` raises; None while nobody has cancelled the scope.
         was_noticed: whether `check` has raised. The monitor leaves such a call alone for longer.
     """
 
     # Every call makes one, and most calls end before anybody checks: the defaults stand in the class.
-    __slots__ = ("__dict__", "_ask", "_end_s", "timeout_s")
+    __slots__ = ("__dict__", "_end_s", "ask", "timeout_s")
     reason: BaseException | None = None
     was_noticed = False
     _next_ask_s: float | None = None
@@ -57,7 +58,7 @@ class CancelScope:
     def __init__(self, timeout_s: float, ask: Callable[[], BaseException | None] | None = None) -> None:
         self.timeout_s = timeout_s
         self._end_s = monotonic() + timeout_s
-        self._ask = ask
+        self.ask = ask
 
     def cancel(self, reason: BaseException) -> None:
         """End the scope now. The first reason counts."""
@@ -86,9 +87,9 @@ class CancelScope:
         now_s = monotonic()
         if self._next_ask_s is None:
             self._next_ask_s = now_s + _PATIENCE_S
-        if self.reason is None and self._ask is not None and now_s >= self._next_ask_s:
+        if self.reason is None and self.ask is not None and now_s >= self._next_ask_s:
             self._next_ask_s = now_s + _ASK_S
-            reason = self._ask()
+            reason = self.ask()
             if reason is not None:
                 self.cancel(reason)
         if now_s >= self._end_s or self.reason is not None:

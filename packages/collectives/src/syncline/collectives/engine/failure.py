@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..errors import CollectiveTimeout, GroupClosedError, RankLostError, SynclineError, TransportError
 from ..health.liveness import Liveness
@@ -18,7 +18,7 @@ class FailureWords:
         liveness: says which ranks are lost or stopped; None where nobody can know.
     """
 
-    def __init__(self, place: Callable[[], str], liveness: Liveness | None) -> None:
+    def __init__(self, place: str, liveness: Liveness | None) -> None:
         self._place = place
         self._liveness = liveness
 
@@ -32,7 +32,7 @@ class FailureWords:
             return self._timed_out(error, call, timeout_s)
         if isinstance(error, SynclineError):
             explained = self._with_lost_ranks(error)
-            failure = explained.reworded(f"{call} on {self._place()}: {explained}")
+            failure = explained.reworded(f"{call} on {self._place}: {explained}")
             # Our own errors are not chained to each other: the reworded one says all that the first one says.
             failure.__cause__ = error.__cause__
             return failure
@@ -41,7 +41,7 @@ class FailureWords:
     def not_started(self, what: Call | Signature, first_failure: BaseException) -> TransportError:
         """For a call after the group has failed."""
         error = TransportError(
-            f"{what} on {self._place()} was not started because the group had failed before: {first_failure}"
+            f"{what} on {self._place} was not started because the group had failed before: {first_failure}"
         )
         error.__cause__ = first_failure
         return error
@@ -49,19 +49,19 @@ class FailureWords:
     def closed(self, signature: Signature) -> GroupClosedError:
         """For a call after the group was closed."""
         return GroupClosedError(
-            f"{signature.name} on {self._place()}: the group is closed; create it again with init_process_group or new_group"
+            f"{signature.name} on {self._place}: the group is closed; create it again with init_process_group or new_group"
         )
 
     def aborted(self) -> TransportError:
         """For all that wait when the group is aborted."""
-        return TransportError(f"the group was aborted on {self._place()}")
+        return TransportError(f"the group was aborted on {self._place}")
 
     def missing(self) -> str:
         """Which ranks are lost or stopped, as far as is known."""
         liveness = self._liveness
         ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())
         who = "it is not known which rank it waits for" if not ranks else f"it waits for {self._named(ranks)}"
-        return f"a collective on {self._place()} did not end: {who}"
+        return f"a collective on {self._place} did not end: {who}"
 
     def _timed_out(self, error: TimeoutError, call: Call, timeout_s: float) -> CollectiveTimeout:
         stopped = () if self._liveness is None else self._liveness.stopped()
@@ -72,7 +72,7 @@ class FailureWords:
                 f"{error}. Look for a rank that died, left early, or issued other collectives; or pass a longer timeout to "
                 "init_process_group"
             )
-        timeout = CollectiveTimeout(f"{call} on {self._place()}, did not finish within {timeout_s:g} s: {why}")
+        timeout = CollectiveTimeout(f"{call} on {self._place}, did not finish within {timeout_s:g} s: {why}")
         timeout.__cause__ = error.__cause__
         return timeout
 

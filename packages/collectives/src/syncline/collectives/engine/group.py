@@ -108,7 +108,7 @@ class HostGroup(ProcessGroup):
         self._liveness = liveness
         self._device = device
         self._device_types = frozenset({"cpu"} if device is None else {"cpu", device.device_type})
-        self._words = FailureWords(self.place, liveness)
+        self._words = FailureWords(self.place(), liveness)
         self._queue = Queue(f"syncline-{name}-rank{rank}")
         weakref.finalize(self, self._queue.drop).atexit = False
         self._plans: dict[Signature, Plan] = {}
@@ -270,7 +270,7 @@ class HostGroup(ProcessGroup):
         # `abort` notes the failure first, then cancels the call that it finds: so in this order nothing slips through.
         self._running = call
         if self._first_failure is not None:
-            self._running = None
+            self._running = call.scope.ask = None
             call.is_over(FAILED)
             raise self._words.not_started(call, self._first_failure)
         self.recorder.begin(call)
@@ -292,6 +292,7 @@ class HostGroup(ProcessGroup):
             self._fail(error, call)
         finally:
             self._running = None
+            call.scope.ask = None  # the recorder keeps the call, which must not keep the group
         if self._first_failure is not None:
             raise self._first_failure  # the group was aborted meanwhile
 
