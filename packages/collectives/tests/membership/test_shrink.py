@@ -370,10 +370,10 @@ def test_a_newcomer_hears_that_the_job_has_ended() -> None:
 
 def test_a_newcomer_with_other_options_is_refused() -> None:
     store = HashStore()
-    made = GlooBackend().connect(ConnectRequest(None, 0, 1, None, 5, store=dist.PrefixStore("job", store)))
+    with patch.object(gloo, "_generations", itertools.count()):
+        made = GlooBackend().connect(ConnectRequest(None, 0, 1, None, 5, store=dist.PrefixStore("job", store)))
     assert made.missing_for_admit() is None
-    prefix = itertools.count()
-    with pytest.raises(DisagreementError, match="check_calls"), patch.object(gloo, "_generations", prefix):
+    with pytest.raises(DisagreementError, match="check_calls"), patch.object(gloo, "_generations", itertools.count()):
         GlooBackend().connect(
             ConnectRequest(None, None, None, None, 5, store=dist.PrefixStore("job", store), check_calls=True, joins=True)
         )
