@@ -6,8 +6,8 @@ import pytest
 
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.transports.mpi.node.algorithm import (
-    Algorithm,
     Capabilities,
+    Choice,
     Operation,
     choose,
     chunks,
@@ -17,7 +17,7 @@ from syncline.collectives.transports.mpi.node.algorithm import (
     slot_bytes,
 )
 
-EAGER, STAGED, MPI, NODES = Algorithm.EAGER, Algorithm.COPY_IN_COPY_OUT, Algorithm.MPI, Algorithm.HIERARCHICAL
+EAGER, STAGED, MPI, NODES = Choice.EAGER, Choice.COPY_IN_COPY_OUT, Choice.MPI, Choice.HIERARCHICAL
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST = Operation
 SIZES = AlgorithmThresholds(eager_bytes=1 << 12, window_bytes=1 << 13, staged_bytes=1 << 14)
 PAIR = Capabilities(ranks=2, nodes=1, least_ranks_of_node=2, shares_memory=True, has_barrier=True, reproducible=False)
@@ -61,7 +61,7 @@ APART = Capabilities(4, 4, 1, shares_memory=False, has_barrier=False, reproducib
     ],
 )
 def test_the_algorithm_of_tensors_in_no_window(
-    operation: Operation, part_bytes: int, capabilities: Capabilities, is_native: bool, expected: Algorithm
+    operation: Operation, part_bytes: int, capabilities: Capabilities, is_native: bool, expected: Choice
 ) -> None:
     size = size_of(operation, part_bytes, capabilities.ranks)
     assert choose(operation, size, capabilities, SIZES, is_native=is_native) is expected

@@ -14,7 +14,7 @@ pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 from mpi4py import MPI
 
 from syncline.collectives.health.statements import ranks_in_words
-from syncline.collectives.transports.mpi import timeout_report
+from syncline.collectives.transports.mpi import neighbours as module
 from syncline.collectives.transports.mpi.leave_notices import LeaveNotices
 from syncline.collectives.transports.mpi.library import Tag
 from syncline.collectives.transports.mpi.neighbours import MPIStatusPost, TimeoutReport, connect_neighbours, neighbours
@@ -149,7 +149,7 @@ def collected(size: int, silent: Sequence[int]) -> tuple[list[str], World]:
 
 def test_after_a_time_out_ranks_pass_on_what_they_hear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of 24 are no neighbours of one another."""
-    monkeypatch.setattr(timeout_report, "_LISTEN_S", 60.0)  # it ends when all have been heard
+    monkeypatch.setattr(module, "_LISTEN_S", 60.0)  # it ends when all have been heard
     size = 24
     said, world = collected(size, ())
     for rank, text in enumerate(said):
@@ -159,7 +159,7 @@ def test_after_a_time_out_ranks_pass_on_what_they_hear(monkeypatch: pytest.Monke
 
 
 def test_ranks_that_say_nothing_are_named_whoever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeout_report, "_LISTEN_S", 2.0)
+    monkeypatch.setattr(module, "_LISTEN_S", 2.0)
     said, _ = collected(12, (0, 1, 2, 5))
     for rank, text in enumerate(said):
         if rank not in (0, 1, 2, 5):
@@ -185,10 +185,10 @@ def test_many_that_leave_are_heard_of_in_few_messages() -> None:
     heard: dict[int, dict[str, int]] = {}
     for _ in range(60):
         for rank, mine in enumerate(notices):
-            for departure in mine.receive():
-                assert rank != 0 or departure.rank not in heard, "told twice"
+            for notice in mine.receive():
+                assert rank != 0 or notice.rank not in heard, "told twice"
                 if rank == 0:
-                    heard[departure.rank] = dict(departure.started)
+                    heard[notice.rank] = dict(notice.started)
         clock.now += 0.05
     assert heard == {rank: {"default": 7, "part": rank // 200} for rank in range(1, size)}
     assert max(world.sent) <= 15 * 8, "15 neighbours, and a wave for each of at most log2 N steps"
@@ -203,7 +203,7 @@ def test_one_that_leaves_is_heard_of_by_all_who_wait() -> None:
     for _ in range(60):
         for rank, mine in enumerate(notices):
             if rank < 8 or rank > 16:  # the others compute
-                heard |= {rank for departure in mine.receive() if departure.rank == 9}
+                heard |= {rank for notice in mine.receive() if notice.rank == 9}
         clock.now += 0.05
     assert heard == {*range(8), *range(17, size)}
 
@@ -239,5 +239,5 @@ def test_nothing_is_passed_on_when_all_have_left() -> None:
     notices = [LeaveNotices(communicator) for communicator in world.communicators()]
     notices[0].leave({"default": 1})
     notices[1].stop()
-    assert [departure.rank for departure in notices[1].receive()] == [0]
+    assert [notice.rank for notice in notices[1].receive()] == [0]
     assert world.sent[1] == 0

@@ -15,20 +15,23 @@ import torch
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
-from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.call import Call
+from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.signature import Signature
+from syncline.collectives.engine.transport import Plan
 from syncline.collectives.reduce_op import DTYPES_OF, Reduction
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import run_ranks
-from syncline.collectives.transports.mpi.node import copy_in_copy_out, window_collective
+from syncline.collectives.transports.mpi.node import copy_in_copy_out, window
 from syncline.collectives.transports.mpi.node.algorithm import Operation, size_of
 from syncline.collectives.transports.mpi.node.copy_in_copy_out import CopyInCopyOut, StagingArea
-from syncline.collectives.transports.mpi.node.eager_exchange import EagerExchange
-from syncline.collectives.transports.mpi.node.plan import NodePlan, PlanRequest
-from syncline.collectives.transports.mpi.node.shm_barrier import ShmBarrier, barrier_bytes, has_total_store_order
-from syncline.collectives.transports.mpi.node.window_collective import WindowCollective, tensor_from_address
+from syncline.collectives.transports.mpi.node.eager import Eager
+from syncline.collectives.transports.mpi.node.plan import NodePlan
+from syncline.collectives.transports.mpi.node.shared_sync import SharedSync, ShmBarrier, barrier_bytes, has_total_store_order
+from syncline.collectives.transports.mpi.node.window import Window, tensor_from_address
 from syncline.collectives.transports.mpi.node.windows import Windows
-from syncline.collectives.transports.mpi.sync import NOWHERE
 from syncline.collectives.transports.shared_memory.segment import Segment, create_file, padded
+from syncline.collectives.transports.threads import InProcessTransport, SharedState
 from test_support.full_run import cases
 
 pytestmark = [
@@ -40,6 +43,12 @@ pytestmark = [
 CELLS = [(op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str)]
 NUMELS = (1, 3, 16, 61)  # with chunks of 64 bytes: less than a rank each, less than a chunk, and several
 OFFSET_BYTES = 32
+OPERATIONS = {
+    "all_reduce": Operation.ALL_REDUCE,
+    "reduce_scatter_tensor": Operation.REDUCE_SCATTER,
+    "all_gather_into_tensor": Operation.ALL_GATHER,
+    "broadcast": Operation.BROADCAST,
+}
 PART_BYTES = 4096
 SLOT_BYTES = 4096
 
@@ -58,48 +67,57 @@ def data(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return ((index * 5 + rank * 3) % 7).to(dtype)
 
 
-class FakeSync:
-    """What plans ask of a `GroupSync`: by a `ShmBarrier` of threads."""
-
-    def __init__(self, barrier: ShmBarrier) -> None:
-        self._barrier = barrier
-
-    def barrier(self, *_: Any) -> ShmBarrier:
-        return self._barrier
-
-    def verify(self, describe: Any, tensor: Any, scope: CancelScope, digest: int = 0, key: int = NOWHERE) -> bool:
-        is_same, is_common = self._barrier.arrive_and_wait(deadline, digest, key)
-        assert is_same, describe(tensor)
-        return is_common
-
-    def wait(self, describe: Any, tensor: Any, scope: CancelScope) -> None:
-        self._barrier.arrive_and_wait(deadline)
-
-
 class FakeMemory:
-    """What plans ask of a `NodeMemory`: one window, and one segment for staging."""
+    """What plans ask of a `NodeMemory`: one window."""
 
     has_windows = True
 
-    def __init__(self, window: Segment, staging: Segment) -> None:
+    def __init__(self, window: Segment) -> None:
         self.windows = Windows()
         self.windows.add(window)
-        self._staging = staging
 
-    def allocate_segment(self, *_: Any) -> Segment:
+
+class FakeNode:
+    """What plans ask of a `Node` whose ranks are threads: a barrier, a window, and a segment for staging."""
+
+    def __init__(self, window: Segment, staging: Segment, barrier: ShmBarrier) -> None:
+        self.memory = FakeMemory(window)
+        self._staging = staging
+        self._sync = SharedSync(barrier, None)  # type: ignore[arg-type]  # it asks for messages only after a disagreement
+
+    def sync(self, call: Call) -> SharedSync:
+        return self._sync
+
+    local_sync = shared_sync = sync
+
+    def segment(self, part_bytes: int, call: Call) -> Segment:
         return self._staging
 
 
-class Rank:
-    """One rank, and its plans of one algorithm."""
+class ByNodePlans(InProcessTransport):
+    """Carries out everything by plans of one algorithm."""
 
-    def __init__(self, group: ProcessGroup, window: Segment, staging: Segment, barrier: ShmBarrier, name: str) -> None:
+    def __init__(self, shared_state: SharedState, rank: int, node: Any, name: str) -> None:
+        super().__init__(shared_state, rank)
+        self._node, self._name, self._staging = node, name, StagingArea(node)
+
+    def plan(self, signature: Signature) -> Plan:
+        operation = OPERATIONS[signature.name]
+        size = size_of(operation, signature.nbytes, self._size)
+        eager = Eager(self._node, signature, operation, size)
+        if self._name == "window":
+            return NodePlan(self._node, eager, eager, Window(self._node, signature, operation))
+        if self._name == "eager":
+            return NodePlan(self._node, eager, eager)
+        return NodePlan(self._node, CopyInCopyOut(self._node, signature, operation, self._staging), eager)
+
+
+class Rank:
+    """One rank, whose group carries out everything by one algorithm."""
+
+    def __init__(self, group: HostGroup, window: Segment, name: str) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         self._window, self._name = window, name
-        self._sync: Any = FakeSync(barrier)
-        self._memory: Any = FakeMemory(window, staging)
-        self._staging = StagingArea(self._memory, self._sync)
-        self._plans: dict[CallKind, NodePlan] = {}
 
     def tensor(self, source: torch.Tensor) -> torch.Tensor:
         """A copy, at the same place on every rank, in the window or not."""
@@ -107,43 +125,21 @@ class Rank:
             return source.clone()
         return self._window.view(self.rank, OFFSET_BYTES, source.numel(), source.dtype).copy_(source)
 
-    def run(
-        self,
-        operation: Operation,
-        tensor: torch.Tensor,
-        whole: torch.Tensor,
-        op: Reduction | None = None,
-        root: int | None = None,
-    ) -> None:
-        """By the plan that is kept for the kind."""
-        kind = CallKind(operation.name.lower(), op, root, tensor.dtype, tensor.numel())
-        if kind not in self._plans:
-            self._plans[kind] = self._make(operation, kind)
-        self._plans[kind].run(tensor, whole, CancelScope(30))
-        assert self._plans[kind].algorithm == self._name
-
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
-        self.run(Operation.ALL_REDUCE, tensor, tensor, op)
-
-    def _make(self, operation: Operation, kind: CallKind) -> NodePlan:
-        size = size_of(operation, kind.numel * kind.dtype.itemsize, self.size)
-        request, unused = PlanRequest(kind, operation, size, None, self._sync), None
-        if self._name == "window":
-            return WindowCollective(request, self._memory, EagerExchange(request, unused))
-        if self._name == "eager":
-            return EagerExchange(request, unused)
-        return CopyInCopyOut(request, self._staging, unused)
+    def took(self, collective: str, tensor: torch.Tensor) -> bool:
+        """Whether the latest call on such a tensor went the way that is tested."""
+        return self.group.algorithm_of(collective, tensor) == self._name
 
 
 def on_ranks(size: int, name: str, body: Callable[[Rank], None]) -> None:
-    part_bytes = barrier_bytes(SLOT_BYTES)
+    part_bytes, shared_state = barrier_bytes(SLOT_BYTES), SharedState(size)
     files = [create_file("test", size * padded(nbytes)) for nbytes in (PART_BYTES, PART_BYTES, part_bytes)]
 
     def run(group: ProcessGroup) -> None:
         window, staging = (Segment(file, size, PART_BYTES, group.rank) for file in files[:2])
         # Sleeping lets the other threads run; between processes nothing need be done.
         barrier = ShmBarrier(Segment(files[2], size, part_bytes, group.rank), SLOT_BYTES, lambda: time.sleep(0))
-        body(Rank(group, window, staging, barrier, name))
+        transport = ByNodePlans(shared_state, group.rank, FakeNode(window, staging, barrier), name)
+        body(Rank(HostGroup(transport, group.rank, size, timeout_s=30), window, name))
 
     try:
         run_ranks(size, run)
@@ -164,8 +160,8 @@ def full_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_collective, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(window_collective, "LEAST_CHUNK_BYTES", 1)
+    monkeypatch.setattr(window, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(window, "LEAST_CHUNK_BYTES", 1)
     monkeypatch.setattr(copy_in_copy_out, "SLOT_BYTES", 64)
 
 
@@ -177,7 +173,8 @@ def test_all_reduce(size: int, name: str) -> None:
                 for repetition in range(2):
                     terms = [data(other + repetition, numel, dtype) for other in range(size)]
                     tensor = rank.tensor(terms[rank.rank])
-                    rank.all_reduce(tensor, reduction(op))
+                    rank.group.all_reduce(tensor, reduction(op))
+                    assert rank.took("all_reduce", tensor)
                     assert torch.equal(tensor, reduce_in_rank_order(reduction(op), terms)), (op, dtype, numel, repetition)
 
     on_ranks(size, name, body)
@@ -194,7 +191,8 @@ def test_reduce_scatter(size: int, name: str, is_part: bool) -> None:
                 mine = block.view(size, numel)[rank.rank]
                 output = mine if is_part else torch.zeros(numel, dtype=dtype)
                 written, read = output._version, block._version
-                rank.run(Operation.REDUCE_SCATTER, output, block, reduction(op))
+                rank.group.reduce_scatter_tensor(output, block, reduction(op))
+                assert rank.took("reduce_scatter_tensor", output)
                 assert output._version > written
                 assert is_part or block._version == read
                 terms = [source.view(size, numel)[rank.rank] for source in blocks]
@@ -217,7 +215,8 @@ def test_all_gather(size: int, full_name: str, is_part: bool) -> None:
                 block = rank.tensor(torch.zeros(size * numel, dtype=dtype))
                 part = block.view(size, numel)[rank.rank].copy_(sources[rank.rank])
                 source, written = part if is_part else sources[rank.rank].clone(), block._version
-                rank.run(Operation.ALL_GATHER, source, block)
+                rank.group.all_gather_into_tensor(block, source)
+                assert rank.took("all_gather_into_tensor", source)
                 assert block._version > written
                 assert is_part or source._version == 0
                 assert torch.equal(block.view(torch.uint8), torch.cat(sources).view(torch.uint8)), (dtype, numel)
@@ -231,7 +230,8 @@ def test_broadcast(size: int, full_name: str) -> None:
         for root in range(size):
             for numel in NUMELS:
                 tensor = rank.tensor(data(rank.rank, numel, torch.float64))
-                rank.run(Operation.BROADCAST, tensor, tensor, root=root)
+                rank.group.broadcast(tensor, root)
+                assert rank.took("broadcast", tensor)
                 assert torch.equal(tensor, data(root, numel, torch.float64))
 
     on_ranks(size, full_name, body)
@@ -246,7 +246,7 @@ def test_calls_in_a_row_with_delays(name: str) -> None:
             numel = 1 + repetition * 7 % 61
             tensor = rank.tensor(data(rank.rank + repetition, numel, torch.float64))
             _delay(chance)
-            rank.all_reduce(tensor, ReduceOp.SUM)
+            rank.group.all_reduce(tensor, ReduceOp.SUM)
             _delay(chance)
             terms = [data(other + repetition, numel, torch.float64) for other in range(rank.size)]
             assert torch.equal(tensor, reduce_in_rank_order(ReduceOp.SUM, terms)), repetition

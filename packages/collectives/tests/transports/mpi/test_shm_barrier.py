@@ -17,7 +17,7 @@ pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.testing import run_ranks
-from syncline.collectives.transports.mpi.node.shm_barrier import GaveUpError, ShmBarrier, barrier_bytes, has_total_store_order
+from syncline.collectives.transports.mpi.node.shared_sync import GaveUpError, ShmBarrier, barrier_bytes, has_total_store_order
 from syncline.collectives.transports.mpi.sync import NOWHERE
 from syncline.collectives.transports.shared_memory.segment import Segment, create_file, padded
 
@@ -51,7 +51,7 @@ def test_nobody_sees_anything_but_the_same_arrival(size: int) -> None:
             slots = barrier.slots((barrier.arrivals + 1) & 1, 4 + repetition % 3, torch.int64)
             slots[barrier.mine].fill_(repetition * size + barrier.mine)
             _delay(chance)
-            barrier.arrive_and_wait(CancelScope(30))
+            barrier.arrive(CancelScope(30))
             _delay(chance)
             for rank, slot in enumerate(slots):
                 if set(slot.tolist()) != {repetition * size + rank}:
@@ -72,7 +72,7 @@ def test_what_they_are_about_to_do_is_compared() -> None:
 
     def body(barrier: ShmBarrier) -> list[tuple[bool, bool]]:
         other = barrier.mine > 0
-        return [barrier.arrive_and_wait(CancelScope(30), what[other], key[other]) for what, key, _ in cases]
+        return [barrier.arrive(CancelScope(30), what[other], key[other]) for what, key, _ in cases]
 
     assert on_barriers(3, body) == [[heard for _, _, heard in cases]] * 3
 
@@ -83,7 +83,7 @@ def test_a_rank_that_does_not_come_is_a_timeout_and_messages_go_on_meanwhile() -
     barrier = ShmBarrier(Segment(file, 2, PART_BYTES, 0), SLOT_BYTES, lambda: calls.append(None))
     os.close(file)
     with pytest.raises(TimeoutError):
-        barrier.arrive_and_wait(CancelScope(0.05))
+        barrier.arrive(CancelScope(0.05))
     assert calls
 
 
@@ -97,14 +97,14 @@ def test_a_rank_that_gives_up_is_named_at_once(has_arrived: bool) -> None:
         if barrier.mine == 1:
             if has_arrived:
                 with pytest.raises(TimeoutError):
-                    barrier.arrive_and_wait(CancelScope(0.1))
+                    barrier.arrive(CancelScope(0.1))
             barrier.give_up()
             gave_up.set()
             return ""
         if has_arrived:
             assert gave_up.wait(30)  # else the arrivals could meet, on a busy machine
         with pytest.raises(GaveUpError) as caught:
-            barrier.arrive_and_wait(CancelScope(30))
+            barrier.arrive(CancelScope(30))
         return f"rank {caught.value.rank}"
 
     assert on_barriers(2, body) == ["rank 1", ""]
@@ -117,15 +117,15 @@ def test_a_rank_that_gives_up_after_an_arrival_was_complete_spoils_the_next_only
     os.close(file)
     for _ in range(2):
         with ThreadPoolExecutor(1) as pool:
-            complete = pool.submit(first.arrive_and_wait, CancelScope(30))
-            second.arrive_and_wait(CancelScope(30))
+            complete = pool.submit(first.arrive, CancelScope(30))
+            second.arrive(CancelScope(30))
             complete.result()
     numbers = second._numbers
     own, _ = second._lines[second.arrivals & 1]
     second.give_up()
     assert numbers[own] == second.arrivals
     with pytest.raises(GaveUpError):
-        first.arrive_and_wait(CancelScope(30))
+        first.arrive(CancelScope(30))
 
 
 def test_views_serve_inside_and_outside_of_inference_mode() -> None:
