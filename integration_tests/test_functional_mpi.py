@@ -236,8 +236,8 @@ def test_wait_with_a_time_limit_of_its_own(mpi_group: ProcessGroup) -> None:
 
 def test_tensors_larger_than_a_piece(mpi_group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """What exceeds MPI's counts travels in pieces; here a piece is 64 bytes."""
-    from syncline.collectives.transports.mpi import transport
     from syncline.collectives.testing import CHECKS
+    from syncline.collectives.transports.mpi import transport
 
     monkeypatch.setattr(transport, "PIECE_BYTES", 64)
     chosen = [name for name in CHECKS if "every_layout" in name or "sum" in name or "lists" in name or "single" in name]

@@ -27,15 +27,15 @@ from syncline.collectives import (
     premul_sum,
 )
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.reduce_op import DTYPES_OF, Reduction
-from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.transport import Plan
+from syncline.collectives.health.statements import ranks_in_words
+from syncline.collectives.reduce_op import DTYPES_OF, Reduction
+from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
+from syncline.collectives.testing import CHECKS
 from syncline.collectives.transports.shared_memory.os_memory import huge_page_bytes
 from syncline.collectives.transports.shared_memory.segment import Segment, create_file
-from syncline.collectives.engine.transport import Plan
-from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
-from syncline.collectives.testing import CHECKS
 from syncline.ddp import DistributedDataParallel
 from test_support.full_run import FULL
 
@@ -781,8 +781,8 @@ def _one_of_each_kind(group: ProcessGroup, block: torch.Tensor, tensor: torch.Te
 
 def _delay_synchronisation(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
     """Before and after ranks meet: that is, also in the middle of collectives."""
-    from syncline.collectives.transports.mpi.sync import MessageSync
     from syncline.collectives.transports.mpi.node.group_sync import GroupSync
+    from syncline.collectives.transports.mpi.sync import MessageSync
 
     for room, name in ((GroupSync, "verify"), (GroupSync, "wait"), (MessageSync, "run")):
         plain = getattr(room, name)

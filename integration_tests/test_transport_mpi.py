@@ -10,12 +10,12 @@ import torch
 from mpi4py import MPI
 
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
-from syncline.collectives.transports.mpi.transport import PRESYNC_MIN_BYTES, MPITransport
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS
+from syncline.collectives.transports.mpi.transport import PRESYNC_MIN_BYTES, MPITransport
 
 pytestmark = pytest.mark.mpi
 

@@ -1,7 +1,7 @@
 """One program of the desync catalogue over MPI: `mpiexec -n N python -m test_support.desync_mpi_job FOLDER NAME SIZE`.
 
 Each rank is on a node of its own, so calls are messages, and small ones are not compared before they run. Each leaves its
-outcome in the folder; a rank that leaves nothing was ended by the MPI library, or by the watchdog, which looks at the group as
+outcome in the folder; a rank that leaves nothing was ended by the MPI library, or by the monitor, which looks at the group as
 at any other: MPI_Comm_create_group may never return where a rank calls something else.
 """
 
@@ -13,17 +13,17 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from syncline.collectives.transports.mpi import timeout_report
-from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
+from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.health.liveness import Liveness
 from syncline.collectives.health.process_identity import own_identity
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.transports.mpi import neighbours
+from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
 from test_support.desync_programs import NUMELS, TIMEOUT_S, catalogue, outcome
 
 
 def main(folder: Path, name: str, size: str) -> None:
     """Run this rank."""
-    timeout_report._LISTEN_S, timeout_report._TELL_EVERY_S = 0.5, 0.1
+    neighbours._LISTEN_S, neighbours._TELL_EVERY_S = 0.5, 0.1
     world = MPI.COMM_WORLD
     transport = NodeTransport(world.Dup(), split=lambda communicator: communicator.Split(communicator.Get_rank(), 0))
     members = dict(enumerate(world.allgather(own_identity())))

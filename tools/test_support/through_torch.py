@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from syncline.collectives.torch_bridge.torch_work import TorchWork
 from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S
+from syncline.collectives.engine.signature import Signature
 from syncline.collectives.group import ProcessGroup
 from syncline.collectives.reduce_op import PremulSum, ReduceOp, Reduction
+from syncline.collectives.torch_bridge.torch_work import TorchWork
 from syncline.collectives.work import FinishedWork, Work
 
 # torch 2.13 calls them so, and warns of the old names.
@@ -58,56 +61,53 @@ class ThroughTorch(ProcessGroup):
         """Give up."""
         self.torch_group.abort()
 
-    def _all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        if tensor.is_complex() and op is ReduceOp.PRODUCT:  # which torch's function refuses before it asks the group
-            return self._directly(tensor, dist.ReduceOp.PRODUCT, async_op)
-        return self._work([tensor], dist.all_reduce(tensor, _torchs(op), self.torch_group, async_op))
-
-    def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
-        done = dist.reduce(tensor, op=_torchs(op), group=self.torch_group, async_op=async_op, group_dst=root)
-        return self._work([tensor], done)
-
-    def _broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work:
-        done = dist.broadcast(tensor, group=self.torch_group, async_op=async_op, group_src=root)
-        return self._work([tensor], done)
-
-    def _all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Work:
-        return self._work(outputs, dist.all_gather(outputs, tensor, self.torch_group, async_op))
-
-    def _all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool) -> Work:
-        return self._work([output], _all_gather_single(output, tensor, self.torch_group, async_op))
-
-    def _gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
-        done = dist.gather(tensor, outputs, group=self.torch_group, async_op=async_op, group_dst=root)
-        return self._work(outputs or [], done)
-
-    def _scatter(self, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, async_op: bool) -> Work:
-        done = dist.scatter(tensor, inputs, group=self.torch_group, async_op=async_op, group_src=root)
-        return self._work([tensor], done)
-
-    def _reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: Reduction, async_op: bool) -> Work:
-        return self._work([output], dist.reduce_scatter(output, inputs, _torchs(op), self.torch_group, async_op))
-
-    def _reduce_scatter_tensor(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        return self._work([output], _reduce_scatter_single(output, tensor, _torchs(op), self.torch_group, async_op))
-
-    def _all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool) -> Work:
-        return self._work(outputs, dist.all_to_all(outputs, inputs, self.torch_group, async_op))
-
-    def _all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], async_op: bool
+    def _issue(
+        self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
-        done = dist.all_to_all_single(output, tensor, output_splits, input_splits, self.torch_group, async_op)
-        return self._work([output], done)
+        op = signature.op
+        if signature.name == "all_reduce" and op is ReduceOp.PRODUCT and writes[0].is_complex():
+            # Torch's function refuses that before it asks the group.
+            return self._directly(writes[0], dist.ReduceOp.PRODUCT, async_op)
+        outputs = list(writes)
+        return self._work(outputs, self._by_function(signature, list(reads), outputs, async_op))
+
+    def _by_function(self, signature: Signature, reads: list[torch.Tensor], writes: list[torch.Tensor], async_op: bool) -> Any:
+        """What torch's function returns."""
+        common: Any = {"group": self.torch_group, "async_op": async_op}
+        op = None if signature.op is None else _torchs(signature.op)
+        root, is_root = signature.root, signature.root == self.rank
+        match signature.name:
+            case "barrier":
+                return dist.barrier(**common)
+            case "all_reduce":
+                return dist.all_reduce(writes[0], op, **common)
+            case "reduce":
+                return dist.reduce(writes[0], op=op, group_dst=root, **common)
+            case "broadcast":
+                return dist.broadcast(writes[0], group_src=root, **common)
+            case "all_gather":
+                return dist.all_gather(writes, reads[0], **common)
+            case "all_gather_into_tensor":
+                return _all_gather_single(writes[0], reads[0], **common)
+            case "gather":
+                return dist.gather(reads[0], writes if is_root else None, group_dst=root, **common)
+            case "scatter":
+                return dist.scatter(writes[0], reads if is_root else None, group_src=root, **common)
+            case "reduce_scatter":
+                return dist.reduce_scatter(writes[0], reads, op, **common)
+            case "reduce_scatter_tensor":
+                return _reduce_scatter_single(writes[0], reads[0], op, **common)
+            case "all_to_all":
+                return dist.all_to_all(writes, reads, **common)
+            case "all_to_all_single":
+                return dist.all_to_all_single(writes[0], reads[0], *_in_rows(signature, reads[0]), **common)
+        raise AssertionError(f"no collective {signature.name}")
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
         return self._transfer(tensor, dist.isend(tensor, group=self.torch_group, tag=tag, group_dst=dst), async_op)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
         return self._transfer(tensor, dist.irecv(tensor, group=self.torch_group, tag=tag, group_src=src), async_op)
-
-    def _barrier(self, async_op: bool) -> Work:
-        return self._work([], dist.barrier(self.torch_group, async_op))
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
         """Every rank makes its own group only, together with its members.
@@ -151,3 +151,10 @@ def _torchs(op: Reduction) -> Any:
     if isinstance(op, PremulSum):
         return dist._make_nccl_premul_sum(op.factor)
     return getattr(dist.ReduceOp, op.name)
+
+
+def _in_rows(signature: Signature, tensor: torch.Tensor) -> list[list[int]]:
+    """How many rows come from each rank, and go to each."""
+    assert signature.splits is not None
+    row = math.prod(tensor.shape[1:])
+    return [[numel // row for numel in numels] for numels in signature.splits]

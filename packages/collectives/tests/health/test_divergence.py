@@ -15,9 +15,7 @@ NAMES = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
 def history(letters: str, first: int = 1) -> list[CallRecord]:
     signatures = [Signature(NAMES[letter], dtype=torch.float32, shape=(2,)) for letter in letters]
     return [
-        CallRecord(
-            place, place + first, one.name, str(one), one.digest(), DONE, issued_at=0.0, where=f"train.py:{place + 1}"
-        )
+        CallRecord(place, place + first, one.name, str(one), one.digest(), DONE, issued_at=0.0, where=f"train.py:{place + 1}")
         for place, one in enumerate(signatures)
     ]
 
