@@ -57,9 +57,9 @@ def job() -> Any:
 def make_group(request: pytest.FixtureRequest, job: Any, monkeypatch: pytest.MonkeyPatch) -> MakeGroup:
     """Makes a group of all ranks, on one node or each on a node of its own."""
 
-    from syncline.collectives.transports.mpi import timeout_report
+    from syncline.collectives.transports.mpi import neighbours
 
-    monkeypatch.setattr(timeout_report, "_LISTEN_S", 0.5)  # the programs that end in a time-out are many
+    monkeypatch.setattr(neighbours, "_LISTEN_S", 0.5)  # the programs that end in a time-out are many
 
     def make(*, check_calls: bool) -> HostGroup:
         from syncline.collectives.transports.mpi.node.node_transport import NodeTransport

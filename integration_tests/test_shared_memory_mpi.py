@@ -26,7 +26,7 @@ from syncline.collectives import (
     exchange_objects,
     premul_sum,
 )
-from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.call import Call
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.engine.transport import Plan
 from syncline.collectives.health.statements import ranks_in_words
@@ -96,8 +96,8 @@ class RecordingPlan(Plan):
     def algorithm(self) -> str:
         return self._plan.algorithm
 
-    def run(self, tensor: torch.Tensor, whole: torch.Tensor, scope: CancelScope) -> None:
-        self._plan.run(tensor, whole, deadline)
+    def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
+        self._plan.run(part, whole, call)
         self._algorithms.append(self._plan.algorithm)
 
 
@@ -137,12 +137,12 @@ def nodes() -> Iterator[Group]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.transports.mpi.node import copy_in_copy_out, hierarchical_all_reduce, window_collective
+    from syncline.collectives.transports.mpi.node import copy_in_copy_out, hierarchical, window
 
-    monkeypatch.setattr(window_collective, "CHUNK_BYTES", 1 << 10)
-    monkeypatch.setattr(window_collective, "LEAST_CHUNK_BYTES", 1 << 8)
+    monkeypatch.setattr(window, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(window, "LEAST_CHUNK_BYTES", 1 << 8)
     monkeypatch.setattr(copy_in_copy_out, "SLOT_BYTES", 1 << 10)
-    monkeypatch.setattr(hierarchical_all_reduce, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 1 << 10)
 
 
 def noise(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -305,12 +305,12 @@ def test_halves_outside_windows_cross_by_the_slice(
     nodes: Group, op: Reduction, has_windows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces, of which the last is shorter; again and again, with ranks that come late."""
-    from syncline.collectives.transports.mpi.node import hierarchical_all_reduce
+    from syncline.collectives.transports.mpi.node import hierarchical
 
-    monkeypatch.setattr(hierarchical_all_reduce, "STAGE_BYTES", 2048)
+    monkeypatch.setattr(hierarchical, "STAGE_BYTES", 2048)
     group, generator = nodes.group, random.Random(nodes.group.rank)
     made = Group(thresholds=STAGED, split=by_pairs)
-    crossings = calls_of(monkeypatch, hierarchical_all_reduce.NodeReduction, "run")
+    crossings = calls_of(monkeypatch, hierarchical.NodeReduction, "run")
     window = made.group.allocate(10, torch.float32) if has_windows else None
     for repetition in range(20):
         tensor = whole(group.rank + repetition, 5000, torch.bfloat16)
@@ -357,11 +357,11 @@ def test_ranks_that_stage_different_calls_are_told_so(has_windows: bool) -> None
 
 
 def test_halves_outside_windows_where_no_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.transports.mpi.node import hierarchical_all_reduce
+    from syncline.collectives.transports.mpi.node import hierarchical
 
     made = Group(thresholds=STAGED, split=by_pairs)
-    monkeypatch.setattr(made.transport._memory, "allocate_segment", lambda *_: None)  # what all ranks hear if one gets none
-    crossings = calls_of(monkeypatch, hierarchical_all_reduce.NodeReduction, "run")
+    monkeypatch.setattr(made.transport._node.memory, "allocate_segment", lambda *_: None)  # what all ranks hear if one gets none
+    crossings = calls_of(monkeypatch, hierarchical.NodeReduction, "run")
     for _ in range(2):
         tensor = whole(made.group.rank, 5000, torch.bfloat16)
         made.group.all_reduce(tensor)
@@ -550,7 +550,7 @@ def test_what_is_kept_for_the_next_call_keeps_no_tensor(numel: int, in_window: b
     kept = weakref.ref(tensor)
     del tensor
     assert kept() is None
-    assert len(made.transport._memory.windows) == 0
+    assert len(made.transport._node.memory.windows) == 0
     group.close()
 
 
@@ -781,10 +781,10 @@ def _one_of_each_kind(group: ProcessGroup, block: torch.Tensor, tensor: torch.Te
 
 def _delay_synchronisation(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
     """Before and after ranks meet: that is, also in the middle of collectives."""
-    from syncline.collectives.transports.mpi.node.group_sync import GroupSync
+    from syncline.collectives.transports.mpi.node.shared_sync import SharedSync
     from syncline.collectives.transports.mpi.sync import MessageSync
 
-    for room, name in ((GroupSync, "verify"), (GroupSync, "wait"), (MessageSync, "run")):
+    for room, name in ((SharedSync, "same"), (SharedSync, "wait"), (MessageSync, "run")):
         plain = getattr(room, name)
 
         def delayed(*arguments: Any, plain: Any = plain, **options: Any) -> Any:
@@ -804,7 +804,7 @@ def _delay(chance: random.Random) -> None:
 @pytest.mark.parametrize("as_view", [False, True])
 def test_buckets_of_ddp_lie_in_windows(staged: Group, as_view: bool) -> None:
     """Also those that it makes after the first backward, and the first are then given back."""
-    group, windows = staged.group, staged.transport._memory.windows
+    group, windows = staged.group, staged.transport._node.memory.windows
     gc.collect()
     before = len(windows)
     torch.manual_seed(0)
