@@ -593,10 +593,24 @@ def test_a_rank_that_comes_late_with_another_call_does_not_wait() -> None:
     group.close()
 
 
-def test_closing_gives_the_memory_back() -> None:
-    def mappings() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:syncline")
+def mappings() -> int:
+    """How many pieces of shared memory this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("memfd:syncline")
 
+
+def test_memory_to_stage_in_is_made_when_a_tensor_needs_it() -> None:
+    made = Group(thresholds=STAGED)
+    group = made.group
+    window = group.allocate(1000, torch.float32)
+    _sum_of_noise(group, window)
+    in_window = mappings()
+    _sum_of_noise(group, torch.empty(1000))
+    assert mappings() == in_window + (group.size > 1)
+    assert made.algorithms == [*made.took("window")[:1], *made.took("copy-in copy-out")[:1]]
+    group.close()
+
+
+def test_closing_gives_the_memory_back() -> None:
     gc.collect()
     before = mappings()
     made = Group()

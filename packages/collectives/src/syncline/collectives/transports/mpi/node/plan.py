@@ -182,16 +182,20 @@ class NodePlan(Plan):
         """As `Plan.run`."""
         assert whole is not None
         node, algorithm = self._node, self._algorithm
-        if not algorithm.is_ready(call):
-            logger.debug("no shared memory for %s (%s): %s from now on", call.signature.name, algorithm.name, self._by_mpi.name)
-            algorithm = self._algorithm = self._by_mpi
         looks = self._in_window is not None and node.memory.has_windows
-        if looks or algorithm.compares:
+        is_compared = looks or algorithm.compares
+        if is_compared:
             place = node.memory.windows.key_of(whole) if looks else NOWHERE
             if node.sync(call).same(call, place):  # [1]
                 assert self._in_window is not None
                 self._latest = self._in_window.name
                 self._in_window.run(place, part, call)  # [2]
                 return
+        # Only now: where all tensors lie in windows, the memory that others need is never made.
+        if not algorithm.is_ready(call):
+            logger.debug("no shared memory for %s (%s): %s from now on", call.signature.name, algorithm.name, self._by_mpi.name)
+            algorithm = self._algorithm = self._by_mpi
+            if algorithm.compares and not is_compared:
+                node.sync(call).same(call)
         self._latest = algorithm.name
         algorithm.run(part, whole, call)  # [3]
