@@ -113,23 +113,24 @@ def recorded(method: Method) -> Method:
         if not (profiler_runs() or observers):  # nearly always
             return method(group, *args, **kwargs)
         values = (*args, *kwargs.values())
-        is_async = bool(kwargs.get("async_op", False))
         issue = functools.partial(method, group, *args, **kwargs)
-        issue = functools.partial(shown, group, name, list(_tensors(values)), issue, is_async=is_async)
+        if profiler_runs():
+            is_async = bool(kwargs.get("async_op", False))
+            issue = functools.partial(shown, group, name, list(_tensors(values)), issue, is_async=is_async)
         return _observed(name, group, values, issue) if observers else issue()
 
     return call  # type: ignore[return-value]  # the method's own signature
 
 
 def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
-    """Issue a call of a group, inside a range if a profiler runs and the group shows its calls.
+    """Issue a call of a group, inside a range if a profiler runs and the group shows its calls; see `profiled`.
 
     Args:
         group: whose call it is.
         name: the method's, such as "all_reduce".
-        tensors: as for `profiled`.
-        issue: as for `profiled`.
-        is_async: as for `profiled`.
+        tensors: whose shapes the range shows.
+        issue: issues the call.
+        is_async: whether the call may go on after `issue` has returned.
     """
     if not profiler_runs() or group.profiled_as is None:
         return issue()
