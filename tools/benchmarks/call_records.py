@@ -1,7 +1,7 @@
-"""What recording and verifying calls costs: `dev.py bench call_records`.
+"""What recording and comparing calls costs: `dev.py bench call_records`.
 
 First the time of one record and of one digest alone, in microseconds. Then small `all_reduce`s and steps of three buckets with
-and without, on MPI in shared memory, on MPI with each rank on a node of its own, so that calls are verified later, and on
+and without, on MPI in shared memory, on MPI with each rank on a node of its own, so that calls are compared later, and on
 Gloo; interleaved, medians and quartiles.
 """
 
@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp
-from syncline.collectives.engine.signature import digest
+from syncline.collectives.engine.call import DONE, Call
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.health.call_digest import CallDigest
-from syncline.collectives.engine.call import DONE
-from syncline.collectives.health.recorder import STATE, Recorder
 from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.signature import Signature
+from syncline.collectives.health.agreement import Agreement, MessageCarrier
+from syncline.collectives.health.recorder import Recorder
+from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
 _BUCKETS = (256 * 1024, 6_250_000, 6_250_000)
 
@@ -32,15 +33,11 @@ _BUCKETS = (256 * 1024, 6_250_000, 6_250_000)
 class NoRecorder(Recorder):
     """Remembers nothing: for comparison."""
 
-    def issue(self, number: int | None, *_: Any, **__: Any) -> list[Any]:
-        return [number] + [None] * STATE
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.add = lambda _: None
 
-    issue_kind = issue
-
-    def begin(self, entry: list[Any]) -> None:
-        pass
-
-    def end(self, entry: list[Any]) -> None:
+    def begin(self, call: Call) -> None:
         pass
 
 
@@ -49,18 +46,18 @@ def alone(*, rounds: int = 25, repetitions: int = 4_000) -> None:
 
     Processor time of this thread, so that what else runs on the machine matters less.
     """
-    recorder, calls, tensor = Recorder("default", 0, [0, 1]), CallDigest(), torch.ones(1)
-    kind = digest("all_reduce", tensor.dtype, ReduceOp.SUM, None, "", tensor.numel())
-
-    what = ("all_reduce", tensor.dtype, ReduceOp.SUM, None, "")
+    recorder, tensor = Recorder("default", 0, [0, 1]), torch.ones(1)
+    agreement = Agreement(MessageCarrier(InProcessTransport(SharedState(1), 0), 0, 1), 0, recorder)
+    signature = Signature.of("all_reduce", tensor, ReduceOp.SUM)
 
     def recorded() -> None:
-        entry = recorder.issue_kind(1, what, tensor.shape, 2)
-        recorder.begin(entry)
-        entry[STATE] = DONE
+        call = Call(signature, 1, (), (tensor,))
+        recorder.add(call)
+        recorder.begin(call)
+        call.is_over(DONE)
 
     def digested() -> None:
-        calls.add(kind)
+        agreement.add(signature.digest())
 
     actions: dict[str, Callable[[], object]] = {"nothing": lambda: None, "record": recorded, "digest": digested}
     figures: dict[str, list[float]] = {name: [] for name in actions}
@@ -76,21 +73,21 @@ def alone(*, rounds: int = 25, repetitions: int = 4_000) -> None:
         )
 
 
-def step(group: ProcessGroup, buckets: Sequence[torch.Tensor], *, verifies: bool) -> None:
+def step(group: ProcessGroup, buckets: Sequence[torch.Tensor], *, compares: bool) -> None:
     """The collectives of a backward with three buckets."""
     works = [group.all_reduce(bucket, ReduceOp.AVG, async_op=True) for bucket in buckets]
-    verification = group.agree_on_calls(async_op=True) if verifies else None
+    comparison = group.agree_on_calls(async_op=True) if compares else None
     for work in works:
         work.wait()
-    if verification is not None:
-        verification.wait()
+    if comparison is not None:
+        comparison.wait()
 
 
 def side_by_side(name: str, make: Callable[[str], HostGroup], rounds: int) -> None:
-    """Small calls and steps with recording and verification, without the latter, and without both."""
+    """Small calls and steps with recording and comparison, without the latter, and without both."""
     groups = {"both": make("both"), "recorded": make("recorded"), "neither": make("neither")}
     for which in ("recorded", "neither"):
-        groups[which]._verification = None
+        groups[which]._compares_later = False
     groups["neither"].recorder = NoRecorder("neither", 0, [0])
     single = {"4 B all_reduce": torch.ones(1), "64 KiB all_reduce": torch.ones(16 * 1024)}
     buckets = [torch.ones(numel) for numel in _BUCKETS]
@@ -105,7 +102,7 @@ def side_by_side(name: str, make: Callable[[str], HostGroup], rounds: int) -> No
                     group.all_reduce(tensor)
                 figures.setdefault((what, which), []).append((time.perf_counter() - began) / 50 * 1e6)
             began = time.perf_counter()
-            step(group, buckets, verifies=which == "both")
+            step(group, buckets, compares=which == "both")
             figures.setdefault(("step, 3 buckets, 51 MB", which), []).append((time.perf_counter() - began) * 1e6)
     if next(iter(groups.values())).rank == 0:
         for what in (*single, "step, 3 buckets, 51 MB"):

@@ -26,7 +26,9 @@ import torch.nn.functional as F
 from syncline import hooks
 from syncline.collectives import ProcessGroup
 from syncline.collectives.engine.composed import DelegatingGroup
+from syncline.collectives.engine.signature import Signature
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.work import Work
 from syncline.ddp import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "ddp" / "examples" / "digits"))
@@ -78,7 +80,7 @@ class CountingGroup(DelegatingGroup):
     """Hands everything to one group, and counts the bytes."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(group.rank, group.size, name="counting", timeout_s=group.timeout_s)
+        super().__init__([group])
         self._group = group
         self.nbytes = 0
 
@@ -93,15 +95,14 @@ class CountingGroup(DelegatingGroup):
     def describe(self) -> str:
         return self._group.describe()
 
-    def close(self) -> None:
-        self._group.close()
-
-    def abort(self) -> None:
-        self._group.abort()
-
-    def _choose(self, tensor: torch.Tensor | None) -> ProcessGroup:
-        self.nbytes += 0 if tensor is None else tensor.nbytes
+    def _choose(self, device_type: str) -> ProcessGroup:  # noqa: ARG002 - there is one
         return self._group
+
+    def _issue(
+        self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
+    ) -> Work:
+        self.nbytes += signature.nbytes
+        return super()._issue(signature, reads, writes, async_op)
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
         return self._group.split(color, key, timeout_s=timeout_s)

@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.growth_counting import CountingStore, Counts, counts
 from syncline.collectives import CollectiveTimeout, ProcessGroup, get_default_group, init_process_group, new_group
-from syncline.collectives.engine.signature import Signature
-from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.call import Call
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.signature import Signature
 from syncline.ddp import DistributedDataParallel
 
 _SETTLE_S = 0.3
@@ -116,7 +116,8 @@ def _meet(folder: Path, size: int, moment: str) -> None:
 
 def _shake_hands(group: Any) -> None:
     """What comes before a large call; alone, because a large call is not always the same number of segments."""
-    group._transport._verify(Call(Collective("handshake"), CancelScope(_HANDSHAKE_S)))
+    call = Call(Signature("handshake"), scope=CancelScope(_HANDSHAKE_S))
+    group._transport.sync(call).same(call)
 
 
 def _compare(group: ProcessGroup) -> None:

@@ -20,10 +20,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.transports import gloo
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.startup.rendezvous import tcp_store_of_rank_0
+from syncline.collectives.transports import gloo
 
 from . import session
 from .cases import FULL, Case, Scale, many_tiny, mlp, transformer

@@ -100,7 +100,8 @@ class ThroughTorch(ProcessGroup):
             case "all_to_all":
                 return dist.all_to_all(writes, reads, **common)
             case "all_to_all_single":
-                return dist.all_to_all_single(writes[0], reads[0], *_in_rows(signature, reads[0]), **common)
+                received, sent = _in_rows(signature, reads[0])
+                return dist.all_to_all_single(writes[0], reads[0], received, sent, **common)
         raise AssertionError(f"no collective {signature.name}")
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
