@@ -14,7 +14,7 @@ from importlib import import_module
 
 import torch.distributed as dist
 
-import syncline.collectives.torch_bridge  # noqa: F401 - registers
+import syncline.collectives.torch_backend  # noqa: F401 - registers
 
 SCRIPTS = ("test_ops", "test_sync", "test_script")
 

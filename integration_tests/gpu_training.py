@@ -130,7 +130,7 @@ def sync_batch_norm(group: ProcessGroup, device: torch.device) -> None:
 
 def native_ddp_over_ours(group: ProcessGroup, device: torch.device) -> None:
     """torch's DDP, once over torch's NCCL and once over ours through torch.distributed."""
-    import syncline.collectives.torch_bridge  # noqa: F401 - registers the backend
+    import syncline.collectives.torch_backend  # noqa: F401 - registers the backend
 
     ours = dist.new_group(backend="syncline-nccl")
     over_ours, over_torchs = models(group.rank, device)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-import syncline.collectives.torch_bridge  # noqa: F401 - registers
+import syncline.collectives.torch_backend  # noqa: F401 - registers
 from syncline.collectives import ProcessGroup
 from syncline.collectives.startup.launch import detect_launch
 from syncline.collectives.testing import CHECKS, Check

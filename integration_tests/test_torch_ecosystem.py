@@ -59,7 +59,7 @@ def test_an_uncaught_exception_is_printed(run_job) -> None:
         2,
         """
         import torch.distributed as dist
-        import syncline.collectives.torch_bridge
+        import syncline.collectives.torch_backend
 
         dist.init_process_group("syncline-mpi", init_method="mpi://")
         if dist.get_rank() == 1:

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, as_process_group
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.startup.registry import load_backend
-from syncline.collectives.torch_bridge import TorchProcessGroup, monitored_barrier
+from syncline.collectives.torch_backend import TorchProcessGroup, monitored_barrier
 
 pytestmark = [
     pytest.mark.mpi,

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import syncline.collectives.torch_bridge  # noqa: F401 - registers
+import syncline.collectives.torch_backend  # noqa: F401 - registers
 from syncline.collectives.startup.launch import detect_launch
 
 with warnings.catch_warnings():

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-import syncline.collectives.torch_bridge  # noqa: F401 - registers
+import syncline.collectives.torch_backend  # noqa: F401 - registers
 
 Tensors = dict[str, torch.Tensor]
 

@@ -78,7 +78,7 @@ def _suite(variant: Variant) -> Any:
     from torch.testing._internal.distributed import distributed_test
 
     if variant.needs_mpi:
-        from syncline.collectives import torch_bridge as torch_backend
+        from syncline.collectives import torch_backend
 
         distributed_test.dist.monitored_barrier = torch_backend.monitored_barrier  # torch's asks for the name "gloo"
     if variant.has_our_ddp:

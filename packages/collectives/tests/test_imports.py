@@ -10,6 +10,8 @@ def expect_none_loaded(after):
     loaded = {"mpi4py", "cupy", "pytest", "zmq"} & set(sys.modules)
     assert not loaded, (after, loaded)
 
+import torch.distributed as dist
+before = list(dist.Backend.backend_list)
 import syncline.collectives
 expect_none_loaded("the layer")
 
@@ -25,11 +27,15 @@ expect_none_loaded("a group of one")
 from syncline.collectives.testing import run_conformance, run_ranks
 assert run_ranks(2, lambda group: group.rank) == [0, 1]
 expect_none_loaded("run_ranks, which is for people who use another test runner, too")
+
+assert dist.Backend.backend_list == before, "torch.distributed knows our backends, though nobody asked for that"
+import syncline.collectives.torch_backend
+assert set(dist.Backend.backend_list) - set(before) == {"syncline", "syncline-mpi", "syncline-nccl"}
 """
 
 
 def test_importing_starts_nothing() -> None:
-    """Neither the layer nor its backends import mpi4py or CuPy before a group is connected."""
+    """Neither the layer nor its backends import mpi4py or CuPy before a group is connected, or register with torch."""
     subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], check=True, env={"PATH": ""})
 
 

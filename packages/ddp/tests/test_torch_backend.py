@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import syncline.collectives.torch_bridge  # noqa: F401 - registers
+import syncline.collectives.torch_backend  # noqa: F401 - registers
 from syncline.collectives import TorchGroup
 from syncline.collectives.startup.launch import detect_launch
 from syncline.ddp import DistributedDataParallel

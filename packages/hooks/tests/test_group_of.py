@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import MisuseError, ProcessGroup, TorchGroup
-from syncline.collectives.torch_bridge import TorchProcessGroup
+from syncline.collectives.torch_backend import TorchProcessGroup
 from syncline.collectives.transports.threads import create_groups
 from syncline.hooks import allreduce_hook, fp16_compress_hook, noop_hook
 from syncline.hooks.contract import Bucket, group_of

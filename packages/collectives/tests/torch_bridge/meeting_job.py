@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import as_process_group
-from syncline.collectives.torch_bridge import monitored_barrier
+from syncline.collectives.torch_backend import monitored_barrier
 
 
 def main(rank: int, size: int, folder: str) -> None:

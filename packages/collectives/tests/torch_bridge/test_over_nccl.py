@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, TransportError
-from syncline.collectives.torch_bridge import TorchProcessGroup, group_factory
+from syncline.collectives.torch_backend import TorchProcessGroup
+from syncline.collectives.torch_bridge import group_factory
 from syncline.collectives.transports.nccl.process_group import NcclGroup
 from test_support.fake_nccl import NcclError
 from test_support.fake_nccl_group import run_on_fakes

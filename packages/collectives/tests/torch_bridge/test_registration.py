@@ -24,14 +24,8 @@ from syncline.collectives import (
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.launch import detect_launch
 from syncline.collectives.testing.processes import run_processes
-from syncline.collectives.torch_bridge import (
-    TorchProcessGroup,
-    group_factory,
-    monitored_barrier,
-    register,
-    registration,
-    rendezvous,
-)
+from syncline.collectives.torch_backend import TorchProcessGroup, monitored_barrier, register
+from syncline.collectives.torch_bridge import group_factory, registration, rendezvous
 
 pytestmark = pytest.mark.skipif(detect_launch(os.environ) is not None, reason="about processes that nothing launched")
 
