@@ -164,12 +164,12 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def lint(_: argparse.Namespace) -> int:
-    """Check style, format and layering."""
+    """Check style, format, and what imports what."""
     ruff = (PYTHON, "-m", "ruff")
     return _all_of(
         (*ruff, "check", ROOT),
         (*ruff, "format", "--check", ROOT),
-        (PYTHON, ROOT / "tools" / "check_layering.py"),
+        (PYTHON.parent / "lint-imports", ROOT / "tools" / "layers.toml", "--no-cache"),
     )
 
 
@@ -517,7 +517,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     checks = _add(verbs, "check", check, "lint, types, and the tests of what changed since main")
     checks.add_argument("--since", default="main", metavar="BRANCH", help="or since this branch or commit (default: main)")
     _add_jobs(checks)
-    _add(verbs, "lint", lint, "ruff, format check, layering check")
+    _add(verbs, "lint", lint, "ruff, format check, import-linter")
     _add(verbs, "types", types, "mypy strict, each layer on its own, then the tools")
     _add_docs(_add(verbs, "docs", docs, "build the documentation's site, strictly"))
     units = _add(verbs, "unit", unit, "tests without mpirun: pure ones, and ranks as threads")

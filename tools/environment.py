@@ -23,6 +23,13 @@ from pathlib import Path
 from commands import ROOT, ToolError, check, run
 
 LAYERS = ("collectives", "reducer", "hooks", "ddp")
+ARROWS: dict[str, frozenset[str]] = {
+    "collectives": frozenset(),
+    "reducer": frozenset({"collectives"}),
+    "hooks": frozenset({"collectives"}),
+    "ddp": frozenset({"collectives", "reducer"}),
+}
+"""What each layer is installed with; `layers.toml` has the imports."""
 TORCH = os.environ.get("SYNCLINE_DEV_TORCH")
 CONSTRAINTS = ROOT / "constraints.txt"
 PINNED_TORCH = CONSTRAINTS.read_text().rpartition("torch==")[2].split()[0]

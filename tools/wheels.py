@@ -14,9 +14,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from check_layering import ARROWS
 from commands import ROOT, check, run
-from environment import LAYERS, PYTHON
+from environment import ARROWS, LAYERS, PYTHON
 
 TEST_SUPPORT = ROOT / "tools" / "test_support"
 # What every layer may assume, and the test runner; no mpi4py, and none of our layers. No layer asks for NumPy, but torch warns
