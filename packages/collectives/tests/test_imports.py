@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -36,7 +37,8 @@ assert set(dist.Backend.backend_list) - set(before) == {"syncline", "syncline-mp
 
 def test_importing_starts_nothing() -> None:
     """Neither the layer nor its backends import mpi4py or CuPy before a group is connected, or register with torch."""
-    subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], check=True, env={"PATH": ""})
+    env = {"PATH": "", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], check=True, env=env)
 
 
 def test_every_exported_name_exists() -> None:
