@@ -360,7 +360,8 @@ def test_halves_outside_windows_where_no_memory_is_shared(monkeypatch: pytest.Mo
     from syncline.collectives.transports.mpi.node import hierarchical
 
     made = Group(thresholds=STAGED, split=by_pairs)
-    monkeypatch.setattr(made.transport._node.memory, "allocate_segment", lambda *_: None)  # what all ranks hear if one gets none
+    # What all ranks hear if one gets none.
+    monkeypatch.setattr(made.transport._node.memory, "allocate_segment", lambda *_: None)
     crossings = calls_of(monkeypatch, hierarchical.NodeReduction, "run")
     for _ in range(2):
         tensor = whole(made.group.rank, 5000, torch.bfloat16)

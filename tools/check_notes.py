@@ -1,7 +1,7 @@
 """Checks that every Note that is cited by name exists where the citation says: python3 tools/check_notes.py.
 
-A Note is defined by a line `Note [Name]` that is underlined with `~` or `-`. It is cited as "Note [Name]", which must be defined
-in the same file, or as "Note [Name] in `module`", which must be defined in a file whose dotted path ends so.
+A Note is defined by a line `Note [Name]` that is underlined with `~` or `-`. It is cited as "Note [Name]", which must be
+defined in the same file, or as "Note [Name] in `module`", which must be defined in a file whose dotted path ends so.
 Exits 1, with one line per violation, if there is any.
 """
 

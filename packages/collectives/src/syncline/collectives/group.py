@@ -36,9 +36,9 @@ class ProcessGroup(ABC):
 
     **Ranks** are those of this group, 0 to size - 1; `ranks` maps them to the ranks of the default group.
 
-    **Errors of all methods**, beside those that are listed: `InvalidArgumentError` (a tensor on a device that the group does not
-    serve, a sparse tensor, an output that overlaps itself or another), `GroupClosedError`, and, from the call or from `wait()`
-    if `async_op`, `CollectiveTimeout`, `TransportError`, `DisagreementError`.
+    **Errors of all methods**, beside those that are listed: `InvalidArgumentError` (a tensor on a device that the group does
+    not serve, a sparse tensor, an output that overlaps itself or another), `GroupClosedError`, and, from the call or from
+    `wait()` if `async_op`, `CollectiveTimeout`, `TransportError`, `DisagreementError`.
 
     A backend implements `_issue`, `_send`, `_recv`, `_split`, `close` and `abort`, and says what it is.
 
@@ -435,7 +435,7 @@ class ProcessGroup(ABC):
         """
         return None
 
-    def end_together(self, companion: ProcessGroup) -> None:
+    def end_together(self, companion: ProcessGroup) -> None:  # noqa: B027 - for those who can
         """Close another group of the same ranks when this one is closed, and abort it when this one is aborted.
 
         Groups that are made of groups, and those of torch, do nothing here: theirs end with the process.
@@ -447,7 +447,7 @@ class ProcessGroup(ABC):
 
     # ---- after a loss ----
 
-    def expect_losses(self, are_expected: bool) -> None:  # noqa: ARG002, B027 - for groups that write reports
+    def expect_losses(self, are_expected: bool) -> None:  # noqa: B027 - for groups that write reports
         """Whether the group writes no report when a rank is lost, because its user goes on without that rank."""
 
     def missing_for_shrink(self) -> str | None:

@@ -40,9 +40,7 @@ class FailureWords:
 
     def not_started(self, what: Call | Signature, first_failure: BaseException) -> TransportError:
         """For a call after the group has failed."""
-        error = TransportError(
-            f"{what} on {self._place} was not started because the group had failed before: {first_failure}"
-        )
+        error = TransportError(f"{what} on {self._place} was not started because the group had failed before: {first_failure}")
         error.__cause__ = first_failure
         return error
 

@@ -69,7 +69,7 @@ class HostGroup(ProcessGroup):
 
     [1] `_issue` makes the `Call` and notes the user's line. With `async_op=False` and nothing in flight the call runs on the
         caller's thread: a hop to another thread costs more than a small collective. Else the call is queued.
-    [2] `_run` runs when it is the call's turn. It opens the call's scope, and adds the call to the history that the ranks compare.
+    [2] `_run` runs when it is the call's turn. It opens the call's scope, and adds the call to the history that ranks compare.
     [3] `_move` looks for the plan of the call's signature; the transport makes one at the first call. The plan moves the data.
     [4] What goes wrong in [2] or [3] is the group's first failure. The transport's state is unknown then, so every later call
         fails with a reference to the first failure.

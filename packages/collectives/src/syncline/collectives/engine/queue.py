@@ -207,9 +207,9 @@ class Queue:
             is_late = self._callbacks.get(get_ident())
             if is_late:
                 raise MisuseError(
-                    f"{what} on {place()} was called in a callback that was attached to a work after later collectives of the group had "
-                    "been issued, so its place in their order would be another on each rank. Attach the callback before the "
-                    "next collective is issued, or wait for the work first"
+                    f"{what} on {place()} was called in a callback that was attached to a work after later collectives of the "
+                    "group had been issued, so its place in their order would be another on each rank. Attach the callback "
+                    "before the next collective is issued, or wait for the work first"
                 )
             if is_late is not None:
                 return _IN_CALLBACK

@@ -151,8 +151,8 @@ class LibraryTransport(Transport):
     """A transport whose library has blocking collectives on host memory: its plans call the method of the collective's name.
 
     Each method blocks until this rank's share is done. Tensors are flat, contiguous and on the CPU, of any dtype, and checked.
-    A "block" holds `size` equal parts, one for each rank. A method checks `call.scope` while it waits, and ends when that raises.
-    Errors of the library are raised as `TransportError`, `from` the original.
+    A "block" holds `size` equal parts, one for each rank. A method checks `call.scope` while it waits, and ends when it
+    raises. Errors of the library are raised as `TransportError`, `from` the original.
     """
 
     def plan(self, signature: Signature) -> Plan:

@@ -27,8 +27,9 @@ _MOST_ALARM_BYTES = 2000
 
 
 class StoreReconnector(Reconnector):
-    """A `MembershipVote` agrees on the members, and the backend connects them; see Note [Who is left] in
-    `membership_vote`.
+    """A `MembershipVote` agrees on the members, and the backend connects them.
+
+    See Note [Who is left] in `membership_vote`.
 
     Args:
         store: what all members reach, and what outlives each of them.

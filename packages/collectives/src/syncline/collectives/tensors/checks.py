@@ -152,8 +152,8 @@ def not_own_part(part: torch.Tensor, block: torch.Tensor, rank: int) -> str | No
     if start >= end or end <= first or start >= last or start == first + rank * part.nbytes:
         return None
     return (
-        f"{tensor_in_words(part)} shares memory with {tensor_in_words(block)} without being its part number {rank}, which belongs to this "
-        "rank; pass that part, or a tensor that does not overlap"
+        f"{tensor_in_words(part)} shares memory with {tensor_in_words(block)} without being its part number {rank}, which "
+        "belongs to this rank; pass that part, or a tensor that does not overlap"
     )
 
 

@@ -1,1 +1,1 @@
-"""Both ways between our groups and torch's: ours under stock torch.distributed (`registration`), torch's seen as ours (`torch_group`)."""
+"""Our groups under stock torch.distributed (see `registration`), and torch's groups seen as ours (see `torch_group`)."""

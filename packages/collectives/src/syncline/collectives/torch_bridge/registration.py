@@ -52,7 +52,9 @@ def check_torch(version: str, *, is_available: bool) -> None:
     found = re.match(r"(\d+)\.(\d+)", version)
     if found and (int(found[1]), int(found[2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        raise BackendUnavailableError(f"syncline.collectives.torch_backend needs torch {oldest} or later, found torch {version}")
+        raise BackendUnavailableError(
+            f"syncline.collectives.torch_backend needs torch {oldest} or later, found torch {version}"
+        )
 
 
 def _register_backend(name: str, backend: str | None, devices: list[str]) -> None:

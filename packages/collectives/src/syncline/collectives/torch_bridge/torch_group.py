@@ -213,7 +213,7 @@ class TorchGroup(ProcessGroup):
         torch_work = _begun(lambda: group.recv_anysource(into, tag) if src is None else group.recv(into, src, tag))
         return TorchRequest(torch_work, wire, receives=True, source=src)
 
-    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:  # noqa: ARG002 - the contract's
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
         raise InvalidArgumentError(
             f"split on {self.place()}: this group belongs to torch.distributed; make the new one there "
             "(torch.distributed.new_group) and wrap it in TorchGroup"

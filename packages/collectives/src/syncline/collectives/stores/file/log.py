@@ -6,8 +6,8 @@ NFS promises little, but this it does: who opens a file after another host has c
 a *new name* in a folder it promises nothing for up to a minute, so a file for each key would be slow to appear.) Hence:
 
 1. The log is created when a store is opened; from then on its name does not change.
-2. A writer holds the lock (Note [Locking by link] in `file.lock`), reads what is new, appends one record, and syncs and closes the file
-   before it releases the lock. The sync also brings out errors of a full disk or quota, in the writer.
+2. A writer holds the lock (Note [Locking by link] in `file.lock`), reads what is new, appends one record, and syncs and closes
+   the file before it releases the lock. The sync also brings out errors of a full disk or quota, in the writer.
 3. A reader takes no lock. It opens the file anew each time, and reads on from where it stopped.
 4. A record carries its length and checksum. A reader stops before one that is not whole yet, and tries again later. A
    writer, who knows that nobody else is writing, cuts off the remains of one that failed.

@@ -34,7 +34,7 @@ class RingAllReduce:
     passes a part on, adding its own terms, until every rank has one part of the result; in p - 1 more the results go around. A
     piece goes on as soon as it is there: the steps overlap, and only the first piece of each waits for the network's latency.
 
-    Every wait is for a single message, and ends with the scope, also with MPI libraries whose collectives must block to be fast.
+    Every wait is for a single message, and ends with the scope, also with an MPI library whose collectives must block.
     The same inputs give the same bits in every run, and on every rank: each part is reduced by one chain of ranks.
 
     Cost, for n bytes and p ranks: each sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: `LANDING_BYTES`, and in Open

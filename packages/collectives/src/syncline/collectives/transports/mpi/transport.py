@@ -94,7 +94,7 @@ class MPITransport(LibraryTransport):
             self._ring = RingAllReduce(self._private, self._messages, piece_bytes)
             self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
 
-    def sync(self, call: Call) -> Sync:  # noqa: ARG002 - for ranks that share memory
+    def sync(self, call: Call) -> Sync:
         """How all ranks come together for a call."""
         return self._messages
 

@@ -24,8 +24,9 @@ _Read = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Eager(Algorithm):
-    """One arrival (see Note [Arrivals in turn] in `shared_sync`) compares the call and hands over the data; each rank reads p n bytes.
+    """One arrival compares the call and hands over the data; each rank reads p n bytes.
 
+    See Note [Arrivals in turn] in `shared_sync`.
     This is the fastest way where a tensor is so small that arrivals are what counts. Every rank reduces everything, in rank
     order, so all get the same bits.
 

@@ -48,7 +48,10 @@ class NodeReduction:
         return self._stage
 
     def run(self, place: Place, numel: int, call: Call) -> None:
-        """Combine `numel` elements that lie at the same place on all ranks, which have come together; they must do so after it."""
+        """Combine `numel` elements that lie at the same place on all ranks.
+
+        The ranks have come together, and must come together after it.
+        """
         start, stop = slice_of(numel, self._leaders, self._rank) if self._rank < self._leaders else (0, 0)
         if self._between is None or start == stop:
             return
@@ -96,7 +99,7 @@ class HierarchicalWindow(InWindow):
         self._numel = signature.numel
         self._reduction = reduction
 
-    def run(self, place: int, part: torch.Tensor, call: Call) -> None:  # noqa: ARG002 - the place says where it is
+    def run(self, place: int, part: torch.Tensor, call: Call) -> None:
         """As `InWindow.run`."""
         self._reduction.run(self._node.memory.windows.place(place), self._numel, call)
         self._node.local_sync(call).wait(call)
@@ -122,7 +125,7 @@ class Hierarchical(Algorithm):
         """Whether there is memory to stage in."""
         return self._reduction.stage(call) is not None
 
-    def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:  # noqa: ARG002 - one is the other
+    def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
         """Stage a piece, come together, reduce; again for each piece."""
         stage, sync = self._reduction.stage(call), self._node.local_sync(call)
         assert stage is not None

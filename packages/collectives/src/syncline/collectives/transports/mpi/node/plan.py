@@ -109,7 +109,7 @@ class Algorithm(ABC):
     name: str
     compares = True
 
-    def is_ready(self, call: Call) -> bool:  # noqa: ARG002 - for those who need memory
+    def is_ready(self, call: Call) -> bool:
         """Whether it has what it needs; the first call asks for it. A collective; the same on all ranks."""
         return True
 

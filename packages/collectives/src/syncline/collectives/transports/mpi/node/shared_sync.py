@@ -93,9 +93,10 @@ class ShmBarrier:
             return self._segment.rows(_HEAD_BYTES + turn * self.slot_bytes + offset_bytes, numel, dtype)
 
     def arrive(self, scope: CancelScope, digest: int = 0, place: int = NOWHERE) -> tuple[bool, bool]:
-        """Return when all ranks have arrived: whether `digest` is the same everywhere, and whether `place` is, and not `NOWHERE`.
+        """Return when all ranks have arrived.
 
-        Both are integers of 64 bits.
+        Returns:
+            Whether `digest` is the same on all ranks; and whether `place` is, and is not `NOWHERE`. Both have 64 bits.
 
         Raises:
             GaveUpError: a rank will not come.
@@ -165,7 +166,7 @@ class SharedSync(Sync):
         """As `Sync.same`."""
         try:
             is_same, is_common = self.barrier.arrive(call.scope, call.signature.digest(), place)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised again
             raise self._explained(error, call) from None
         if not is_same:
             raise self._messages.disagreement(call)
@@ -175,7 +176,7 @@ class SharedSync(Sync):
         """As `Sync.wait`."""
         try:
             self.barrier.arrive(call.scope)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised again
             raise self._explained(error, call) from None
 
     def give_up(self) -> None:
