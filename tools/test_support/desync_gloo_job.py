@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from syncline.collectives.transports import gloo
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.transports import gloo
 from test_support.desync_programs import ENDED, NUMELS, QUICK, catalogue, outcome
 
 _LIMIT_S = 20.0

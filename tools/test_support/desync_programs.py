@@ -21,8 +21,8 @@ from syncline.collectives import (
     new_subgroups_by_enumeration,
     premul_sum,
 )
-from syncline.collectives.reduce_op import Reduction
 from syncline.collectives.api import default_group
+from syncline.collectives.reduce_op import Reduction
 from syncline.ddp import DistributedDataParallel
 from syncline.hooks import bf16_compress_hook, fp16_compress_hook
 

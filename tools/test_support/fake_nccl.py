@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .fake_accelerator import the_rest_is_the_gpus
+from .fake_device import the_rest_is_the_gpus
 
 _TYPES = {
     0: torch.int8,
@@ -36,6 +36,7 @@ class NcclError(RuntimeError):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+        self.is_abort = status == _ABORTED
 
 
 class _Call(NamedTuple):
@@ -120,7 +121,8 @@ class FakeNccl:
         """Start what was called since."""
         self._thread.depth -= 1
         if self._thread.depth == 0:
-            _run_group(self._thread.postponed)
+            postponed, self._thread.postponed = self._thread.postponed, []  # a thread that ends must hold no tensor
+            _run_group(postponed)
 
     def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> FakeCommunicator:  # noqa: N802, N803 - CuPy's names
         """Meet the others of that id."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from syncline.collectives.torch_bridge.torch_work import TorchWork
 from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S
 from syncline.collectives.group import ProcessGroup
 from syncline.collectives.reduce_op import PremulSum, ReduceOp, Reduction
+from syncline.collectives.torch_bridge.torch_work import TorchWork
 from syncline.collectives.work import FinishedWork, Work
 
 # torch 2.13 calls them so, and warns of the old names.

@@ -21,7 +21,7 @@ from syncline.collectives import (
 )
 from syncline.collectives.testing import CHECKS
 from syncline.collectives.transports.nccl import connections
-from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.transports.nccl.group import NcclGroup
 from test_support.gpu_ranks import choose_gpu, connect
 
 # NCCL has neither tags nor a receive from any rank.
