@@ -42,11 +42,13 @@ class FakeEvent(Event):
     """A point in a stream: over when all that the stream waited for there is over, and its thread has come there.
 
     Attributes:
-        error: what the stream's thread raised; CUDA would have raised it when it was issued.
+        error: what the stream's thread raised.
+        was_refused: whether it was raised where a CPU would have raised it, too, when it was issued.
     """
 
     def __init__(self, device: FakeDevice, parts: Iterable[FakeEvent] = (), *, is_over: bool = True) -> None:
         self.error: BaseException | None = None
+        self.was_refused = False
         self._device = device
         self._parts = [part for part in parts if not part.has_come()]
         self.made_on = threading.get_ident()
@@ -63,8 +65,11 @@ class FakeEvent(Event):
             stream.catch_up()
 
     def is_over(self) -> bool:
-        """Whether the threads have come here, well."""
-        return self.has_come() and self.first_error() is None
+        """Whether the threads have come here, well; a fault of the GPU is raised, an abort is none."""
+        error = self.first_error()
+        if error is not None and not _is_of_abort(error):
+            raise RuntimeError(f"the fake GPU faulted: {error}") from error
+        return self.has_come() and error is None
 
     def has_come(self) -> bool:
         """Whether the threads have come here."""
@@ -106,6 +111,11 @@ def the_rest_is_the_gpus() -> None:
         issued.set()
 
 
+def stream_of_thread() -> int | None:
+    """The handle of the stream whose thread this is; None for any other thread."""
+    return getattr(_here, "serves", None)
+
+
 class FakeStream(Stream):
     """A stream; what `run` puts on it runs on a thread, in order, which ends with the stream.
 
@@ -128,7 +138,7 @@ class FakeStream(Stream):
 
     def add(self, event: FakeEvent) -> None:
         """The same, without a word in the log."""
-        self._waits = [wait for wait in self._waits if not wait.is_over()]
+        self._waits = [wait for wait in self._waits if not wait.has_come() or wait.first_error() is not None]
         self._waits.append(event)
 
     @contextmanager
@@ -170,6 +180,8 @@ class FakeStream(Stream):
         del entry, body  # what is over holds no tensor
         if has_nothing_to_do:
             issued.wait()
+            if done.was_refused and done.error is not None:
+                raise done.error
         return done
 
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:  # noqa: ARG002
@@ -191,10 +203,6 @@ class FakeStream(Stream):
                 raise error
 
 
-def _is_of_abort(error: BaseException) -> bool:
-    return any(getattr(one, "is_abort", False) for one in (error, error.__cause__))
-
-
 # A thread that lets go of a tensor while the interpreter is taken down ends the process ("terminate called without an active
 # exception"). So the threads end before.
 _serving: weakref.WeakKeyDictionary[threading.Thread, queue.Queue[_Entry | None]] = weakref.WeakKeyDictionary()
@@ -208,6 +216,7 @@ def _end_streams() -> None:
 
 
 def _serve(todo: queue.Queue[_Entry | None], stream: FakeStream) -> None:
+    _here.serves = stream.handle
     while (entry := todo.get()) is not None:
         done, issued = entry.done, entry.issued
         error = _run(entry, stream)
@@ -225,8 +234,14 @@ def _run(entry: _Entry, stream: FakeStream) -> BaseException | None:
         with stream.current():
             entry.body()
     except BaseException as error:  # noqa: BLE001 - the one who waits for the event raises it
+        entry.done.was_refused = not entry.issued.is_set()
         return error
     return None
+
+
+def _is_of_abort(error: BaseException) -> bool:
+    """After that a GPU goes on."""
+    return any(getattr(one, "is_abort", False) for one in (error, error.__cause__))
 
 
 class FakeFuture(torch.futures.Future[Any]):
@@ -303,17 +318,47 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     return tensors
 
 
+# Ours makes futures by the device of tensors, which is the CPU here: where torch would record an event for those who wait, the
+# CPU waits.
+_set_result = torch.futures.Future.set_result
+
+
+def _set_result_in_order(future: torch.futures.Future[Any], result: Any) -> None:
+    for runtime, stream in list(getattr(_here, "streams", {}).items()):
+        if runtime.is_lazy() and not isinstance(future, FakeFuture):
+            stream.catch_up()
+    _set_result(future, result)
+
+
+torch.futures.Future.set_result = _set_result_in_order  # type: ignore[method-assign]
+
+
+# Questions about a tensor, which touch no memory.
+_QUESTIONS = frozenset(
+    {"__get__", "data_ptr", "dim", "element_size", "is_complex", "is_conj", "is_contiguous", "is_floating_point"}
+    | {"is_inference", "is_neg", "nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"}
+)
+
+
 class _Lazily(TorchFunctionMode):
-    """What comes on the thread's current stream waits; what C++ code calls from there does not wait lazily."""
+    """What reads or writes tensors waits on the thread's current stream; what C++ code calls from there waits at once."""
 
     def __init__(self, runtime: FakeDevice) -> None:
         super().__init__()
         self._runtime = runtime
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._runtime.current().catch_up()
+        if getattr(func, "__name__", "") not in _QUESTIONS and _has_tensors(args):
+            self._runtime.current().catch_up()
         with _lazy(False):
             return func(*args, **(kwargs or {}))
+
+
+def _has_tensors(arguments: Iterable[Any]) -> bool:
+    return any(
+        isinstance(argument, torch.Tensor) or (isinstance(argument, list | tuple) and _has_tensors(argument))
+        for argument in arguments
+    )
 
 
 @contextmanager

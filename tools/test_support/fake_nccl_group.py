@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,6 +36,8 @@ def run_on_fakes(
     timeout_s: float = 30.0,
     pci_id: Callable[[int], str] = "0000:{:02x}:00.0".format,
     runtime: Callable[[str], FakeDevice] = FakeDevice,
+    lazily: bool = True,
+    nccl: Any = None,
 ) -> None:
     """Run `body(group)` on every rank of a group over NCCL; the ranks are threads, and their GPUs are threads, too.
 
@@ -45,16 +49,18 @@ def run_on_fakes(
         timeout_s: of the group.
         pci_id: gives each rank its GPU.
         runtime: makes that out of it.
+        lazily: whether waits do not block, as on a GPU. Not where C++ code of torch reads what it has waited for.
+        nccl: what is called; by default a `FakeNccl`.
     """
-    nccl, store = FakeNccl(), dist.HashStore()
+    library, store = nccl or FakeNccl(), dist.HashStore()
 
     def rank_of(outer: ProcessGroup) -> None:
         rendezvous = GroupRendezvous(outer, owned=False) if over_host_group else StoreRendezvous(store)
         device = runtime(pci_id(outer.rank))
-        connector = Connector(nccl, device, rendezvous, range(size), outer.rank, "ranks")
+        connector = Connector(library, device, rendezvous, range(size), outer.rank, "ranks")
         group = NcclGroupOnFakes(connector, timeout_s=timeout_s, reproducible=reproducible)
         try:
-            with device.running():
+            with device.running() if lazily else nullcontext():
                 body(group)
         except BaseException:
             group.abort()

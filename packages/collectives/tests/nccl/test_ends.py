@@ -84,26 +84,34 @@ def test_close_tells_of_work_that_does_not_finish() -> None:
 @pytest.mark.ranks
 def test_close_names_a_graph_that_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_GRAPHS_S", 0.2)
-    device = FakeDevice()
-    group = alone(device)
-    group.all_reduce(torch.ones(2))
-    device.captures = True
-    group.all_reduce(torch.ones(2), async_op=True).wait()
-    device.captures = False
-    delete_graph = raw_communicators(group)[0].enter_a_graph()
-    with pytest.raises(TransportError, match=r"close on rank 0 of 1.*within 0\.2 s\. A CUDA graph .* is still alive: delete"):
-        group.close()
-    delete_graph()
+
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(2))
+        device = group._runtime
+        assert isinstance(device, FakeDevice)
+        device.captures = True
+        group.all_reduce(torch.ones(2), async_op=True).wait()
+        device.captures = False
+        delete_graph = raw_communicators(group)[0].enter_a_graph()
+        words = rf"close on rank {group.rank} of 2.*within 0\.2 s\. A CUDA graph .* is still alive: delete"
+        with pytest.raises(TransportError, match=words):
+            group.close()
+        delete_graph()
+
+    run_on_fakes(2, body)
 
 
 @pytest.mark.ranks
 def test_close_waits_for_the_others_where_there_is_no_graph() -> None:
-    group = alone(timeout_s=0.2)
-    group.all_reduce(torch.ones(2))
-    let_go = raw_communicators(group)[0].enter_a_graph()
-    with pytest.raises(TransportError, match="waits for the other ranks, which must close the group"):
-        group.close()
-    let_go()
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(2))
+        group.set_timeout(0.2)
+        let_go = raw_communicators(group)[0].enter_a_graph()
+        with pytest.raises(TransportError, match="waits for the other ranks, which must close the group"):
+            group.close()
+        let_go()
+
+    run_on_fakes(2, body)
 
 
 @pytest.mark.ranks

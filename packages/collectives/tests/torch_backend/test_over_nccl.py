@@ -114,4 +114,4 @@ def test_native_ddp(torchs_default_group: list[NcclGroup]) -> None:
         assert next(group._numbers) > 1  # it went this way
         dist.destroy_process_group()
 
-    run_on_fakes(1, body)
+    run_on_fakes(1, body, lazily=False)

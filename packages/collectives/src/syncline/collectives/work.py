@@ -78,9 +78,9 @@ def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
 def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> None:
     """Complete a future with an error, whatever the error is.
 
-    torch refuses an error that is no `Exception`, such as that of Ctrl-C. And a future of CUDA tensors pickles what it is given,
-    to look for tensors in it: an error that cannot be pickled, such as one of a class that was defined in a function, would
-    give way to the pickler's error. In their place the future gets a `TransportError` that names them and has them as its cause.
+    torch refuses an error that is no `Exception`, such as that of Ctrl-C. And a future of CUDA tensors pickles what it gets, to
+    look for tensors in it: an error that cannot be pickled, such as one of a class that was defined in a function, would give
+    way to the pickler's error. In place of such an error the future gets a `TransportError` that names it and has it as cause.
 
     Args:
         future: is not complete.
@@ -103,8 +103,8 @@ def _can_be_pickled(error: Exception) -> bool:
 
 
 def _wait_as_torch_does(future: Any) -> None:
-    """What a work of torch's gives is of a base class of `AnyFuture`, though its type says otherwise."""
-    (AnyFuture.wait if isinstance(future, torch.futures.Future) else type(future).wait)(future)
+    """For a future that is done. Ours may note that the program has waited, which it has not."""
+    (AnyFuture.wait if isinstance(future, GroupFuture) else type(future).wait)(future)
 
 
 def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) -> TensorsFuture:
