@@ -18,6 +18,7 @@ from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.transports.nccl.connections import Connector
 from syncline.collectives.transports.nccl.group import NcclGroup
 from syncline.collectives.transports.nccl.rendezvous import StoreRendezvous
+from syncline.collectives.work import PendingWork
 from test_support import cupy_on_fakes
 from test_support.fake_device import CPU, FakeDevice, FakeEvent, FakeStream
 from test_support.fake_nccl import FakeNccl
@@ -139,3 +140,14 @@ def test_a_future_completes_whatever_ends_the_call(make: Callable[[], BaseExcept
         futures[0].wait()
     assert raised.value.__cause__ is error
     group.abort()
+
+
+def test_a_future_of_the_host_takes_any_error() -> None:
+    """As where Ctrl-C comes on the thread that runs a collective."""
+    work, error = PendingWork([torch.ones(1)], lambda: "all_reduce"), KeyboardInterrupt()
+    before, following = work.get_future(), work.get_future().then(lambda done: done.value())
+    work.fail(error)
+    for future in (before, work.get_future(), following):
+        with pytest.raises(TransportError, match="KeyboardInterrupt") as raised:
+            future.wait()
+        assert raised.value.__cause__ is error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -185,6 +187,40 @@ def test_communicators_are_aborted_at_once() -> None:
     assert heard.is_set()
     in_flight.attach(communicators[2])  # type: ignore[arg-type]  # connected too late
     assert all(done.wait(PATIENCE_S) for done in aborted)
+
+
+LEAVES = """
+import threading, time
+from contextlib import nullcontext
+from syncline.collectives import TransportError
+from syncline.collectives.transports.nccl.in_flight import InFlight
+
+class Slow:
+    def check(self): ...
+    def abort(self):
+        time.sleep(0.3)
+        print("aborted", flush=True)
+
+in_flight = InFlight(lambda: "rank 0", nullcontext, lambda error: error)
+in_flight.attach(Slow())
+in_flight.fail(TransportError("over"))
+print("left", flush=True)
+"""
+
+
+def test_the_end_of_the_process_waits_for_an_abort() -> None:
+    """A thread that is inside CUDA when the interpreter is taken down would crash it."""
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["left", "aborted"]
+
+
+def test_the_end_of_the_process_does_not_wait_for_ever() -> None:
+    leaves = LEAVES.replace("time.sleep(0.3)", "time.sleep(3600)").replace(
+        "in_flight = ", "cancel_scope._EXIT_S = 0.2; in_flight = "
+    )
+    command = [sys.executable, "-c", "from syncline.collectives.engine import cancel_scope\n" + leaves]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["left"]
 
 
 def test_threads_of_the_group_choose_its_gpu() -> None:

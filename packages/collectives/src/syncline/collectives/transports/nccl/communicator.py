@@ -213,7 +213,22 @@ class Communicator:
             self._raw.check_async_error()
 
     def abort(self) -> None:
-        """End what is in flight, on this rank. Any thread may call it, also while another is inside a call."""
+        """End what is in flight, on this rank. Any thread may call it, also while another one is inside a call of NCCL.
+
+        Note [Abort of a blocking communicator]
+        ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+        NCCL promises a safe abort for communicators that are non-blocking, with no thread inside NCCL. CuPy (14) makes blocking
+        ones: its `NcclConfig` has no other field than `split_share`. And a thread that is stuck inside NCCL is the very reason
+        to abort. Usually NCCL's flag makes that thread, and the kernels, give up, and its call returns an error. Otherwise
+
+        1. this call, or the stuck one, does not return: each abort has a thread of its own, for which only the end of the
+           process waits, for a few seconds; or
+        2. NCCL frees the communicator below the stuck thread, and the process dies of a signal.
+
+        Both can only happen in a group that has failed: the report is written, the works have their error, and the group will
+        not be used again. So it is accepted. NVIDIA's `nccl4py` (0.6) has non-blocking communicators, `revoke` and `shrink`. It
+        fits behind this class, but it brings `cuda-core` and `cuda-bindings`, and each call would have to be polled.
+        """
         self._raw.abort()
 
     def destroy(self) -> None:
