@@ -394,11 +394,11 @@ class FakeDevice(DeviceRuntime):
         is_mine: as given.
         captures: whether `is_capturing` says so.
         own_streams: how many streams were made that nobody else has.
-        own_stream: makes these.
+        stream_class: makes streams.
     """
 
     device_type = "cuda"
-    own_stream = FakeStream
+    stream_class = FakeStream
 
     def __init__(self, pci_id: str = "0000:00:00.0", is_mine: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ class FakeDevice(DeviceRuntime):
         self.own_streams = 0
         self._pci_id = pci_id
         self._others = itertools.count(1000)
-        self._default = FakeStream(self, 0)
+        self._default = self.stream_class(self, 0)
 
     def plays_here(self) -> FakeDevice:
         """On this thread; see `let_the_cpu_play`."""
@@ -440,9 +440,9 @@ class FakeDevice(DeviceRuntime):
     def stream(self, device: torch.device, *, is_own: bool) -> FakeStream:  # noqa: ARG002 - there is one
         """Those that nobody else has are numbered from 1."""
         if not is_own:
-            return FakeStream(self, next(self._others))
+            return self.stream_class(self, next(self._others))
         self.own_streams += 1
-        return self.own_stream(self, self.own_streams)
+        return self.stream_class(self, self.own_streams)
 
     def now(self, device: torch.device) -> FakeEvent:  # noqa: ARG002 - there is one
         """After what the current stream waits for."""

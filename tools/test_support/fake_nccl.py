@@ -97,12 +97,16 @@ class FakeNccl:
 
     Args:
         version: what `get_version` says.
+        launched: is told of each collective: its stream, what it reads and what it writes.
     """
 
     NcclError = NcclError
 
-    def __init__(self, version: int = 22_707) -> None:
+    def __init__(
+        self, version: int = 22_707, launched: Callable[[int, torch.Tensor, torch.Tensor], object] | None = None
+    ) -> None:
         self._version = version
+        self.launched = launched
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._cliques: dict[bytes, _Clique] = {}
@@ -194,7 +198,7 @@ class FakeCommunicator:
         """Every rank computes the same."""
         self._use(sendbuf, recvbuf, count, datatype, op=op, stream=stream)
         source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count, datatype)
-        self._collective(_Call(("allReduce", count, datatype, op), source, target), lambda terms: _reduce(op, terms))
+        self._collective(_Call(("allReduce", count, datatype, op), source, target), stream, lambda terms: _reduce(op, terms))
 
     def reduce(
         self,
@@ -210,7 +214,7 @@ class FakeCommunicator:
         self._use(sendbuf, recvbuf, count, datatype, root, op=op, stream=stream)
         source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count, datatype)
         call = _Call(("reduce", count, datatype, op, root), source, target)
-        self._collective(call, lambda terms: _reduce(op, terms) if self._rank == root else None)
+        self._collective(call, stream, lambda terms: _reduce(op, terms) if self._rank == root else None)
 
     def reduceScatter(  # noqa: N802
         self,
@@ -226,19 +230,19 @@ class FakeCommunicator:
         mine = slice(self._rank * recvcount, (self._rank + 1) * recvcount)
         source, target = _memory(sendbuf, recvcount * self._clique.size, datatype), _memory(recvbuf, recvcount, datatype)
         call = _Call(("reduceScatter", recvcount, datatype, op), source, target)
-        self._collective(call, lambda terms: _reduce(op, [term[mine] for term in terms]))
+        self._collective(call, stream, lambda terms: _reduce(op, [term[mine] for term in terms]))
 
     def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
         """From the root."""
         self._use(sendbuff, recvbuff, count, datatype, root, stream=stream)
         source, target = _memory(sendbuff, count, datatype), _memory(recvbuff, count, datatype)
-        self._collective(_Call(("broadcast", count, datatype, root), source, target), lambda terms: terms[root].clone())
+        self._collective(_Call(("broadcast", count, datatype, root), source, target), stream, lambda terms: terms[root].clone())
 
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:  # noqa: N802
         """One after the other."""
         self._use(sendbuf, recvbuf, count, datatype, stream=stream)
         source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count * self._clique.size, datatype)
-        self._collective(_Call(("allGather", count, datatype), source, target), torch.cat)
+        self._collective(_Call(("allGather", count, datatype), source, target), stream, torch.cat)
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         """Over when it was received."""
@@ -318,7 +322,10 @@ class FakeCommunicator:
         posted.add((sender, receiver, sends))
         return connect
 
-    def _collective(self, call: _Call, compute: Callable[[list[torch.Tensor]], torch.Tensor | None]) -> None:
+    def _collective(self, call: _Call, stream: int, compute: Callable[[list[torch.Tensor]], torch.Tensor | None]) -> None:
+        if self._nccl.launched is not None:
+            self._nccl.launched(stream, call.source, call.target)
+
         def alone() -> None:
             result = compute([call.source])
             if result is not None and call.target.data_ptr() != call.source.data_ptr():

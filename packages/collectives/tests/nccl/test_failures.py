@@ -303,7 +303,7 @@ class FailingStream(FakeStream):
 
 
 class FailingDevice(FakeDevice):
-    own_stream = FailingStream
+    stream_class = FailingStream
 
 
 def test_what_cannot_be_issued_ends_the_group() -> None:

@@ -124,7 +124,7 @@ def test_a_future_completes_whatever_ends_the_call(make: Callable[[], BaseExcept
             raise error
 
     class Device(FakeDevice):
-        own_stream = Interrupted
+        stream_class = Interrupted
 
     connector = Connector(FakeNccl(), Device(), StoreRendezvous(dist.HashStore()), [0], 0, "g")
     group = NcclGroupOnFakes(connector, timeout_s=5)

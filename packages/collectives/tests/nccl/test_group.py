@@ -116,7 +116,7 @@ def test_two_threads_may_send_to_one_peer() -> None:
                 inside[0] -= 1
 
     class Counted(FakeDevice):
-        own_stream = Counting
+        stream_class = Counting
 
     def device(pci_id: str) -> FakeDevice:
         return (Counted if pci_id == "0000:00:00.0" else FakeDevice)(pci_id)
@@ -233,7 +233,7 @@ def test_a_callback_may_issue_when_the_group_fails() -> None:
             raise torch.OutOfMemoryError("out of memory")
 
     class Device(FakeDevice):
-        own_stream = Failing
+        stream_class = Failing
 
     group = alone(Device())
 
