@@ -17,9 +17,11 @@ from syncline.collectives import (
     DisagreementError,
     GroupClosedError,
     InvalidArgumentError,
+    RankLostError,
     TransportError,
 )
 from syncline.collectives.engine.device import Event
+from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.engine.signature import Signature
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.registry import load_backend
@@ -217,6 +219,46 @@ def test_a_peer_that_dies() -> None:
             work.wait(20)
 
     run_on_fakes(2, body)
+
+
+@pytest.mark.ranks
+def test_a_rank_hears_that_another_has_failed() -> None:
+    """Within a node NCCL may say nothing of it, and the time limit is long."""
+
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        if group.rank == 1:
+            raw_communicator(group).abort = lambda: None
+            group.abort()
+            return
+        words = "all_reduce.* will not finish, because another rank does not come: rank 1 of 2 .* failed: the group was aborted"
+        with pytest.raises(TransportError, match=words):
+            group.all_reduce(torch.ones(3), async_op=True).wait(25)
+
+    run_on_fakes(2, body)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_rank_hears_from_the_host_group_that_another_is_lost(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
+    """Only the ranks of the group count."""
+    error = RankLostError(f"the process of rank {lost} has ended", [lost])
+    monkeypatch.setattr(HostGroup, "reason_to_give_up", lambda _: error)
+
+    def body(group: NcclGroup) -> None:
+        part = group.subset([0, 1], "part", timeout_s=3.0) if group.rank < 2 else None
+        if part is None:
+            return
+        part.barrier()
+        if group.rank == 0:
+            words = "does not come: the process of rank 1 has ended" if lost == 1 else "did not finish within 3 s"
+            with pytest.raises(TransportError, match=words):
+                part.all_reduce(torch.ones(3), async_op=True).wait(25)
+        both.wait(25)
+        part.abort()
+
+    both = threading.Barrier(2)
+    run_on_fakes(3, body, over_host_group=True)
 
 
 @pytest.mark.ranks

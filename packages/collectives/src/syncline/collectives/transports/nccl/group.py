@@ -115,7 +115,14 @@ class NcclGroup(EngineGroup):
         self._reproducible = reproducible
         self._owns_rendezvous = owns_rendezvous
         self._device_types = frozenset({self._runtime.device_type})
-        self._in_flight = InFlight(self.place, lambda: self._connections.background(), self._reported)
+        rendezvous = connector.rendezvous
+        self._in_flight = InFlight(
+            self.place,
+            lambda: self._connections.background(),
+            self._reported,
+            tell=lambda error: rendezvous.announce(self.name, f"{self.place()} failed: {error}"),
+            hear=lambda: rendezvous.announced(self.name, connector.ranks),
+        )
         self._connections = Connections(connector, self.place, lambda: self.timeout_s, self._in_flight, of_all)
         self._batch: Batch | None = None
         self._beside = Queue(f"syncline-nccl-calls-{self.name}-rank{self.rank}")

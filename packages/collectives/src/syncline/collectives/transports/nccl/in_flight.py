@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # How often a thread that waits for the GPU looks at it: at once, then less and less often.
 FIRST_LOOK_S = 20e-6
 LONGEST_PAUSE_S = 2e-3
+# How often each rank asks whether another one has failed, while something is in flight.
+_HEAR_S = 1.0
 
 # The monitor looks at what somebody holds. A program may drop a group, and its works, while something is in flight.
 _busy: set[InFlight] = set()
@@ -152,7 +154,8 @@ class InFlight:
     Note [Failure over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~
     A failure is the first of: a collective that is past its time limit, an error that NCCL reports of a communicator, an error
-    raised while a collective was issued or the ranks were connected, and `abort` by the user. What happens then has this order:
+    raised while a collective was issued or the ranks were connected, `abort` by the user, and the failure of another rank, of
+    which NCCL may say nothing within a node. What happens then has this order:
 
     1. The failure is recorded: from now on every new collective of the group raises it.
     2. Every work that is still in flight fails with it: threads that block in `wait` wake and raise, later `wait`s raise.
@@ -160,6 +163,7 @@ class InFlight:
     3. The communicators are aborted: their kernels leave the GPU. Streams that were ordered after them go on, with garbage.
        Each is aborted on a thread of its own, because NCCL waits there for kernels of the others, or for CUDA graphs; nobody
        waits for these threads, but the end of the process, for a few seconds.
+    4. The other ranks are told, where the ranks met in a store: they hear it at one of their next looks.
 
     So a thread that was blocked outside Syncline (`tensor.item()`, `torch.cuda.synchronize()`) and wakes because of 3 gets the
     named error from whatever it asks of the group next: it cannot issue another collective, nor wait for the one that failed,
@@ -172,6 +176,8 @@ class InFlight:
         place: says where an error happened.
         background: entered on each thread that is started here; asked when it starts.
         report: of a failure, which it returns in words that say where the report is.
+        tell: the other ranks, that the group has failed here; may block.
+        hear: why another rank does not come any more, or None; may block.
     """
 
     period_s = 0.1
@@ -182,10 +188,15 @@ class InFlight:
         place: Callable[[], str],
         background: Callable[[], AbstractContextManager[object]],
         report: Callable[[BaseException], BaseException],
+        tell: Callable[[BaseException], object] = lambda _: None,
+        hear: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._place = place
         self._background = background
         self._report = report
+        self._tell = tell
+        self._hear = hear
+        self._next_hearing_s = 0.0
         self._changed = threading.Condition()
         self._pending: dict[Launch, None] = {}
         self._communicators: list[Communicator] = []
@@ -247,14 +258,14 @@ class InFlight:
         """Whether there is nothing to look at."""
         return not self._pending
 
-    def look(self, now_s: float) -> None:  # noqa: ARG002 - each launch has a limit of its own
+    def look(self, now_s: float) -> None:
         """Release what is over, and end the group if something is wrong. As the monitor's `Looked.look`."""
         with self._background():
-            found = self._problem()
+            found = self._problem(now_s)
             if found is not None:
                 self.report_and_fail(found)
 
-    def _problem(self) -> BaseException | None:
+    def _problem(self, now_s: float) -> BaseException | None:
         try:
             self._reap()
         except TransportError as error:
@@ -271,7 +282,18 @@ class InFlight:
                 failure.__cause__ = error
                 return failure
         late = next((launch for launch in pending if launch.scope.is_over()), None)
-        return None if late is None else _timed_out(late)
+        return self._heard(pending[0], now_s) if late is None else _timed_out(late)
+
+    def _heard(self, waiting: Launch, now_s: float) -> TransportError | None:
+        """That another rank has failed. A store that does not answer is no failure of the group."""
+        if now_s < self._next_hearing_s:
+            return None
+        self._next_hearing_s = now_s + _HEAR_S
+        with suppress(Exception):
+            failure = self._hear()
+            if failure is not None:
+                return TransportError(f"{waiting.describe()} will not finish, because another rank does not come: {failure}")
+        return None
 
     def _reap(self) -> None:
         """Let go of what is over.
@@ -314,6 +336,7 @@ class InFlight:
                 pass
         for communicator in communicators:
             self._abort(communicator, tensors)
+        DetachedCall(lambda: self._tell(error), "syncline-nccl-tell")
 
     def report_and_fail(self, error: BaseException) -> BaseException:
         """Have a failure reported, before anything is ended, then `fail`; returns it as it was reported."""

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ...engine.cancel_scope import CancelScope
+from ...engine.group import HostGroup
 from ...engine.tags import FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS, ReservedTag
-from ...errors import TransportError
+from ...errors import RankLostError, TransportError
 from ...group import ProcessGroup
 from ...health.agreement import Carrier
 from ...health.statements import Statements
@@ -107,6 +108,14 @@ class Rendezvous(ABC):
     @abstractmethod
     def _receive(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload: ...
 
+    @abstractmethod
+    def announce(self, name: str, failure: str) -> None:
+        """Tell the other ranks of a group of that name that it has failed here. May block."""
+
+    @abstractmethod
+    def announced(self, name: str, ranks: Sequence[int]) -> str | None:
+        """Why another rank of the group, whose ranks of the job these are, does not come any more, as far as is known."""
+
     @property
     def group(self) -> ProcessGroup | None:
         """The group in which they meet; None if it is none."""
@@ -148,6 +157,16 @@ class StoreRendezvous(Rendezvous):
         self._store.delete_key(key)  # nobody else reads it, and a job compares its calls in every step
         return received
 
+    @override
+    def announce(self, name: str, failure: str) -> None:
+        if self.announced(name, ()) is None:  # who fails because another one has says nothing new
+            self._store.set(f"{name}/failed", failure)
+
+    @override
+    def announced(self, name: str, ranks: Sequence[int]) -> str | None:
+        key = f"{name}/failed"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
 
 class GroupRendezvous(Rendezvous):
     """Payloads are messages of a host group, such as MPI's, of the same ranks.
@@ -173,6 +192,15 @@ class GroupRendezvous(Rendezvous):
     @override
     def owns_group(self) -> bool:
         return self._owned
+
+    @override
+    def announce(self, name: str, failure: str) -> None:
+        """By no message: nobody would receive it. The host group finds out who is gone."""
+
+    @override
+    def announced(self, name: str, ranks: Sequence[int]) -> str | None:
+        lost = self._group.reason_to_give_up() if isinstance(self._group, HostGroup) else None
+        return str(lost) if isinstance(lost, RankLostError) and not set(lost.ranks).isdisjoint(ranks) else None
 
     def send(self, topic: str, to: int, sender: int, payload: Payload, scope: CancelScope) -> None:  # noqa: ARG002 - it is us
         """Send the length, then the text."""
