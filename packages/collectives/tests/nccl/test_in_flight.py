@@ -10,17 +10,24 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, TransportError
 from syncline.collectives.engine.call import DONE, FAILED, Call
 from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.device import Event
 from syncline.collectives.engine.signature import Signature
 from syncline.collectives.health.monitor import call_now_and_then
+from syncline.collectives.transports.nccl.connections import Connector
 from syncline.collectives.transports.nccl.in_flight import Failure, InFlight, Launch
-from test_support.fake_device import FakeDevice, FakeEvent
+from syncline.collectives.transports.nccl.rendezvous import StoreRendezvous
+from test_support.fake_device import FakeDevice, FakeEvent, FakeStream
+from test_support.fake_nccl import FakeNccl
+from test_support.fake_nccl_group import NcclGroupOnFakes
 
 PATIENCE_S = 10.0
 
@@ -155,6 +162,44 @@ def test_what_is_over_is_released_without_anybody_asking() -> None:
     event.come(None)
     until(lambda: gone() is None and forgotten() is None)
     assert call.state == DONE
+
+
+class AtOnce(FakeStream):
+    """Calls are made at once, as on a CPU; the GPU is done when it is told so. Nothing here holds what they were made with."""
+
+    events: ClassVar[list[FakeEvent]] = []
+
+    def run(self, body: Callable[[], None], after: Event) -> FakeEvent:
+        body()
+        self.events.append(FakeEvent(self._runtime, is_over=False))
+        return self.events[-1]
+
+
+@pytest.mark.parametrize("how", ["waited for", "over"])
+def test_a_call_holds_its_tensors(how: str) -> None:
+    """The caller may drop them; torch's allocator would give their memory to the next tensor."""
+
+    class Device(FakeDevice):
+        stream_class = AtOnce
+
+    device = Device()
+    group = NcclGroupOnFakes(Connector(FakeNccl(), device, StoreRendezvous(dist.HashStore()), [0], 0, "g"), timeout_s=60)
+    tensors = [torch.ones(3), torch.zeros(3)]
+    gone = [weakref.ref(tensor) for tensor in tensors]
+    work = group.all_gather_into_tensor(tensors[1], tensors[0], async_op=True)
+    tensors.clear()
+    gc.collect()
+    assert all(reference() is not None for reference in gone)
+    with device.running():
+        if how == "waited for":
+            work.wait()
+            assert gone[0]() is None
+            assert gone[1]() is work.result()[0]
+        AtOnce.events[-1].come(None)
+    until(lambda: gone[0]() is None)
+    del work
+    until(lambda: gone[1]() is None)
+    group.close()
 
 
 def test_draining_waits() -> None:
