@@ -202,6 +202,32 @@ def test_a_call_holds_its_tensors(how: str) -> None:
     group.close()
 
 
+def test_what_comes_after_the_failure_fails() -> None:
+    heard: list[Failure] = []
+    in_flight, late = watched(), Running("late", Waiter(heard.append))
+    in_flight.fail(TransportError("over"))
+    in_flight.watch(late.launch)
+    assert heard == [in_flight.failure]
+    assert late.call.state == FAILED
+
+
+def test_a_store_that_does_not_answer_does_not_keep_a_time_limit_from_ending() -> None:
+    let_go, asked = threading.Event(), threading.Event()
+
+    def hear() -> None:
+        asked.set()
+        let_go.wait(PATIENCE_S)
+
+    in_flight = InFlight(lambda: "rank 0", nullcontext, lambda error: error, hear=hear)
+    call_now_and_then(in_flight)
+    late = Running("late", timeout_s=0.5)
+    in_flight.watch(late.launch)
+    assert asked.wait(PATIENCE_S)
+    until(lambda: in_flight.failure is not None)
+    assert not let_go.is_set()
+    let_go.set()
+
+
 def test_draining_waits() -> None:
     running, in_flight = Running("a"), watched()
     in_flight.watch(running.launch)

@@ -196,6 +196,7 @@ class InFlight:
         self._report = report
         self._tell = tell
         self._hear = hear
+        self._hearing: DetachedCall[str | None] | None = None
         self._next_hearing_s = 0.0
         self._changed = threading.Condition()
         self._pending: dict[Launch, None] = {}
@@ -222,10 +223,14 @@ class InFlight:
         self._abort(communicator, [])
 
     def watch(self, launch: Launch) -> None:
-        """A launch to look after, from before it is issued: NCCL may never return."""
+        """A launch to look after, from before it is issued: NCCL may never return. One that comes after a failure fails."""
         with self._changed:
-            self._pending[launch] = None
-            _busy.add(self)
+            failure = self._failure
+            if failure is None:
+                self._pending[launch] = None
+                _busy.add(self)
+        if failure is not None:
+            launch.fail(failure)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight; false if that took longer than `timeout_s` seconds, or the group failed."""
@@ -285,14 +290,19 @@ class InFlight:
         return self._heard(pending[0], now_s) if late is None else _timed_out(late)
 
     def _heard(self, waiting: Launch, now_s: float) -> TransportError | None:
-        """That another rank has failed. A store that does not answer is no failure of the group."""
-        if now_s < self._next_hearing_s:
-            return None
-        self._next_hearing_s = now_s + _HEAR_S
-        with suppress(Exception):
-            failure = self._hear()
-            if failure is not None:
-                return TransportError(f"{waiting.describe()} will not finish, because another rank does not come: {failure}")
+        """That another rank has failed. A store that raises, or does not answer, is no failure of the group."""
+        hearing = self._hearing
+        if hearing is not None and hearing.done.is_set():
+            self._hearing = None
+            with suppress(Exception):
+                failure = hearing.result()
+                if failure is not None:
+                    return TransportError(
+                        f"{waiting.describe()} will not finish, because another rank does not come: {failure}"
+                    )
+        if self._hearing is None and now_s >= self._next_hearing_s:
+            self._next_hearing_s = now_s + _HEAR_S
+            self._hearing = DetachedCall(self._hear, "syncline-nccl-hear")
         return None
 
     def _reap(self) -> None:
