@@ -330,7 +330,7 @@ def _set_result_in_order(future: torch.futures.Future[Any], result: Any) -> None
     _set_result(future, result)
 
 
-torch.futures.Future.set_result = _set_result_in_order  # type: ignore[method-assign]
+torch.futures.Future.set_result = _set_result_in_order  # type: ignore[assignment, method-assign]
 
 
 # Questions about a tensor, which touch no memory.

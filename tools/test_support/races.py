@@ -186,7 +186,8 @@ def _words(address: int, nbytes: int) -> set[int]:
 
 
 def _graph(root: Any) -> list[Any]:
-    found, todo = {}, [root]
+    found: dict[Any, None] = {}
+    todo = [root]
     while todo:
         node = todo.pop()
         if node is not None and node not in found:
@@ -246,11 +247,11 @@ class _Device(FakeDevice):
         return _Event(self, self.current())
 
 
-class _Launches(TorchDispatchMode):
+class _Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells of torch's operations."""
 
     def __init__(self, checker: RaceChecker) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._checker = checker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
