@@ -174,7 +174,8 @@ def a_captured_step(group: ProcessGroup, device: torch.device) -> None:
 def main(rank: int, size: int, folder: Path) -> None:
     device = choose_gpu(rank, size)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.matmul.allow_tf32 = False
+    # TF32 rounds to 10 bits, and its kernels are chosen anew for each shape: both are off, that of cuDNN is on by default.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     part = (folder / "part").read_text()
     dist.init_process_group("nccl", init_method=f"file://{folder}/torch", rank=rank, world_size=size)
     group = connect("cpu:gloo,cuda:nccl" if part == "ddp_by_device" else "nccl", rank, size, folder)

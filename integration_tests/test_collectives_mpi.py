@@ -34,7 +34,7 @@ from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.testing import CHECKS, Check
 from syncline.collectives.testing.conformance.refusals import after_close
 from syncline.collectives.transports.cuda_awareness import CudaAwareness
-from test_support.recording_device import RecordingDevice
+from test_support.fake_device import FakeDevice, let_the_cpu_play
 
 pytestmark = pytest.mark.mpi
 
@@ -143,7 +143,8 @@ def test_tensors_of_a_device(monkeypatch: pytest.MonkeyPatch, is_aware: bool) ->
     """Staged, or handed to MPI directly, as the test of its awareness says; by a device that the CPU plays."""
     from syncline.collectives.transports.mpi import connection
 
-    device = RecordingDevice()
+    let_the_cpu_play(monkeypatch)
+    device = FakeDevice().plays_here()
     monkeypatch.setattr(connection, "cuda_runtime", lambda: device)
     monkeypatch.setattr(connection, "_cuda_awareness", lambda: CudaAwareness(is_aware, ""))
     group = connect("mpi")
@@ -156,7 +157,7 @@ def test_tensors_of_a_device(monkeypatch: pytest.MonkeyPatch, is_aware: bool) ->
     part.broadcast(tensor.fill_(group.rank), group.size - 1)
     assert tensor.unique().tolist() == [group.size - 1]
     assert ("in" in device.log) is not is_aware
-    assert device.log.count("issued") == device.log.count("left") == 2
+    assert device.log.count("now") == device.log.count("record") == 2
     assert group.describe().endswith("cuda directly" if is_aware else "cuda staged through the host")
     part.close()
     group.close()

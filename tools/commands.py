@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,20 +75,31 @@ def capture(command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: 
         raise
 
 
-def follow(command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: Mapping[str, str]) -> Outcome:
-    """The same, but what it prints is seen as it comes, and not kept: if this process is killed, it has been said."""
-    show(command)
-    process = subprocess.Popen(
-        [str(word) for word in command], cwd=cwd, env=merged(env), stdin=subprocess.DEVNULL, text=True, start_new_session=True
-    )
-    try:
-        return Outcome(process.wait(timeout_s), "")
-    except subprocess.TimeoutExpired:
-        end(process)
-        return Outcome(124, "", timed_out=True)
-    except BaseException:
-        end(process)
-        raise
+def follow(
+    command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: Mapping[str, str], log: Path | None = None
+) -> Outcome:
+    """The same, but what it prints is not kept: it is seen as it comes, or goes to a file, also if this process is killed."""
+    if log is None:
+        show(command)
+    with nullcontext() if log is None else log.open("a") as output:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=cwd,
+            env=merged(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if log is None else subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            return Outcome(process.wait(timeout_s), "")
+        except subprocess.TimeoutExpired:
+            end(process)
+            return Outcome(124, "", timed_out=True)
+        except BaseException:
+            end(process)
+            raise
 
 
 def end(process: subprocess.Popen[str]) -> str:

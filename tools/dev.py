@@ -265,7 +265,7 @@ def release(_: argparse.Namespace) -> int:
 
 def gpu(options: argparse.Namespace) -> int:
     """Run what needs a GPU, with the torch and CuPy of this machine."""
-    return on_gpu.run_all(options.python, options.paths, options.results)
+    return on_gpu.run_all(options.python, options.parts, options.results, log=options.log, limit_s=options.limit)
 
 
 def test(options: argparse.Namespace) -> int:
@@ -618,7 +618,10 @@ def _add_gpu(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--python", type=Path, default=found, help="the Python that has them (default: this one)")
     add("--results", type=Path, metavar="FOLDER", help="where the benchmark leaves its figures and traces (default: nowhere)")
-    add("paths", nargs="*", type=Path, help="only these files of tests (default: all, then the benchmark)")
+    add("--log", type=Path, metavar="FOLDER", help="where what the parts print goes (default: a new folder)")
+    add("--limit", type=float, default=on_gpu.LIMIT_S, metavar="S", help=f"seconds for all (default: {on_gpu.LIMIT_S:g})")
+    names = ", ".join(part.name for part in on_gpu.PARTS)
+    add("parts", nargs="*", metavar="PART", help=f"only these, in this order (default: all): {names}")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,10 @@
-"""What needs a GPU: the tests marked so, then the benchmark, with the Python, torch and CuPy that are there.
+"""What needs a GPU: the tests marked so and the benchmark, in parts, with the Python, torch and CuPy that are there.
 
 Nothing is installed: the packages are run from the source tree, so it works without a network. Entry points, by which backends
 are found, come with an installed distribution; a folder with their list stands for it.
+
+A machine with a GPU is often lent for some minutes, and shows the end of a long output only. So all parts together have a time
+limit, what they print goes to a folder, and what is printed here is short: the summary comes last, and says what was not run.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from pathlib import Path
 from commands import ROOT, ToolError, capture, follow
 from environment import LAYERS
 
-PYTEST_TIMEOUT_S = 3600.0
-BENCHMARK_TIMEOUT_S = 600.0
+LIMIT_S = 560.0
+# A part that hangs shall not take all of it.
+PART_LIMIT_S = 240.0
+_SHOWN_CHARACTERS = 900
 # Open MPI refuses root and more ranks than cores unless it is told.
 MPI_ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -44,7 +49,41 @@ for index in range(torch.cuda.device_count()):
     print("gpu", torch.cuda.get_device_name(index))
 from syncline.collectives.transports.nccl import backend
 print("missing", backend.missing() or "nothing")
+try:
+    import syncline.collectives.torch_bridge
+except Exception as error:
+    print("skipped", "native DDP over our groups:", " ".join(str(error).split()))
 """
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is run in one go.
+
+    Attributes:
+        name: by which it is asked for.
+        path: the file of tests; None for the benchmark.
+        select: which of its tests, in pytest's words (`-k`); empty for all.
+        ranks: for the benchmark, how many; 0 for one on each GPU, at least 2.
+    """
+
+    name: str
+    path: str | None
+    select: str = ""
+    ranks: int = 0
+
+
+_NCCL, _TRAINING = "packages/collectives/tests/nccl/test_gpu.py", "integration_tests/test_gpu.py"
+PARTS = (
+    Part("nccl-one-rank", _NCCL, "one_rank"),
+    Part("nccl-two-ranks", _NCCL, "not one_rank"),
+    Part("staged", "packages/collectives/tests/devices/test_cuda.py"),
+    Part("training-one-rank", _TRAINING, "one_rank"),
+    Part("training-two-ranks", _TRAINING, "not one_rank"),
+    Part("mpi", "integration_tests/test_collectives_mpi.py"),
+    Part("benchmark-one-rank", None, ranks=1),
+    Part("benchmark-all-gpus", None),
+)
 
 
 @dataclass(frozen=True)
@@ -55,15 +94,29 @@ class Row:
     verdict: str
     taken_s: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{self.what:22}{self.taken_s:7.1f} s  {self.verdict}"
 
-def run_all(python: Path, paths: Sequence[Path] = (), results: Path | None = None) -> int:
-    """Run the tests and the benchmark, and print one summary; how many failed. Without a GPU: say why, and nothing else.
+
+def run_all(
+    python: Path, names: Sequence[str] = (), results: Path | None = None, *, log: Path | None = None, limit_s: float = LIMIT_S
+) -> int:
+    """Run parts, and print one summary; how many failed. Without a GPU: say why, and nothing else.
 
     Args:
         python: what runs them.
-        paths: files of tests; if there are any, only these are run, and no benchmark.
+        names: the parts' names; none for all.
         results: a folder for the benchmark's figures and traces.
+        log: a folder for what the parts print, in a file each; None for a new one.
+        limit_s: seconds for all together; what does not come to its turn is reported as not run.
+
+    Raises:
+        ToolError: an unknown name, or no pytest.
     """
+    start_s = time.monotonic()
+    known = {part.name: part for part in PARTS}
+    if unknown := [name for name in names if name not in known]:
+        raise ToolError(f"unknown part {unknown[0]!r}; the parts are {', '.join(known)}")
     with tempfile.TemporaryDirectory(prefix="syncline-gpu-") as folder:
         env = environment(Path(folder))
         found = probe(python, env)
@@ -72,15 +125,70 @@ def run_all(python: Path, paths: Sequence[Path] = (), results: Path | None = Non
             return 0
         if found["pytest"][0].startswith("absent"):
             raise ToolError(f"{python} has no pytest, which runs the tests; install it there, or choose another by --python")
-        launcher = None if found["mpi4py"][0].startswith("absent") else _mpiexec(python)
-        rows = [_tests(path.resolve(), python, launcher, env) for path in paths or test_files()]
-        rows += [] if paths else [_benchmark(python, ranks, results, env) for ranks in (1, max(2, len(found["gpu"])))]
+        logs = log or Path(tempfile.mkdtemp(prefix="syncline-gpu-log-"))
+        logs.mkdir(parents=True, exist_ok=True)
+        for line in found.get("skipped", []):
+            print(f"skipped: {line}")
+        print(f"what the parts print: {logs}", flush=True)
+        machine = Machine(python, found, env, logs, results)
+        rows = []
+        for part in [known[name] for name in names] or PARTS:
+            left_s = start_s + limit_s - time.monotonic()
+            rows.append(machine.run(part, left_s) if left_s > 0 else Row(part.name, "not run: the time was over"))
+            print(rows[-1], flush=True)
     print("\n=== summary ===")
-    for name in ("gpu", "torch", "cuda", "cupy", "mpi4py"):
-        print(f"{name:10}{', '.join(found.get(name, ['none']))}")
-    for row in rows:
-        print(f"{row.what:50}{row.verdict}{row.taken_s:8.1f} s")
-    return sum(row.verdict in ("FAILED", "hung") for row in rows)
+    for name in ("gpu", "torch", "cuda", "cupy", "mpi4py", "skipped"):
+        print(f"{name:10}{', '.join(found.get(name, ['none']))[:200]}")
+    print(*rows, sep="\n")
+    return sum(row.verdict.startswith(("FAILED", "hung")) for row in rows)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What runs parts, and where what they print goes."""
+
+    python: Path
+    found: dict[str, list[str]]
+    env: dict[str, str]
+    logs: Path
+    results: Path | None
+
+    def run(self, part: Part, left_s: float) -> Row:
+        """Run one part, for so many seconds at most."""
+        start_s, limit_s = time.monotonic(), min(left_s, PART_LIMIT_S)
+        log, env = self.logs / f"{part.name}.log", self.env
+        words = self._benchmark(part) if part.path is None else [self.python, *pytest_words(ROOT / part.path, part.select)]
+        if part.path is not None and needs_mpi(ROOT / part.path):
+            launcher = None if self.found["mpi4py"][0].startswith("absent") else _mpiexec(self.python)
+            if launcher is None:
+                return Row(part.name, "skipped: it needs mpi4py and mpiexec")
+            words = [*launcher, *words, "-p", "syncline.collectives.testing.pytest_plugin"]
+            env = {**env, **MPI_ENV}
+        outcome = follow(words, timeout_s=limit_s, cwd=ROOT, env=env, log=log)
+        text = log.read_text(errors="replace") if log.exists() else ""
+        verdict = "hung" if outcome.timed_out else "passed" if outcome.status == 0 else "FAILED"
+        if verdict != "passed" or part.path is None:
+            print(text[-_SHOWN_CHARACTERS:].strip(), flush=True)
+        said = "" if part.path is None else f", {counts(text)}"
+        return Row(part.name, f"{verdict}{said}", time.monotonic() - start_s)
+
+    def _benchmark(self, part: Part) -> list[str | Path]:
+        ranks = part.ranks or max(2, len(self.found["gpu"]))
+        words: list[str | Path] = [self.python, ROOT / "tools" / "benchmarks" / "nccl.py", "--ranks", str(ranks)]
+        if self.results is not None:
+            self.results.mkdir(parents=True, exist_ok=True)
+            base = self.results.resolve() / f"nccl-{ranks}"
+            words += ["--json", f"{base}.json", "--trace", f"{base}-trace.json"]
+        return words
+
+
+def counts(log: str) -> str:
+    """How many tests of a part ended how, and how many were not run, from what pytest printed. A pure function."""
+    ended = re.findall(r"(?<!\w)(PASSED|FAILED|ERROR|SKIPPED)(?= +\[ *\d+%\])", log)
+    chosen = re.search(r"collected (\d+) items?(?:.* (\d+) selected)?", log)
+    said = [f"{ended.count(word)} {word.lower()}" for word in ("PASSED", "FAILED", "ERROR", "SKIPPED") if word in ended]
+    missing = int(chosen[2] or chosen[1]) - len(ended) if chosen else 0
+    return ", ".join([*said, *([f"{missing} not run"] if missing > 0 else [])]) or "no test was run"
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -102,13 +210,27 @@ def entry_points(pyproject: str) -> str:
     return f"[{section[1]}]\n" + section[2].replace('"', "") + "\n"
 
 
-def pytest_words(path: Path) -> list[str | Path]:
+def pytest_words(path: Path, select: str = "") -> list[str | Path]:
     """pytest's arguments for one file.
 
     The workspace's settings are left out: they turn any warning into an error, also those of a torch that we do not pin.
     """
     settings = ("-c", "/dev/null", "--rootdir", ROOT, "-o", f"pythonpath={ROOT / 'tools'}", "-o", f"markers={MARKERS}")
-    return ["-m", "pytest", "-m", "gpu", "-v", "-rA", "--import-mode=importlib", "-p", "no:cacheprovider", *settings, path]
+    chosen = ("-k", select) if select else ()
+    return [
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-v",
+        "-rA",
+        "--import-mode=importlib",
+        "-p",
+        "no:cacheprovider",
+        *settings,
+        *chosen,
+        path,
+    ]
 
 
 def test_files() -> list[Path]:
@@ -137,35 +259,10 @@ def probe(python: Path, env: dict[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _tests(path: Path, python: Path, launcher: Sequence[str] | None, env: dict[str, str]) -> Row:
-    what, words = str(path.relative_to(ROOT)), pytest_words(path)
-    if not needs_mpi(path):
-        return _row(what, (python, *words), env, PYTEST_TIMEOUT_S)
-    if launcher is None:
-        return Row(what, "skipped: it needs mpi4py and mpiexec")
-    plugin = ("-p", "syncline.collectives.testing.pytest_plugin")
-    return _row(what, (*launcher, python, *words, *plugin), {**env, **MPI_ENV}, PYTEST_TIMEOUT_S)
-
-
 def _mpiexec(python: Path) -> tuple[str, ...] | None:
     """The launcher beside that Python, else the site's, for two ranks."""
     found = shutil.which("mpiexec", path=os.pathsep.join((str(python.parent), os.environ.get("PATH", ""))))
     return None if found is None else (found, "-n", "2")
-
-
-def _benchmark(python: Path, ranks: int, results: Path | None, env: dict[str, str]) -> Row:
-    words: list[str | Path] = [python, ROOT / "tools" / "benchmarks" / "nccl.py", "--ranks", str(ranks)]
-    if results is not None:
-        results.mkdir(parents=True, exist_ok=True)
-        words += ["--json", results.resolve() / f"nccl-{ranks}.json", "--trace", results.resolve() / f"nccl-{ranks}-trace.json"]
-    return _row(f"benchmark, {ranks} rank(s)", words, env, BENCHMARK_TIMEOUT_S)
-
-
-def _row(what: str, command: Sequence[str | Path], env: dict[str, str], limit_s: float) -> Row:
-    start_s = time.monotonic()
-    outcome = follow(command, timeout_s=limit_s, cwd=ROOT, env=env)
-    verdict = "hung" if outcome.timed_out else "passed" if outcome.status == 0 else "FAILED"
-    return Row(what, verdict, time.monotonic() - start_s)
 
 
 def default_python() -> Path:

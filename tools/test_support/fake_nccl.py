@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .fake_accelerator import the_rest_is_the_gpus
+from .fake_device import stream_of_thread, the_rest_is_the_gpus
 
 _TYPES = {
     0: torch.int8,
@@ -26,7 +26,9 @@ _TYPES = {
     8: torch.float64,
     9: torch.bfloat16,
 }
-_ABORTED, _MISUSED = 6, 5
+_INVALID, _MISUSED, _ABORTED = 4, 5, 6
+_ID_BYTES = 128
+_OPS = range(5)
 _PATIENCE_S = 60.0
 
 
@@ -36,6 +38,7 @@ class NcclError(RuntimeError):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+        self.is_abort = status == _ABORTED
 
 
 class _Call(NamedTuple):
@@ -85,18 +88,25 @@ class FakeNccl:
 
     As in NCCL: calls in a group start at its end, sends and receives together; the first send from one rank to another, and the
     first receive, keep the CPU until the other rank has called its counterpart; a send is over when it was received; sums are
-    rounded to the dtype at each step; AVG multiplies by 1/size first, and of
-    integers divides in the end, rounding towards zero; MIN and MAX drop a not-a-number; a communicator is not
-    given back while a CUDA graph refers to it.
+    rounded to the dtype at each step; AVG multiplies by 1/size first, and of integers divides in the end, rounding to zero; MIN
+    and MAX drop a not-a-number; a communicator is not given back while a CUDA graph refers to it; a rank that is alone does at
+    once what there is to do, which is nothing for what is in place.
+
+    As CuPy's, it refuses an id that is not 128 bytes, arguments that are no integers, and communicators that were aborted or
+    given back.
 
     Args:
         version: what `get_version` says.
+        launched: is told of each collective: its stream, what it reads and what it writes.
     """
 
     NcclError = NcclError
 
-    def __init__(self, version: int = 22_707) -> None:
+    def __init__(
+        self, version: int = 22_707, launched: Callable[[int, torch.Tensor, torch.Tensor], object] | None = None
+    ) -> None:
         self._version = version
+        self.launched = launched
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._cliques: dict[bytes, _Clique] = {}
@@ -108,7 +118,7 @@ class FakeNccl:
 
     def get_unique_id(self) -> bytes:
         """128 bytes."""
-        return next(self._numbers).to_bytes(128, "big")
+        return next(self._numbers).to_bytes(_ID_BYTES, "big")
 
     def groupStart(self) -> None:  # noqa: N802 - CuPy's name
         """Groups of one thread may be nested."""
@@ -120,10 +130,16 @@ class FakeNccl:
         """Start what was called since."""
         self._thread.depth -= 1
         if self._thread.depth == 0:
-            _run_group(self._thread.postponed)
+            postponed, self._thread.postponed = self._thread.postponed, []  # a thread that ends must hold no tensor
+            _run_group(postponed)
 
     def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> FakeCommunicator:  # noqa: N802, N803 - CuPy's names
         """Meet the others of that id."""
+        if type(commId) is not bytes:
+            raise TypeError(f"Argument 'commId' has incorrect type (expected bytes, got {type(commId).__name__})")
+        if len(commId) != _ID_BYTES:
+            raise ValueError(f"commId length {len(commId)} != {_ID_BYTES}.")
+        _integers(ndev, rank)
         return self._join(commId, ndev, rank)
 
     def _join(self, key: bytes, size: int, rank: int) -> FakeCommunicator:
@@ -173,14 +189,16 @@ class FakeCommunicator:
         self._key = key
         self._rank = rank
         self._splits = itertools.count()
+        self._is_gone = False
         self._error: NcclError | None = None
         self._no_graph = threading.Event()
         self._no_graph.set()
 
-    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:  # noqa: N802, ARG002
+    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:  # noqa: N802
         """Every rank computes the same."""
+        self._use(sendbuf, recvbuf, count, datatype, op=op, stream=stream)
         source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count, datatype)
-        self._collective(_Call(("allReduce", count, datatype, op), source, target), lambda terms: _reduce(op, terms))
+        self._collective(_Call(("allReduce", count, datatype, op), source, target), stream, lambda terms: _reduce(op, terms))
 
     def reduce(
         self,
@@ -190,12 +208,13 @@ class FakeCommunicator:
         datatype: int,
         op: int,
         root: int,
-        stream: int,  # noqa: ARG002
+        stream: int,
     ) -> None:
         """Only the root writes."""
+        self._use(sendbuf, recvbuf, count, datatype, root, op=op, stream=stream)
         source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count, datatype)
         call = _Call(("reduce", count, datatype, op, root), source, target)
-        self._collective(call, lambda terms: _reduce(op, terms) if self._rank == root else None)
+        self._collective(call, stream, lambda terms: _reduce(op, terms) if self._rank == root else None)
 
     def reduceScatter(  # noqa: N802
         self,
@@ -204,26 +223,30 @@ class FakeCommunicator:
         recvcount: int,
         datatype: int,
         op: int,
-        stream: int,  # noqa: ARG002
+        stream: int,
     ) -> None:
         """Part r to rank r."""
+        self._use(sendbuf, recvbuf, recvcount, datatype, op=op, stream=stream)
         mine = slice(self._rank * recvcount, (self._rank + 1) * recvcount)
         source, target = _memory(sendbuf, recvcount * self._clique.size, datatype), _memory(recvbuf, recvcount, datatype)
         call = _Call(("reduceScatter", recvcount, datatype, op), source, target)
-        self._collective(call, lambda terms: _reduce(op, [term[mine] for term in terms]))
+        self._collective(call, stream, lambda terms: _reduce(op, [term[mine] for term in terms]))
 
-    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:  # noqa: ARG002
+    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
         """From the root."""
+        self._use(sendbuff, recvbuff, count, datatype, root, stream=stream)
         source, target = _memory(sendbuff, count, datatype), _memory(recvbuff, count, datatype)
-        self._collective(_Call(("broadcast", count, datatype, root), source, target), lambda terms: terms[root].clone())
+        self._collective(_Call(("broadcast", count, datatype, root), source, target), stream, lambda terms: terms[root].clone())
 
-    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:  # noqa: N802, ARG002
+    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:  # noqa: N802
         """One after the other."""
+        self._use(sendbuf, recvbuf, count, datatype, stream=stream)
         source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count * self._clique.size, datatype)
-        self._collective(_Call(("allGather", count, datatype), source, target), torch.cat)
+        self._collective(_Call(("allGather", count, datatype), source, target), stream, torch.cat)
 
-    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:  # noqa: ARG002
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         """Over when it was received."""
+        self._use(sendbuf, count, datatype, peer, stream=stream)
         box = self._clique.mail[self._rank, peer]
         source = _memory(sendbuf, count, datatype)
         self._nccl._call(
@@ -235,14 +258,16 @@ class FakeCommunicator:
             )
         )
 
-    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:  # noqa: ARG002
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         """Blocks until it is there."""
+        self._use(recvbuf, count, datatype, peer, stream=stream)
         target = _memory(recvbuf, count, datatype)
         connect = self._connecting(peer, self._rank, sends=False)
         self._nccl._call(_Operation(lambda: None, lambda: self._receive(peer, target), connect))
 
     def commSplit(self, color: int, key: int) -> FakeCommunicator | None:  # noqa: N802
         """All ranks call; those of one color meet, in the order of their keys."""
+        self._use(color, key)
         said = self._clique.show(self._rank, (color, key))
         number = next(self._splits)
         if color < 0:
@@ -253,16 +278,19 @@ class FakeCommunicator:
 
     def check_async_error(self) -> None:
         """Raise what an operation met, unless it was aborted here."""
+        self._use()
         if self._error is not None:
             raise self._error
 
     def abort(self) -> None:
         """Wake all who are inside an operation."""
+        self._is_gone = True
         self._clique.abort()
 
     def destroy(self) -> None:
         """Wait until no graph refers to it."""
         self._no_graph.wait()
+        self._is_gone = True
 
     def break_down(self, error: NcclError) -> None:
         """Let `check_async_error` report an error."""
@@ -270,8 +298,19 @@ class FakeCommunicator:
 
     def enter_a_graph(self) -> Callable[[], None]:
         """Let a CUDA graph refer to it, until what is returned is called."""
+        assert self._clique.size > 1, "what NCCL does for one rank is no kernel of its own, so no graph refers to it"
         self._no_graph.clear()
         return self._no_graph.set
+
+    def _use(self, *arguments: int, op: int = 0, stream: int | None = None) -> None:
+        """Refuse what CuPy and NCCL refuse; and a stream that is not the one that holds the copies before and after."""
+        _integers(*arguments, op, *(() if stream is None else (stream,)))
+        current = stream_of_thread()
+        if self._clique.is_aborted.is_set() and current is not None:  # a real one had been called before, and is in its kernel
+            raise NcclError(_ABORTED, "remote process exited or there was a network error")
+        if self._is_gone or op not in _OPS:
+            raise NcclError(_INVALID, "invalid argument (run with NCCL_DEBUG=WARN for details)")
+        assert stream is None or current is None or stream == current, f"stream {stream} was given, {current} is current"
 
     def _connecting(self, sender: int, receiver: int, *, sends: bool) -> Callable[[], None]:
         """Post this side at once, for calls in one group connect together; what is returned waits for the other."""
@@ -283,8 +322,19 @@ class FakeCommunicator:
         posted.add((sender, receiver, sends))
         return connect
 
-    def _collective(self, call: _Call, compute: Callable[[list[torch.Tensor]], torch.Tensor | None]) -> None:
+    def _collective(self, call: _Call, stream: int, compute: Callable[[list[torch.Tensor]], torch.Tensor | None]) -> None:
+        if self._nccl.launched is not None:
+            self._nccl.launched(stream, call.source, call.target)
+
+        def alone() -> None:
+            result = compute([call.source])
+            if result is not None and call.target.data_ptr() != call.source.data_ptr():
+                call.target.copy_(result)
+
         def begin() -> None:
+            if self._clique.size == 1:
+                alone()
+                return
             calls = self._clique.show(self._rank, call)
             if any(other.agreed != call.agreed for other in calls):
                 raise NcclError(_MISUSED, f"the ranks called {[other.agreed for other in calls]}")
@@ -311,6 +361,13 @@ class FakeCommunicator:
         while not is_so():
             if self._clique.is_aborted.wait(0.0002):
                 raise NcclError(_ABORTED, "remote process exited or there was a network error")
+
+
+def _integers(*arguments: int) -> None:
+    """Cython takes what is an integer, and nothing that only looks like one: no tensor, no stream, no float."""
+    for argument in arguments:
+        if type(argument) is not int:
+            raise TypeError(f"expected an int, found {argument!r}")
 
 
 def _memory(address: int, count: int, datatype: int) -> torch.Tensor:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch.distributed as dist
 
-from syncline.collectives.transports.nccl.connector import Connector
-from syncline.collectives.transports.nccl.process_group import NcclGroup
-from syncline.collectives.transports.nccl.rendezvous import GroupRendezvous, StoreRendezvous
 from syncline.collectives.group import ProcessGroup
 from syncline.collectives.testing.ranks import run_ranks
+from syncline.collectives.transports.nccl.connections import Connector
+from syncline.collectives.transports.nccl.group import NcclGroup
+from syncline.collectives.transports.nccl.rendezvous import GroupRendezvous, StoreRendezvous
 
-from .fake_accelerator import FakeAccelerator
+from .fake_device import FakeDevice
 from .fake_nccl import FakeNccl
+
+
+class NcclGroupOnFakes(NcclGroup):
+    """Tensors of the CPU pass for those of a GPU."""
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """Both."""
+        return frozenset({"cpu", "cuda"})
 
 
 def run_on_fakes(
@@ -24,7 +35,9 @@ def run_on_fakes(
     over_host_group: bool = False,
     timeout_s: float = 30.0,
     pci_id: Callable[[int], str] = "0000:{:02x}:00.0".format,
-    accelerator: Callable[[str], FakeAccelerator] = FakeAccelerator,
+    runtime: Callable[[str], FakeDevice] = FakeDevice,
+    lazily: bool = True,
+    nccl: Any = None,
 ) -> None:
     """Run `body(group)` on every rank of a group over NCCL; the ranks are threads, and their GPUs are threads, too.
 
@@ -35,16 +48,20 @@ def run_on_fakes(
         over_host_group: whether the ranks meet in a host group rather than in a store.
         timeout_s: of the group.
         pci_id: gives each rank its GPU.
-        accelerator: makes that out of it.
+        runtime: makes that out of it.
+        lazily: whether waits do not block, as on a GPU. Not where C++ code of torch reads what it has waited for.
+        nccl: what is called; by default a `FakeNccl`.
     """
-    nccl, store = FakeNccl(), dist.HashStore()
+    library, store = nccl or FakeNccl(), dist.HashStore()
 
     def rank_of(outer: ProcessGroup) -> None:
         rendezvous = GroupRendezvous(outer, owned=False) if over_host_group else StoreRendezvous(store)
-        connector = Connector(nccl, accelerator(pci_id(outer.rank)), rendezvous, range(size), outer.rank, "ranks")
-        group = NcclGroup(connector, timeout_s=timeout_s, reproducible=reproducible)
+        device = runtime(pci_id(outer.rank))
+        connector = Connector(library, device, rendezvous, range(size), outer.rank, "ranks")
+        group = NcclGroupOnFakes(connector, timeout_s=timeout_s, reproducible=reproducible)
         try:
-            body(group)
+            with device.running() if lazily else nullcontext():
+                body(group)
         except BaseException:
             group.abort()
             raise

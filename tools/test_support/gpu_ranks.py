@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from syncline.collectives.transports.nccl.peer_info import HOST_ID_VARIABLE
-from syncline.collectives.group import ProcessGroup
 from syncline.collectives.api.default_group import init_process_group
+from syncline.collectives.group import ProcessGroup
+from syncline.collectives.transports.nccl.connections import HOST_ID_VARIABLE
 
 
 def choose_gpu(rank: int, size: int) -> torch.device:

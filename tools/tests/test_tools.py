@@ -14,7 +14,7 @@ import environment
 import gpu
 import rank_log
 import wheels
-from commands import Outcome, follow
+from commands import Outcome, ToolError, follow
 from environment import PINNED_TORCH, ROOT, InstallSet, half_installed
 from mpi_runtimes import Family, MpiRuntime
 
@@ -184,10 +184,10 @@ def test_backends_are_listed_as_a_distribution_lists_them() -> None:
     )
 
 
-def test_the_files_with_gpu_tests_are_found() -> None:
-    assert {path.name for path in gpu.test_files()} >= {"test_gpu.py"}
-    assert {path.name for path in gpu.test_files() if gpu.needs_mpi(path)} == {"test_collectives_mpi.py"}
-    assert "test_datatypes.py" not in {path.name for path in gpu.test_files()}
+def test_every_file_with_gpu_tests_is_in_a_part() -> None:
+    files = gpu.test_files()
+    assert {str(path.relative_to(ROOT)) for path in files} == {part.path for part in gpu.PARTS if part.path is not None}
+    assert {path.name for path in files if gpu.needs_mpi(path)} == {"test_collectives_mpi.py"}
 
 
 @pytest.mark.parametrize("missing", ["torch sees no CUDA device", "this torch is built without CUDA"])
@@ -199,56 +199,79 @@ def test_without_a_gpu_the_reason_is_said(
     assert capsys.readouterr().out == f"gpu: skipped, {missing}\n"
 
 
-GPU_MACHINE = {"missing": ["nothing"], "pytest": ["8.4"], "torch": ["2.11"], "cuda": ["13.0"], "gpu": ["A", "A"]}
+GPU_MACHINE = {
+    "missing": ["nothing"],
+    "pytest": ["8.4"],
+    "mpi4py": ["4.1"],
+    "torch": ["2.11"],
+    "cuda": ["13.0"],
+    "gpu": ["A", "A"],
+    "skipped": ["native DDP over our groups: it needs torch 2.13"],
+}
+PYTEST_SAYS = "collected 5 items / 2 deselected / 3 selected\na.py::test_a PASSED [ 33%]\na.py::test_b {} [ 66%]\n"
 
 
-@pytest.mark.parametrize(
-    ("mpi4py", "status", "failed"), [("4.1", 0, 0), ("4.1", 1, 6), ("absent: no module", 0, 0), ("absent: no module", 1, 5)]
-)
+class GpuMachine:
+    """Stands for a machine with GPUs: what is run there is written down, and ends with a status, or hangs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, status: int = 0, **found: list[str]) -> None:
+        self.commands: list[list[str]] = []
+        self.status = status
+        self.hangs_in = ""
+        monkeypatch.setattr(gpu, "probe", lambda python, env: {**GPU_MACHINE, **found})
+        monkeypatch.setattr(gpu, "follow", self.follow)
+        monkeypatch.setattr(gpu.shutil, "which", lambda name, path: "/site/mpiexec")
+
+    def follow(self, command: list[str], *, log: Path, timeout_s: float, **_: object) -> Outcome:
+        self.commands.append([str(word) for word in command])
+        log.write_text("x" * 5000 + PYTEST_SAYS.format("PASSED" if self.status == 0 else "FAILED"))
+        return Outcome(124, "", timed_out=True) if log.stem == self.hangs_in else Outcome(self.status, "")
+
+
+@pytest.mark.parametrize("mpi4py", ["4.1", "absent: no module"])
+@pytest.mark.parametrize("status", [0, 1])
 def test_the_summary_of_a_gpu(
-    mpi4py: str, status: int, failed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mpi4py: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    commands: list[list[str]] = []
-
-    def follow(command: list[str], **options: object) -> Outcome:
-        commands.append([str(word) for word in command])
-        return Outcome(status, "")
-
-    monkeypatch.setattr(gpu, "probe", lambda python, env: {**GPU_MACHINE, "mpi4py": [mpi4py]})
-    monkeypatch.setattr(gpu, "follow", follow)
-    monkeypatch.setattr(gpu.shutil, "which", lambda name, path: "/site/mpiexec")
-    assert gpu.run_all(Path(sys.executable)) == failed
+    machine = GpuMachine(monkeypatch, status, mpi4py=[mpi4py])
+    has_mpi = not mpi4py.startswith("absent")
+    failed = (len(gpu.PARTS) - (not has_mpi)) * status
+    assert gpu.run_all(Path(sys.executable), log=tmp_path) == failed
     said = capsys.readouterr().out
-    for words in (
-        "=== summary ===",
-        "gpu       A, A",
-        "cupy      none",
-        "integration_tests/test_gpu.py ",
-        "nccl/test_gpu.py ",
-        "benchmark, 1 rank(s) ",
-        "benchmark, 2 rank(s) ",
-    ):
-        assert words in said
-    assert said.count("FAILED") == failed
-    assert [command[:3] for command in commands if command[0] == "/site/mpiexec"] == (
-        [] if mpi4py.startswith("absent") else [["/site/mpiexec", "-n", "2"]]
+    assert len(said) < 12_000
+    assert said.startswith("skipped: native DDP over our groups: it needs torch 2.13\n")
+    summary = said.partition("=== summary ===\n")[2]
+    for words in ("gpu       A, A", "cupy      none", *(part.name for part in gpu.PARTS)):
+        assert words in summary
+    assert summary.count("FAILED") == failed
+    assert summary.count("1 passed, 1 failed, 1 not run" if status else "2 passed, 1 not run") == 5 + has_mpi
+    assert [command[:3] for command in machine.commands if command[0] == "/site/mpiexec"] == (
+        [["/site/mpiexec", "-n", "2"]] if has_mpi else []
     )
-    assert ("skipped: it needs mpi4py and mpiexec" in said) is mpi4py.startswith("absent")
+    assert ("skipped: it needs mpi4py and mpiexec" in summary) is not has_mpi
+    assert (tmp_path / "nccl-one-rank.log").exists()
 
 
-def test_some_files_of_gpu_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr(gpu, "probe", lambda python, env: {**GPU_MACHINE, "mpi4py": ["4.1"]})
-    monkeypatch.setattr(gpu, "follow", lambda command, **_: commands.append([*map(str, command)]) or Outcome(0, ""))
-    monkeypatch.setattr(gpu, "test_files", lambda: pytest.fail("only these"))
-    chosen = ROOT / "integration_tests" / "test_gpu.py"
-    assert gpu.run_all(Path(sys.executable), [chosen]) == 0
-    assert [command[-1] for command in commands] == [str(chosen)]
-    assert gpu._benchmark(Path("python"), 1, tmp_path / "new", {}).verdict == "passed"
-    assert [word for word in commands[-1] if "new" in word] == [
-        str(tmp_path / "new" / "nccl-1.json"),
-        str(tmp_path / "new" / "nccl-1-trace.json"),
-    ]
+def test_some_parts_of_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = GpuMachine(monkeypatch)
+    names, results = ["training-one-rank", "benchmark-all-gpus"], tmp_path / "new"
+    assert gpu.run_all(Path(sys.executable), names, results, log=tmp_path) == 0
+    tests, benchmark = machine.commands
+    assert tests[-3:] == ["-k", "one_rank", str(ROOT / "integration_tests" / "test_gpu.py")]
+    assert benchmark[-6:] == ["--ranks", "2", "--json", f"{results}/nccl-2.json", "--trace", f"{results}/nccl-2-trace.json"]
+    with pytest.raises(ToolError, match="unknown part 'training'; the parts are nccl-one-rank, "):
+        gpu.run_all(Path(sys.executable), ["training"])
+
+
+def test_what_comes_too_late_for_a_gpu_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    machine = GpuMachine(monkeypatch)
+    machine.hangs_in = "staged"
+    assert gpu.run_all(Path(sys.executable), ["staged", "mpi"], log=tmp_path) == 1
+    assert "hung, 2 passed, 1 not run" in capsys.readouterr().out
+    assert gpu.run_all(Path(sys.executable), log=tmp_path, limit_s=0.0) == 0
+    assert capsys.readouterr().out.count("not run: the time was over") == 2 * len(gpu.PARTS)
 
 
 def test_what_is_followed_is_ended_in_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp
-from syncline.collectives.devices import DeviceTransport
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.cuda import CudaRuntime, cuda_runtime
+from syncline.collectives.transports.device import DeviceTransport
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
 NUMEL = 1 << 20

@@ -9,23 +9,28 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, TransportError
-from syncline.collectives.devices import DeviceTransport
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.testing import CHECKS, Check, run_ranks
+from syncline.collectives.transports.device import DeviceTransport
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
-from test_support.recording_device import RecordingDevice
+from test_support.fake_device import FakeDevice, let_the_cpu_play
 
 pytestmark = pytest.mark.ranks
 
 
-Make = Callable[[int], tuple[HostGroup, RecordingDevice]]
+@pytest.fixture(autouse=True)
+def _the_cpu_plays(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_the_cpu_play(monkeypatch)
+
+
+Make = Callable[[int], tuple[HostGroup, FakeDevice]]
 
 
 def staged(size: int, is_mine: Callable[[torch.Tensor], bool] = lambda _: True) -> Make:
     shared_state = SharedState(size)
 
-    def make(rank: int) -> tuple[HostGroup, RecordingDevice]:
-        device = RecordingDevice(is_mine)
+    def make(rank: int) -> tuple[HostGroup, FakeDevice]:
+        device = FakeDevice(is_mine=is_mine).plays_here()
         transport = DeviceTransport(InProcessTransport(shared_state, rank), rank, device)
         return HostGroup(transport, rank, size, timeout_s=20, device=device), device
 
@@ -73,29 +78,30 @@ def test_nothing_crosses_in_vain(call, on_root: list[str], elsewhere: list[str])
 def test_a_blocking_call_is_in_order_on_return() -> None:
     group, device = staged(1)(0)
     group.all_reduce(torch.ones(2))
-    assert device.log == ["issued", "entered", "in", "out", "left", "joined"]
+    assert device.log == ["now", "wait_for", "enter", "in", "out", "record", "leave", "ordered"]
 
 
 def test_a_work_is_in_order_on_every_thread_that_waits() -> None:
     group, device = staged(1)(0)
     work = group.all_reduce(torch.ones(2), async_op=True)
     work.wait()
-    assert device.log == ["issued", "entered elsewhere", "in", "out", "left", "joined"]
+    assert device.log == ["now", "wait_for elsewhere", "enter", "in", "out", "record", "leave", "ordered elsewhere"]
+    log = len(device.log)
     thread = threading.Thread(target=work.wait)
     thread.start()
     thread.join()
-    assert device.log[-1] == "joined elsewhere"
+    assert device.log[log:] == ["ordered elsewhere"]
     group.close()
 
 
 @pytest.mark.parametrize(
     ("is_late", "expected"),
-    [(False, ["resumed", "callback", "suspended"]), (True, ["resumed", "suspended", "callback"])],
+    [(False, ["enter", "callback", "leave"]), (True, ["enter", "leave", "callback"])],
 )
 def test_a_future_is_told_on_the_groups_streams(is_late: bool, expected: list[str]) -> None:
     group, device = staged(1)(0)
     gate = threading.Event()
-    group._progress.enqueue(lambda: gate.wait(10) and None)
+    group._queue.enqueue(lambda: gate.wait(10) and None)
     work = group.all_reduce(torch.ones(2), async_op=True)
     if is_late:
         gate.set()
@@ -103,7 +109,8 @@ def test_a_future_is_told_on_the_groups_streams(is_late: bool, expected: list[st
     work.get_future().add_done_callback(lambda _: device.log.append("callback"))
     gate.set()
     group.close()
-    assert [entry for entry in device.log if entry in expected] == expected
+    log = [entry for entry in device.log if entry in expected]
+    assert log == ["enter", "leave", *expected]  # first the collective itself
 
 
 def test_a_transfer_has_arrived_when_waited_for() -> None:
@@ -119,7 +126,7 @@ def test_a_transfer_has_arrived_when_waited_for() -> None:
             assert tensor.tolist() == [1.0] * 3
         return device.log
 
-    assert run_ranks(2, body) == [["in"], ["issued", "entered", "out", "finished", "left"]]
+    assert run_ranks(2, body) == [["in"], ["now", "wait_for", "enter", "out", "finished", "record", "leave"]]
 
 
 def test_tensors_of_the_host_stay_there() -> None:
@@ -147,7 +154,7 @@ def test_ranks_may_differ_in_where_the_tensor_is() -> None:
 
 
 def test_directly() -> None:
-    device = RecordingDevice(lambda tensor: tensor.numel() > 2)
+    device = FakeDevice(is_mine=lambda tensor: tensor.numel() > 2).plays_here()
 
     class Direct(InProcessTransport):
         def all_reduce(self, tensor, op, call) -> None:
@@ -159,7 +166,7 @@ def test_directly() -> None:
     group.all_reduce(small)
     group.all_reduce(large)
     assert (small.tolist(), large.tolist()) == ([1.0] * 2, [7.0] * 3)
-    assert device.log == ["issued", "entered", "left", "joined"]
+    assert device.log == ["now", "wait_for", "enter", "record", "leave", "ordered"]
     assert "cuda directly" in group.describe()
 
 
@@ -171,11 +178,11 @@ def test_memory_that_a_library_may_still_write_is_kept() -> None:
             written.append(tensor)
             raise TransportError("the wire was cut")
 
-    device = RecordingDevice()
+    device = FakeDevice().plays_here()
     transport = DeviceTransport(Gone(SharedState(1), 0), 0, device)
     group = HostGroup(transport, 0, 1, timeout_s=5, device=device)
     tensor = torch.ones(3)
     with pytest.raises(TransportError, match=r"all_reduce\(float32\[3\], op=SUM\), number 0 .*the wire was cut"):
         group.all_reduce(tensor, ReduceOp.SUM)
     assert tensor.tolist() == [1.0] * 3
-    assert any(written[0] is kept for kept in transport._on_device._abandoned)
+    assert any(written[0] is kept for kept in transport._given_up)

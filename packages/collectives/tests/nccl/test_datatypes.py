@@ -5,7 +5,7 @@ import torch
 
 from syncline.collectives import ReduceOp, premul_sum
 from syncline.collectives.reduce_op import DTYPES_OF, FLOATS
-from syncline.collectives.transports.nccl.datatypes import NCCL_OPS, NCCL_TYPES, as_moved, as_reduced, native_reduction
+from syncline.collectives.transports.nccl.communicator import NCCL_OPS, NCCL_TYPES, as_moved, as_reduced, native_reduction
 from syncline.collectives.transports.nccl.library import load, preload_nccl
 
 BY_NAME = {

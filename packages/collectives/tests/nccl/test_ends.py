@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, MisuseError, TransportError
-from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.transports.nccl import connections
-from syncline.collectives.transports.nccl.connector import Connector
-from syncline.collectives.transports.nccl.failure import Failure
-from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.transports.nccl.connections import Connector
+from syncline.collectives.transports.nccl.group import NcclGroup
+from syncline.collectives.transports.nccl.in_flight import Failure
 from syncline.collectives.transports.nccl.rendezvous import GroupRendezvous, StoreRendezvous
-from syncline.collectives.transports.nccl.watchdog import Watchdog
-from test_support.fake_accelerator import FakeAccelerator, FakeEvent
+from test_support.fake_device import FakeDevice, FakeEvent
 from test_support.fake_nccl import FakeNccl, NcclError
-from test_support.fake_nccl_group import run_on_fakes
+from test_support.fake_nccl_group import NcclGroupOnFakes, run_on_fakes
 
 PATIENCE_S = 10.0
 
 
-def alone(accelerator: FakeAccelerator | None = None, *, timeout_s: float = PATIENCE_S) -> NcclGroup:
-    connector = Connector(FakeNccl(), accelerator or FakeAccelerator(), StoreRendezvous(dist.HashStore()), [0], 0, "alone")
-    return NcclGroup(connector, timeout_s=timeout_s)
+def alone(device: FakeDevice | None = None, *, timeout_s: float = PATIENCE_S) -> NcclGroup:
+    connector = Connector(FakeNccl(), device or FakeDevice(), StoreRendezvous(dist.HashStore()), [0], 0, "alone")
+    return NcclGroupOnFakes(connector, timeout_s=timeout_s)
 
 
 def raw_communicators(group: NcclGroup):
-    return [communicator._raw for communicator in group._engine._connections._communicators]
+    return [made.communicator._raw for made in group._connections._made]
 
 
 # ---- close tells of a failure that nobody has heard of ----
@@ -87,26 +84,34 @@ def test_close_tells_of_work_that_does_not_finish() -> None:
 @pytest.mark.ranks
 def test_close_names_a_graph_that_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_GRAPHS_S", 0.2)
-    accelerator = FakeAccelerator()
-    group = alone(accelerator)
-    group.all_reduce(torch.ones(2))
-    accelerator.captures = True
-    group.all_reduce(torch.ones(2), async_op=True).wait()
-    accelerator.captures = False
-    delete_graph = raw_communicators(group)[0].enter_a_graph()
-    with pytest.raises(TransportError, match=r"close on rank 0 of 1.*within 0\.2 s\. A CUDA graph .* is still alive: delete"):
-        group.close()
-    delete_graph()
+
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(2))
+        device = group._runtime
+        assert isinstance(device, FakeDevice)
+        device.captures = True
+        group.all_reduce(torch.ones(2), async_op=True).wait()
+        device.captures = False
+        delete_graph = raw_communicators(group)[0].enter_a_graph()
+        words = rf"close on rank {group.rank} of 2.*within 0\.2 s\. A CUDA graph .* is still alive: delete"
+        with pytest.raises(TransportError, match=words):
+            group.close()
+        delete_graph()
+
+    run_on_fakes(2, body)
 
 
 @pytest.mark.ranks
 def test_close_waits_for_the_others_where_there_is_no_graph() -> None:
-    group = alone(timeout_s=0.2)
-    group.all_reduce(torch.ones(2))
-    let_go = raw_communicators(group)[0].enter_a_graph()
-    with pytest.raises(TransportError, match="waits for the other ranks, which must close the group"):
-        group.close()
-    let_go()
+    def body(group: NcclGroup) -> None:
+        group.all_reduce(torch.ones(2))
+        group.set_timeout(0.2)
+        let_go = raw_communicators(group)[0].enter_a_graph()
+        with pytest.raises(TransportError, match="waits for the other ranks, which must close the group"):
+            group.close()
+        let_go()
+
+    run_on_fakes(2, body)
 
 
 @pytest.mark.ranks
@@ -122,83 +127,7 @@ def test_abort_waits_for_no_graph() -> None:
     assert is_aborted.wait(PATIENCE_S)
 
 
-# ---- the watchdog ----
-
-
-class FakeCollective:
-    """In flight for ever."""
-
-    def __init__(self) -> None:
-        self.deadline = CancelScope(PATIENCE_S)
-        self.heard = threading.Event()
-
-    def describe(self) -> str:
-        return "collective"
-
-    def is_over(self) -> bool:
-        return False
-
-    def release(self) -> None: ...
-
-    def fail(self, failure: Failure) -> None:
-        self.heard.set()
-
-
-class Broken(FakeCollective):
-    """Its future cannot be ended, because its GPU faults at every call."""
-
-    def fail(self, failure: Failure) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-
-class Together:
-    """Is aborted when all are: as where NCCL waits for kernels of one another's."""
-
-    def __init__(self, meeting: threading.Barrier) -> None:
-        self.meeting = meeting
-        self.is_aborted = threading.Event()
-
-    def check(self) -> None: ...
-
-    def abort(self) -> None:
-        self.meeting.wait(PATIENCE_S)
-        self.is_aborted.set()
-
-
-def test_communicators_are_aborted_at_once() -> None:
-    """Also when one of the works cannot be told."""
-    watchdog = Watchdog("w", lambda: "rank 0")
-    meeting = threading.Barrier(3)
-    communicators = [Together(meeting) for _ in range(3)]
-    last = FakeCollective()
-    for communicator in communicators[:2]:
-        watchdog.attach(communicator)
-    for collective in (Broken(), last):
-        watchdog.watch(collective)
-    watchdog.fail(TransportError("over"))
-    assert last.heard.is_set()
-    watchdog.attach(communicators[2])  # connected too late
-    assert all(communicator.is_aborted.wait(PATIENCE_S) for communicator in communicators)
-    watchdog.stop()
-
-
-def test_threads_of_the_group_choose_its_gpu() -> None:
-    """What they ask CUDA for would else take memory on GPU 0."""
-    entered: list[str] = []
-
-    def context():
-        entered.append(threading.current_thread().name)
-        return nullcontext()
-
-    watchdog = Watchdog("w", lambda: "rank 0", context)
-    communicator = Together(threading.Barrier(1))
-    watchdog.attach(communicator)
-    collective = FakeCollective()
-    watchdog.watch(collective)
-    watchdog.fail(TransportError("over"))
-    assert communicator.is_aborted.wait(PATIENCE_S)
-    watchdog.stop()
-    assert sorted(entered) == ["w", "w-abort"]
+# ---- threads ----
 
 
 @pytest.mark.ranks
@@ -206,7 +135,7 @@ def test_every_thread_that_asks_cuda_has_chosen_the_gpu() -> None:
     """Those that connect, transfer, watch and give back."""
     chosen: set[str] = set()
 
-    class Choosing(FakeAccelerator):
+    class Choosing(FakeDevice):
         def background(self, device: torch.device):
             chosen.add(threading.current_thread().name)
             return super().background(device)
@@ -216,9 +145,9 @@ def test_every_thread_that_asks_cuda_has_chosen_the_gpu() -> None:
         tensor = torch.full((2,), float(group.rank))
         (group.send(tensor, 1, async_op=True) if group.rank == 0 else group.recv(tensor, 0, async_op=True)).wait()
 
-    run_on_fakes(2, body, accelerator=Choosing)
-    watching = {f"syncline-nccl-ranks-rank{rank}" for rank in range(2)}
-    assert chosen == watching | {f"syncline-nccl-{what}" for what in ("connect", "pair", "destroy")}
+    run_on_fakes(2, body, runtime=Choosing)
+    # The monitor looks only if something is in flight for as long as it takes to its next look.
+    assert chosen - {"syncline-look"} == {f"syncline-nccl-{what}" for what in ("connect", "pair", "destroy")}
 
 
 # ---- waiters ----
@@ -238,7 +167,7 @@ def test_a_fault_of_the_gpu_has_a_name(ask) -> None:
     group = alone()
     work = group.all_reduce(torch.ones(2), async_op=True)
     work.wait(PATIENCE_S)
-    work._event = work.pending._event = FaultyEvent()
+    work._event = work.launch._event = FaultyEvent(FakeDevice())
     with pytest.raises(TransportError, match=r"the GPU reported, while the group waited for all_reduce.*illegal memory"):
         ask(work)
     group.abort()
@@ -252,7 +181,7 @@ def test_a_barrier_says_whose_time_limit_it_was() -> None:
         group.all_reduce(torch.ones(1))
         if group.rank == 0:
             work = group.barrier(async_op=True)
-            work.pending.deadline.cancel()
+            work.launch.scope.cancel(TimeoutError())
             with pytest.raises(CollectiveTimeout, match=r"within the 20 s timeout of the group|did not finish within 20 s"):
                 work.wait()
         both.wait(PATIENCE_S)
@@ -314,7 +243,7 @@ class Host:
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_a_group_to_meet_in_ends_with_the_group_that_owns_it(owned: bool, how: str) -> None:
     host = Host()
-    connector = Connector(FakeNccl(), FakeAccelerator(), GroupRendezvous(host, owned=owned), [0], 0, "g")
-    group = NcclGroup(connector, timeout_s=1)
+    connector = Connector(FakeNccl(), FakeDevice(), GroupRendezvous(host, owned=owned), [0], 0, "g")
+    group = NcclGroupOnFakes(connector, timeout_s=1)
     getattr(group, how)()
     assert host.ended == ([how] if owned else [])

@@ -17,23 +17,21 @@ from syncline.collectives import (
     DisagreementError,
     GroupClosedError,
     InvalidArgumentError,
+    RankLostError,
     TransportError,
 )
-from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.device import Event
+from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.signature import Signature
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.transports.nccl import library
-from syncline.collectives.transports.nccl.accelerator import Event
-from syncline.collectives.transports.nccl.connector import Connector
-from syncline.collectives.transports.nccl.failure import Failure
-from syncline.collectives.transports.nccl.peer_info import find_conflict, peer_info
-from syncline.collectives.transports.nccl.pending_collective import gpu_fault
-from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.transports.nccl.connections import Connector, find_conflict, peer_info
+from syncline.collectives.transports.nccl.group import NcclGroup
 from syncline.collectives.transports.nccl.rendezvous import StoreRendezvous
-from syncline.collectives.transports.nccl.watchdog import Watchdog
-from test_support.fake_accelerator import FakeAccelerator, FakeCommStream, FakeEvent
+from test_support.fake_device import FakeDevice, FakeEvent, FakeStream
 from test_support.fake_nccl import FakeNccl, NcclError
-from test_support.fake_nccl_group import run_on_fakes
+from test_support.fake_nccl_group import NcclGroupOnFakes, run_on_fakes
 
 # ---- what is missing ----
 
@@ -45,11 +43,11 @@ class Fake:
         vars(self).update(attributes)
 
 
-def cupy_for(cuda_version: int) -> Fake:
-    return Fake(__version__="14.2.0", cuda=Fake(runtime=Fake(runtimeGetVersion=lambda: cuda_version)))
+def cupy_for(cuda_version: int, version: str = "14.2.0") -> Fake:
+    return Fake(__version__=version, cuda=Fake(runtime=Fake(runtimeGetVersion=lambda: cuda_version)))
 
 
-GOOD_NCCL = Fake(available=True, NcclCommunicator=object, NCCL_BFLOAT16=9)
+GOOD_NCCL = Fake(available=True, NcclCommunicator=object)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +59,7 @@ GOOD_NCCL = Fake(available=True, NcclCommunicator=object, NCCL_BFLOAT16=9)
             ["is for CUDA 12, but torch", "is for CUDA 13", "pip install 'syncline-collectives[nccl-cuda13]'"],
         ),
         (cupy_for(13_020), Fake(available=False), ["finds no NCCL library", "pip install nvidia-nccl-cu13"]),
-        (cupy_for(13_000), Fake(available=True, NcclCommunicator=object), ["too old", "bfloat16", "--upgrade"]),
+        (cupy_for(13_000, "13.6.0"), GOOD_NCCL, ["CuPy 13.6.0 is too old", "expected 14 or newer", "--upgrade"]),
     ],
 )
 def test_cupys_that_do_not_fit(cupy: Any, nccl: Any, words: list[str]) -> None:
@@ -147,137 +145,22 @@ def test_every_rank_hears_of_two_on_one_gpu() -> None:
     run_on_fakes(3, body, pci_id=lambda rank: "0000:18:00.0" if rank == 1 else "0000:17:00.0")
 
 
-class TwoGpus(FakeAccelerator):
-    device_type = "meta"
-
-
 def test_tensors_on_two_gpus() -> None:
-    group = NcclGroup(Connector(FakeNccl(), TwoGpus(), StoreRendezvous(dist.HashStore()), [0], 0, "g"), timeout_s=5)
-    first, second = torch.empty(2, device="meta"), torch.empty(2, device="meta")
-    with pytest.raises(InvalidArgumentError, match="moves tensors on meta, found a tensor on cpu"):
+    group = NcclGroup(Connector(FakeNccl(), FakeDevice(), StoreRendezvous(dist.HashStore()), [0], 0, "g"), timeout_s=5)
+    with pytest.raises(InvalidArgumentError, match="moves tensors on cuda, found a tensor on cpu"):
         group.all_reduce(torch.ones(2))
-    engine = group._engine
+    signature = Signature("all_gather", dtype=torch.float32, shape=(2,))
     pair = [Fake(device=torch.device("cuda", index)) for index in range(2)]
-    call = Fake(signature=lambda: "all_gather(float32[2])", name="all_gather")
     with pytest.raises(InvalidArgumentError, match="expected all tensors on one GPU, found cuda:0 and cuda:1"):
-        engine._device_of(call, pair)  # type: ignore[arg-type]
-    connections = engine._connections
+        group._device_of(signature, pair)  # type: ignore[arg-type]
+    connections = group._connections
     connections._device = torch.device("cuda", 0)
     for connected in (connections.of_all, partial(connections.with_peer, 1)):
         with pytest.raises(InvalidArgumentError, match=r"the group serves cuda:0, the GPU of its first call, found .* cuda:1"):
-            connected(call, torch.device("cuda", 1))  # type: ignore[operator]
-    assert first.device == second.device
+            connected(signature, torch.device("cuda", 1))
 
 
 # ---- how a group ends ----
-
-
-class FakeCollective:
-    """A work that is over when told so."""
-
-    def __init__(self, log: list[str], name: str, timeout_s: float = 60.0) -> None:
-        self.log, self.name = log, name
-        self.deadline = CancelScope(timeout_s)
-        self.over = False
-
-    def describe(self) -> str:
-        return self.name
-
-    def is_over(self) -> bool:
-        return self.over
-
-    def release(self) -> None:
-        self.log.append(f"{self.name} released")
-
-    def fail(self, failure: Failure) -> None:
-        self.log.append(f"{self.name} failed: {type(failure.error).__name__}")
-
-
-class FakeCommunicator:
-    """A communicator."""
-
-    def __init__(self, log: list[str], error: Exception | None = None) -> None:
-        self.log, self.error = log, error
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def abort(self) -> None:
-        self.log.append("aborted")
-
-
-def test_the_order_of_a_failure() -> None:
-    """Recorded first, then told to the waiters, then aborted; what was over has succeeded."""
-    log: list[str] = []
-    watchdog = Watchdog("w", lambda: "rank 0")
-    communicator = FakeCommunicator(log)
-    watchdog.attach(communicator)
-    over, first, second = FakeCollective(log, "over"), FakeCollective(log, "first"), FakeCollective(log, "second")
-    first.fail = lambda told: log.append(f"first told, recorded: {watchdog.failure is told}")  # type: ignore[method-assign]
-    ended = threading.Event()
-    communicator.abort = lambda: (log.append("aborted"), ended.set())  # type: ignore[assignment, method-assign, return-value]
-    for collective in (over, first, second):
-        watchdog.watch(collective)
-    over.over = True
-    watchdog.fail(TransportError("the group was aborted"))
-    watchdog.fail(TransportError("a second failure does not count"))
-    assert ended.wait(10)
-    assert log == ["over released", "first told, recorded: True", "second failed: TransportError", "aborted"]
-    assert watchdog.failure is not None
-    assert "aborted" in str(watchdog.failure.error)
-    assert not watchdog.drain(0.1)
-    watchdog.stop()
-
-
-@pytest.mark.parametrize(
-    ("break_it", "kind", "words"),
-    [
-        (
-            lambda collective, communicator: setattr(collective, "deadline", CancelScope(1e-9)),
-            CollectiveTimeout,
-            "late did not finish within",
-        ),
-        (
-            lambda collective, communicator: setattr(communicator, "error", TransportError("NCCL says no")),
-            TransportError,
-            "late was in flight",
-        ),
-        (lambda collective, communicator: setattr(collective, "is_over", _gpu_fault), TransportError, "illegal memory"),
-    ],
-    ids=["deadline", "error of NCCL", "fault of the GPU"],
-)
-def test_the_watchdog_finds(
-    break_it: Callable[[FakeCollective, FakeCommunicator], None], kind: type[Exception], words: str
-) -> None:
-    log: list[str] = []
-    ended = threading.Event()
-    watchdog = Watchdog("w", lambda: "rank 0")
-    communicator, collective = FakeCommunicator(log), FakeCollective(log, "late")
-    communicator.abort = ended.set  # type: ignore[method-assign]
-    watchdog.attach(communicator)
-    watchdog.watch(collective)
-    break_it(collective, communicator)
-    assert ended.wait(10)
-    assert watchdog.failure is not None
-    assert isinstance(watchdog.failure.error, kind)
-    assert words in str(watchdog.failure.error)
-    watchdog.stop()
-
-
-def _gpu_fault() -> bool:
-    raise gpu_fault("late", RuntimeError("CUDA error: an illegal memory access was encountered"))
-
-
-def test_what_is_over_is_released_without_anybody_asking() -> None:
-    log: list[str] = []
-    watchdog = Watchdog("w", lambda: "rank 0")
-    collective = FakeCollective(log, "a")
-    watchdog.watch(collective)
-    collective.over = True
-    assert watchdog.drain(10)
-    assert log == ["a released"]
-    watchdog.stop()
 
 
 @pytest.mark.ranks
@@ -319,7 +202,7 @@ def test_a_peer_that_never_comes() -> None:
 
 def raw_communicator(group: NcclGroup) -> Any:
     """The fake of that of all ranks."""
-    return group._engine._connections._communicators[0]._raw
+    return group._connections._made[0].communicator._raw
 
 
 @pytest.mark.ranks
@@ -336,6 +219,46 @@ def test_a_peer_that_dies() -> None:
             work.wait(20)
 
     run_on_fakes(2, body)
+
+
+@pytest.mark.ranks
+def test_a_rank_hears_that_another_has_failed() -> None:
+    """Within a node NCCL may say nothing of it, and the time limit is long."""
+
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        if group.rank == 1:
+            raw_communicator(group).abort = lambda: None
+            group.abort()
+            return
+        words = "all_reduce.* will not finish, because another rank does not come: rank 1 of 2 .* failed: the group was aborted"
+        with pytest.raises(TransportError, match=words):
+            group.all_reduce(torch.ones(3), async_op=True).wait(25)
+
+    run_on_fakes(2, body)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_rank_hears_from_the_host_group_that_another_is_lost(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
+    """Only the ranks of the group count."""
+    error = RankLostError(f"the process of rank {lost} has ended", [lost])
+    monkeypatch.setattr(HostGroup, "reason_to_give_up", lambda _: error)
+
+    def body(group: NcclGroup) -> None:
+        part = group.subset([0, 1], "part", timeout_s=3.0) if group.rank < 2 else None
+        if part is None:
+            return
+        part.barrier()
+        if group.rank == 0:
+            words = "does not come: the process of rank 1 has ended" if lost == 1 else "did not finish within 3 s"
+            with pytest.raises(TransportError, match=words):
+                part.all_reduce(torch.ones(3), async_op=True).wait(25)
+        both.wait(25)
+        part.abort()
+
+    both = threading.Barrier(2)
+    run_on_fakes(3, body, over_host_group=True)
 
 
 @pytest.mark.ranks
@@ -414,21 +337,21 @@ def test_a_transfer_whose_peer_never_comes() -> None:
     run_on_fakes(2, body, timeout_s=0.5)
 
 
-class FailingCommStream(FakeCommStream):
+class FailingStream(FakeStream):
     """What is issued fails, as where memory for a copy is lacking."""
 
     def run(self, body: Callable[[], None], after: Event) -> FakeEvent:
         raise torch.OutOfMemoryError("out of memory")
 
 
-class FailingAccelerator(FakeAccelerator):
-    def comm_stream(self, device: torch.device) -> FakeCommStream:
-        return FailingCommStream(1)
+class FailingDevice(FakeDevice):
+    stream_class = FailingStream
 
 
 def test_what_cannot_be_issued_ends_the_group() -> None:
     """The other ranks have issued it, so nothing after it would match."""
-    group = NcclGroup(Connector(FakeNccl(), FailingAccelerator(), StoreRendezvous(dist.HashStore()), [0], 0, "g"), timeout_s=5)
+    connector = Connector(FakeNccl(), FailingDevice(), StoreRendezvous(dist.HashStore()), [0], 0, "g")
+    group = NcclGroupOnFakes(connector, timeout_s=5)
     with pytest.raises(torch.OutOfMemoryError):
         group.all_reduce(torch.ones(1))
     with pytest.raises(TransportError, match="had failed before: out of memory"):

@@ -46,7 +46,7 @@ def on_gpu(function):
 
 
 @on_gpu
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2], ids=["one_rank", "two_ranks"])
 @pytest.mark.parametrize("part", PARTS)
 def test_on_gpu(part: str, size: int, tmp_path: Path) -> None:
     (tmp_path / "parts").write_text(part)

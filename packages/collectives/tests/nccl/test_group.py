@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, MisuseError, TransportError
-from syncline.collectives.transports.nccl.accelerator import Event
-from syncline.collectives.transports.nccl.connector import Connector, warn_unverified
-from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.engine.device import Event
+from syncline.collectives.transports.nccl.connections import Connector, warn_unverified
+from syncline.collectives.transports.nccl.group import NcclGroup
 from syncline.collectives.transports.nccl.rendezvous import StoreRendezvous
-from test_support.fake_accelerator import FakeAccelerator, FakeCommStream, FakeEvent
+from test_support.fake_device import FakeDevice, FakeEvent, FakeStream
 from test_support.fake_nccl import FakeNccl
-from test_support.fake_nccl_group import run_on_fakes
+from test_support.fake_nccl_group import NcclGroupOnFakes, run_on_fakes
 
 pytestmark = pytest.mark.ranks
 
 
-def alone(accelerator: FakeAccelerator | None = None, timeout_s: float = 10.0) -> NcclGroup:
-    connector = Connector(FakeNccl(), accelerator or FakeAccelerator(), StoreRendezvous(dist.HashStore()), [0], 0, "alone")
-    return NcclGroup(connector, timeout_s=timeout_s)
+def alone(device: FakeDevice | None = None, timeout_s: float = 10.0) -> NcclGroup:
+    connector = Connector(FakeNccl(), device or FakeDevice(), StoreRendezvous(dist.HashStore()), [0], 0, "alone")
+    return NcclGroupOnFakes(connector, timeout_s=timeout_s)
 
 
 def test_the_first_connection_warns_once_and_on_rank_0_that_no_gpu_was_seen(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,7 +105,7 @@ def test_two_threads_may_send_to_one_peer() -> None:
     """NCCL takes one call at a time for each communicator."""
     inside, together = [0], []
 
-    class Counting(FakeCommStream):
+    class Counting(FakeStream):
         def run(self, body: Callable[[], None], after: Event) -> FakeEvent:
             inside[0] += 1
             together.append(inside[0])
@@ -115,9 +115,11 @@ def test_two_threads_may_send_to_one_peer() -> None:
                 time.sleep(1e-4)  # so that another thread would come in
                 inside[0] -= 1
 
-    class Accelerator(FakeAccelerator):
-        def comm_stream(self, device: torch.device) -> FakeCommStream:
-            return Counting(1) if self.pci_id(device) == "0000:00:00.0" else super().comm_stream(device)
+    class Counted(FakeDevice):
+        stream_class = Counting
+
+    def device(pci_id: str) -> FakeDevice:
+        return (Counted if pci_id == "0000:00:00.0" else FakeDevice)(pci_id)
 
     def body(group: NcclGroup) -> None:
         (group.send if group.rank == 0 else group.recv)(torch.zeros(1), 1 - group.rank)  # connects
@@ -133,14 +135,15 @@ def test_two_threads_may_send_to_one_peer() -> None:
             thread.join()
         assert together == [1] * 20
 
-    run_on_fakes(2, body, accelerator=Accelerator)
+    run_on_fakes(2, body, runtime=device)
 
 
 def test_what_nccl_cannot_is_refused() -> None:
     group = alone()
     with pytest.raises(InvalidArgumentError, match="another rank"):
         group.send(torch.ones(1), 0)
-    group = NcclGroup(Connector(FakeNccl(), FakeAccelerator(), StoreRendezvous(dist.HashStore()), [0, 1], 0, "g"), timeout_s=1)
+    connector = Connector(FakeNccl(), FakeDevice(), StoreRendezvous(dist.HashStore()), [0, 1], 0, "g")
+    group = NcclGroupOnFakes(connector, timeout_s=1)
     with pytest.raises(InvalidArgumentError, match="NCCL has no tags, found tag 3"):
         group.send(torch.ones(1), 1, tag=3)
     with pytest.raises(InvalidArgumentError, match="NCCL must know who sends"):
@@ -208,9 +211,10 @@ def test_a_callback_may_issue_when_a_batch_ends() -> None:
     def body(group: NcclGroup) -> None:
         first, second = torch.ones(2), torch.zeros(2)
 
-        def again(done: torch.futures.Future[list[torch.Tensor]]) -> None:
+        def again(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             second.copy_(done.value()[0] + group.rank)
             group.all_reduce(second, async_op=True).wait()
+            return second  # so that whoever waits for the future is ordered after this
 
         with group.coalescing():
             future = group.all_reduce(first, async_op=True).get_future().then(again)
@@ -224,15 +228,14 @@ def test_a_callback_may_issue_when_the_group_fails() -> None:
     """It is told of the failure by the thread that met it, which holds no lock either."""
     heard: list[BaseException] = []
 
-    class Failing(FakeCommStream):
+    class Failing(FakeStream):
         def run(self, body: Callable[[], None], after: Event) -> FakeEvent:
             raise torch.OutOfMemoryError("out of memory")
 
-    class Accelerator(FakeAccelerator):
-        def comm_stream(self, device: torch.device) -> FakeCommStream:
-            return Failing(1)
+    class Device(FakeDevice):
+        stream_class = Failing
 
-    group = alone(Accelerator())
+    group = alone(Device())
 
     def again(done: torch.futures.Future[list[torch.Tensor]]) -> None:
         try:
@@ -273,7 +276,7 @@ def test_a_batch_that_comes_too_late_wakes_who_waits() -> None:
     def issue() -> None:
         with group.coalescing():
             futures.append(group.all_reduce(torch.ones(2), async_op=True).get_future())
-            group._engine._watchdog.fail(TransportError("a cable was pulled"))
+            group._in_flight.fail(TransportError("a cable was pulled"))
 
     with pytest.raises(TransportError, match=r"coalesced.* was not started .* a cable was pulled"):
         issue()
@@ -304,29 +307,29 @@ def test_memory_in_flight_is_held_until_the_stream_is_ordered() -> None:
             work = group.all_gather_into_tensor(block, source, async_op=True)
             del source
         work.wait()
+        assert block.tolist() == [0.0] * 3 + [1.0] * 3
         gc.collect()
         assert gone() is None or group.rank == 1
-        assert block.tolist() == [0.0] * 3 + [1.0] * 3
 
     run_on_fakes(2, body)
 
 
 def test_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = FakeAccelerator()
-    group = alone(accelerator)
+    device = FakeDevice()
+    group = alone(device)
     nccl_calls: list[Any] = []
-    monkeypatch.setattr(FakeCommStream, "run", noting(FakeCommStream.run, nccl_calls))
-    accelerator.captures = True
+    monkeypatch.setattr(FakeStream, "run", noting(FakeStream.run, nccl_calls))
+    device.captures = True
     with pytest.raises(MisuseError, match="cannot be connected while a CUDA graph is captured"):
         group.all_reduce(torch.ones(2))
-    accelerator.captures = False
+    device.captures = False
     group.all_reduce(torch.ones(2))
-    accelerator.captures = True
+    device.captures = True
     tensor = torch.ones(2)
     work = group.all_reduce(tensor, async_op=True)
     assert not work.is_completed()
     completions: list[Any] = []
-    monkeypatch.setattr(FakeCommStream, "complete", noting(FakeCommStream.complete, completions))
+    monkeypatch.setattr(FakeStream, "complete", noting(FakeStream.complete, completions))
     work.get_future()
     assert completions == [{"captured": True}]
     work.wait()
@@ -339,7 +342,7 @@ def test_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MisuseError, match="split"):
         group.split(0)
     assert len(nccl_calls) == issued
-    accelerator.captures = False
+    device.captures = False
     assert work.is_completed()
     assert work.wait()
     group.close()

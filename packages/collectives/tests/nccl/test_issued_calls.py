@@ -18,23 +18,25 @@ from syncline.collectives.engine.tags import FIRST_NCCL_AGREEMENT, ReservedTag
 from syncline.collectives.group import ProcessGroup
 from syncline.collectives.health import agreement as history_verification
 from syncline.collectives.health.report import Reporter
-from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.testing.ranks import run_ranks
-from syncline.collectives.transports.nccl import issued_calls, rendezvous
-from syncline.collectives.transports.nccl.backend import agree_on_start
-from syncline.collectives.transports.nccl.process_group import NcclGroup
-from syncline.collectives.transports.nccl.work import NcclWork
-from test_support.fake_nccl_group import run_on_fakes
+from syncline.collectives.transports.nccl import group as group_module
+from syncline.collectives.transports.nccl import rendezvous
+from syncline.collectives.transports.nccl.connections import Connector
+from syncline.collectives.transports.nccl.group import NcclGroup
+from syncline.collectives.transports.nccl.work import StreamWork
+from test_support.fake_device import FakeDevice
+from test_support.fake_nccl import FakeNccl
+from test_support.fake_nccl_group import NcclGroupOnFakes, run_on_fakes
 
 pytestmark = pytest.mark.ranks
 PATIENCE_S = 20.0
 OVER = pytest.mark.parametrize("over_host_group", [False, True], ids=["store", "host group"])
 
 
-def until_failed(group: NcclGroup, work: NcclWork) -> None:
+def until_failed(group: NcclGroup, work: StreamWork) -> None:
     """Wait for the watchdog to end the group."""
     deadline = CancelScope(PATIENCE_S)
-    while group._engine._watchdog.failure is None and not deadline.expired():
+    while group._in_flight.failure is None and not deadline.is_over():
         work._failed.wait(0.01)
     work.wait(PATIENCE_S)
 
@@ -42,7 +44,7 @@ def until_failed(group: NcclGroup, work: NcclWork) -> None:
 def until_found(group: NcclGroup) -> str:
     """What ended the group, once the comparison beside the step has found it."""
     deadline = CancelScope(PATIENCE_S)
-    while group._engine._watchdog.failure is None and not deadline.expired():
+    while group._in_flight.failure is None and not deadline.is_over():
         time.sleep(0.005)
     with pytest.raises(TransportError, match="had failed before") as raised:
         group.all_reduce(torch.ones(1))
@@ -68,8 +70,8 @@ def test_each_call_is_recorded() -> None:
         placed = [record for record in records if record.position is not None]
         assert [record.name for record in placed] == ["all_reduce", "broadcast", "all_reduce", "all_reduce", "barrier"]
         assert [record.position for record in placed] == [0, 1, 2, 3, 4]
-        assert (placed[0].dtype, placed[0].shape, placed[0].op) == ("float32", (3, 2), "MAX")
-        assert (placed[1].dtype, placed[1].root) == ("int32", 1)
+        assert placed[0].words == "all_reduce(float32[3, 2], op=MAX)"
+        assert placed[1].words == "broadcast(int32[4], root=1)"
         assert [record.name for record in transfers] == ["send" if group.rank == 0 else "recv"]
         assert all(record.where.startswith("test_issued_calls.py:") for record in records)
 
@@ -79,7 +81,7 @@ def test_each_call_is_recorded() -> None:
 def test_what_is_over_is_done_in_the_record() -> None:
     def body(group: NcclGroup) -> None:
         group.all_reduce(torch.ones(1))
-        assert group._engine._watchdog.drain(PATIENCE_S)
+        assert group._in_flight.drain(PATIENCE_S)
         assert [record.state for record in group.recorder.records()] == [DONE]
 
     run_on_fakes(2, body)
@@ -91,10 +93,10 @@ def test_a_timeout_writes_a_report(tmp_path: Path) -> None:
     def body(group: NcclGroup) -> None:
         group.report_to(Reporter("job", group.rank, group.size, str(tmp_path)))
         group.all_reduce(torch.ones(1))
-        assert group._engine._watchdog.drain(PATIENCE_S)
+        assert group._in_flight.drain(PATIENCE_S)
         if group.rank == 0:
             work = group.all_reduce(torch.ones(5), async_op=True)
-            work.pending.deadline.cancel()
+            work.launch.scope.cancel(TimeoutError())
             with pytest.raises(CollectiveTimeout, match=r"read it with `syncline report`"):
                 until_failed(group, work)
         both.wait(PATIENCE_S)
@@ -103,7 +105,7 @@ def test_a_timeout_writes_a_report(tmp_path: Path) -> None:
     run_on_fakes(2, body)
     (path,) = tmp_path.glob("syncline-report-job/rank-0.*.json")
     (written,) = json.loads(path.read_text())["groups"]
-    assert [(call["name"], call["shape"]) for call in written["calls"]] == [("all_reduce", [1]), ("all_reduce", [5])]
+    assert [call["words"] for call in written["calls"]] == ["all_reduce(float32[1], op=SUM)", "all_reduce(float32[5], op=SUM)"]
     assert written["calls"][1]["state"] not in (DONE, FAILED)
 
 
@@ -130,7 +132,7 @@ def test_a_difference_is_found_beside_a_step(over_host_group: bool) -> None:
 
 
 def test_close_tells_of_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(issued_calls, "_CLOSE_S", PATIENCE_S)
+    monkeypatch.setattr(group_module, "_CLOSE_S", PATIENCE_S)
 
     def body(group: NcclGroup) -> None:
         group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)
@@ -153,14 +155,14 @@ def test_calls_are_compared_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_many_ranks_compare_some_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(issued_calls, "_VERIFIED_EACH_TIME", 1)
+    monkeypatch.setattr(group_module, "_COMPARED_EACH_TIME", 1)
 
     def body(group: NcclGroup) -> None:
         group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)
         for _ in range(2):
             group.agree_on_calls(async_op=True)
-        group._engine._calls._progress.drain(PATIENCE_S)
-        assert group._engine._watchdog.failure is None
+        group._beside.drain(PATIENCE_S)
+        assert group._in_flight.failure is None
         group.agree_on_calls(async_op=True)
         until_found(group)
 
@@ -197,15 +199,21 @@ def test_the_store_keeps_nothing_of_a_comparison() -> None:
     assert store.num_keys() == 0
 
 
-def request(*, reproducible: bool) -> ConnectRequest:
-    return ConnectRequest(None, None, None, None, PATIENCE_S, reproducible=reproducible)
+def started(store: dist.Store, host: ProcessGroup, *, reproducible: bool) -> NcclGroup:
+    """A group that has met the others in a store."""
+    connector = Connector(FakeNccl(), FakeDevice(), rendezvous.StoreRendezvous(store), range(host.size), host.rank, "g")
+    group = NcclGroupOnFakes(connector, timeout_s=PATIENCE_S)
+    group.start({"reproducible": reproducible})
+    return group
 
 
 def test_ranks_agree_on_the_name_of_the_run() -> None:
     store, names = dist.HashStore(), set()
 
-    def body(group: ProcessGroup) -> None:
-        names.add(agree_on_start(rendezvous.StoreRendezvous(store), group.rank, group.size, request(reproducible=False)))
+    def body(host: ProcessGroup) -> None:
+        reporter = started(store, host, reproducible=False).reporter
+        assert reporter is not None
+        names.add(reporter.job)
 
     run_ranks(3, body)
     assert len(names) == 1
@@ -214,9 +222,9 @@ def test_ranks_agree_on_the_name_of_the_run() -> None:
 def test_other_options_on_a_rank_are_told() -> None:
     store = dist.HashStore()
 
-    def body(group: ProcessGroup) -> None:
+    def body(host: ProcessGroup) -> None:
         with pytest.raises(DisagreementError, match=r"rank 1: reproducible=True"):
-            agree_on_start(rendezvous.StoreRendezvous(store), group.rank, group.size, request(reproducible=group.rank == 1))
+            started(store, host, reproducible=host.rank == 1)
 
     run_ranks(2, body)
 

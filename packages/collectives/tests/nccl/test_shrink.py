@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from syncline.collectives import BackendUnavailableError, GroupClosedError, ProcessGroup, TransportError
 from syncline.collectives.engine.composed import PerDeviceGroup
-from syncline.collectives.transports.nccl.connector import Connector
-from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.transports.nccl.connections import Connector
+from syncline.collectives.transports.nccl.group import NcclGroup
 from syncline.collectives.transports.nccl.rendezvous import GroupRendezvous, Rendezvous, StoreRendezvous
 from syncline.collectives.transports.threads import InProcessGroup, create_groups
-from test_support.fake_accelerator import FakeAccelerator
+from test_support.fake_device import FakeDevice
 from test_support.fake_nccl import FakeNccl, NcclError
+from test_support.fake_nccl_group import NcclGroupOnFakes
 
 SIZE, VICTIM = 3, 1
 
@@ -28,8 +29,8 @@ def _tensors_of_the_host_pass_for_those_of_a_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 def over_nccl(nccl: FakeNccl, rendezvous: Rendezvous, rank: int, size: int = SIZE) -> NcclGroup:
-    return NcclGroup(
-        Connector(nccl, FakeAccelerator(f"0000:{rank:02x}:00.0"), rendezvous, range(size), rank, "ranks"), timeout_s=30
+    return NcclGroupOnFakes(
+        Connector(nccl, FakeDevice(f"0000:{rank:02x}:00.0"), rendezvous, range(size), rank, "ranks"), timeout_s=30
     )
 
 
@@ -52,7 +53,7 @@ def lose_one(make: Callable[[FakeNccl, InProcessGroup], tuple[ProcessGroup, Nccl
         part = broken.subset([0, 2], "the others")
         work = broken.all_reduce(torch.ones(1), async_op=True)
         error = NcclError(6, "remote process exited or there was a network error")
-        broken._engine._connections._communicators[0]._raw.break_down(error)
+        broken._connections._made[0].communicator._raw.break_down(error)
         with pytest.raises(TransportError, match="A rank of the group died"):
             work.wait(20)
         shrunk = group.shrink(silence_timeout_s=20)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from syncline.collectives import CollectiveTimeout, TransportError
 from syncline.collectives.torch_backend import TorchProcessGroup
 from syncline.collectives.torch_bridge import group_factory
-from syncline.collectives.transports.nccl.process_group import NcclGroup
+from syncline.collectives.transports.nccl.group import NcclGroup
 from test_support.fake_nccl import NcclError
 from test_support.fake_nccl_group import run_on_fakes
 
@@ -79,7 +79,7 @@ def test_a_failure_that_nobody_heard_of_is_told_at_the_end() -> None:
         torchs.barrier().wait()
         if group.rank == 0:
             torchs.allreduce([torch.ones(1)])
-            group._engine._connections._communicators[0]._raw.break_down(NcclError(6, "remote process exited"))
+            group._connections._made[0].communicator._raw.break_down(NcclError(6, "remote process exited"))
             with pytest.raises(TransportError, match="remote process exited"):
                 torchs.shutdown()
             assert closed == [True]
@@ -112,7 +112,7 @@ def test_native_ddp(torchs_default_group: list[NcclGroup]) -> None:
         wrapped(data).square().mean().backward()
         for parameter, gradient in zip(local.parameters(), expected, strict=True):
             assert torch.equal(parameter.grad, gradient)
-        assert next(group._engine._sequence) > 1  # it went this way
+        assert next(group._numbers) > 1  # it went this way
         dist.destroy_process_group()
 
-    run_on_fakes(1, body)
+    run_on_fakes(1, body, lazily=False)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from .engine.observers import recorded
-from .engine.signature import Signature, tensor_in_words
+from .engine.signature import Signature, device_type_of, tensor_in_words
 from .engine.tags import FIRST_RESERVED, LAST_RESERVED, is_reserved
 from .errors import BackendUnavailableError, InvalidArgumentError
 from .reduce_op import ReduceOp, Reduction, checked_reduction
@@ -636,5 +636,4 @@ class ProcessGroup(ABC):
     def _all_to_all_signature(
         self, name: str, tensor: torch.Tensor, detail: str, splits: tuple[tuple[int, ...], tuple[int, ...]]
     ) -> Signature:
-        device_type = tensor.device.type
-        return Signature(name, device_type=device_type, detail=f"dtype={tensor.dtype}{detail}", splits=splits)
+        return Signature(name, device_type=device_type_of(tensor), detail=f"dtype={tensor.dtype}{detail}", splits=splits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from .engine.cancel_scope import seconds
-from .errors import CollectiveTimeout
+from .errors import CollectiveTimeout, TransportError
 
 if TYPE_CHECKING:
     AnyFuture: TypeAlias = torch.futures.Future[Any]
@@ -59,7 +60,7 @@ class GroupFuture(AnyFuture):
             try:
                 following.set_result(callback(done))
             except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
-                following.set_exception(error)
+                fail_future(following, error, self._devices)
 
         self.add_done_callback(run)
         return following
@@ -74,9 +75,36 @@ def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
     return GroupFuture(devices_of(tensors))
 
 
+def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> None:
+    """Complete a future with an error, whatever the error is.
+
+    torch refuses an error that is no `Exception`, such as that of Ctrl-C. And a future of CUDA tensors pickles what it gets, to
+    look for tensors in it: an error that cannot be pickled, such as one of a class that was defined in a function, would give
+    way to the pickler's error. In place of such an error the future gets a `TransportError` that names it and has it as cause.
+
+    Args:
+        future: is not complete.
+        error: what its waiters raise.
+        devices: the future's.
+    """
+    if not isinstance(error, Exception) or (devices and not _can_be_pickled(error)):
+        named = TransportError(f"{type(error).__name__}: {error}")
+        named.__cause__ = error
+        error = named
+    future.set_exception(error)
+
+
+def _can_be_pickled(error: Exception) -> bool:
+    try:
+        pickle.dumps(error)
+    except Exception:  # noqa: BLE001 - a third party's class may raise anything
+        return False
+    return True
+
+
 def _wait_as_torch_does(future: Any) -> None:
-    """What a work of torch's gives is of a base class of `AnyFuture`, though its type says otherwise."""
-    (AnyFuture.wait if isinstance(future, torch.futures.Future) else type(future).wait)(future)
+    """For a future that is done. Ours may note that the program has waited, which it has not."""
+    (AnyFuture.wait if isinstance(future, GroupFuture) else type(future).wait)(future)
 
 
 def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) -> TensorsFuture:
@@ -94,7 +122,7 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
                 # It is done; on CUDA, the current stream is ordered after it.
                 _wait_as_torch_does(future)
         except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
-            joined.set_exception(error)  # type: ignore[arg-type]  # torch says "result: T"
+            fail_future(joined, error, devices_of(tensors))
         else:
             joined.set_result(tensors)
 
@@ -239,7 +267,7 @@ class PendingWork(Work):
         if self._error is None:
             future.set_result(self._tensors)
         else:
-            future.set_exception(self._error)  # type: ignore[arg-type]  # torch says "result: T"
+            fail_future(future, self._error, devices_of(self._tensors))
 
     @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:

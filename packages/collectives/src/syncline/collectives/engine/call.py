@@ -77,6 +77,10 @@ class Call:
         self.state = state
         self.reads = self.writes = ()
 
+    def release(self) -> None:
+        """Let go of the tensors; the call may go on, on the stream of a device that keeps their memory until it is over."""
+        self.reads = self.writes = ()
+
     def __str__(self) -> str:
         """In words: "all_reduce(float32[10, 3], op=SUM), number 7"."""
         return f"{self.signature}" if self.number is None else f"{self.signature}, number {self.number}"

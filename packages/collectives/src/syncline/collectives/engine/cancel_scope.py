@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -103,9 +106,11 @@ class DetachedCall(Generic[T]):
     """Calls a function once, on a thread of its own, which is left behind if the function never returns.
 
     For libraries that block in C code and cannot be asked to stop. `wait` is how a thread blocks but ends when its scope ends.
+    At the end of the process such threads get a few seconds to come back: a thread that is inside torch when the interpreter is
+    taken down crashes the process.
 
     Args:
-        function: what is called.
+        function: what is called. It is not held after the call.
         name: of the thread, a daemon.
         context: is entered around the call, on its thread.
 
@@ -116,12 +121,12 @@ class DetachedCall(Generic[T]):
     def __init__(
         self, function: Callable[[], T], name: str, context: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        self._function = function
-        self._context = context
         self._result: list[T] = []
         self._error: BaseException | None = None
         self.done = threading.Event()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(function, context), name=name, daemon=True)
+        _detached.add(thread)
+        thread.start()
 
     def wait(self, scope: CancelScope, look_s: float = 0.1, what: str = "the library did not return") -> T:
         """Block until the function has returned, and return its result; end when the scope ends.
@@ -144,10 +149,27 @@ class DetachedCall(Generic[T]):
             raise self._error
         return self._result[0]
 
-    def _run(self) -> None:
+    def _run(self, function: Callable[[], T], context: Callable[[], AbstractContextManager[object]]) -> None:
         try:
-            with self._context():
-                self._result.append(self._function())
+            with context():
+                self._result.append(function())
         except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
             self._error = error
         self.done.set()
+
+
+_EXIT_S = 5.0
+_detached: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_detached() -> None:
+    """Wait for all of them, together no longer than `_EXIT_S` seconds."""
+    scope = CancelScope(_EXIT_S)
+    for thread in list(_detached):
+        if thread.is_alive():
+            thread.join(scope.remaining_s())
+
+
+if hasattr(os, "register_at_fork"):  # the parent's threads do not run in a forked child
+    os.register_at_fork(after_in_child=_detached.clear)

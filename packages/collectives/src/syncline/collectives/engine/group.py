@@ -1,4 +1,4 @@
-"""HostGroup: a process group made of a transport."""
+"""EngineGroup: what all our groups share; and HostGroup: a process group made of a transport."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import weakref
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -18,11 +19,11 @@ from typing_extensions import override
 
 from ..errors import DisagreementError, GroupClosedError, MisuseError, SynclineError, TransportError
 from ..group import ProcessGroup
-from ..health.agreement import Agreement, MessageCarrier, different_splits
+from ..health.agreement import Agreement, Carrier, MessageCarrier, different_splits
 from ..health.leaving import GroupLeavers
 from ..health.liveness import Liveness
 from ..health.monitor import call_now_and_then, watch
-from ..health.recorder import Recorder
+from ..health.recorder import CallCount, Recorder
 from ..health.report import Reporter, reported
 from ..health.report_signal import report_on_signal
 from ..health.stalls import StallWatch
@@ -60,7 +61,187 @@ GIVEN_UP_KEPT = 16
 _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 
 
-class HostGroup(ProcessGroup):
+class EngineGroup(ProcessGroup):
+    """What our groups share: plans, the order and record of calls, the history that ranks compare, and the first failure.
+
+    `HostGroup` runs calls one after the other on the host. `transports.nccl.group.NcclGroup` puts them on a stream of a GPU.
+
+    Args:
+        carrier: brings the ranks' words to one another.
+        compares_later: the ranks compare their histories, because they do not compare each call before it runs.
+        count: counts the calls that begin; None for a count of the group's own.
+        liveness: says which ranks are lost; None where nobody can know.
+
+    Attributes:
+        recorder: of the last calls.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        carrier: Carrier,
+        *,
+        name: str,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        compares_later: bool = True,
+        count: CallCount | None = None,
+        liveness: Liveness | None = None,
+    ) -> None:
+        super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
+        self._words = FailureWords(self.place(), liveness)
+        self._queue = Queue(f"syncline-{name}-rank{rank}")
+        weakref.finalize(self, self._queue.drop).atexit = False
+        self._plans: dict[Signature, Plan] = {}
+        self._numbers = itertools.count()
+        self._splits_made = itertools.count()
+        self._companions: list[ProcessGroup] = []
+        self._closed = False
+        self._reporter: Reporter | None = None
+        self._losses_are_expected = False
+        self.recorder = Recorder(name, rank, self.ranks, count)
+        self._carrier = carrier
+        self._agreement = None if size == 1 else Agreement(carrier, rank, self.recorder)
+        self._compares_later = compares_later and size > 1
+
+    @property
+    @abstractmethod
+    def first_failure(self) -> BaseException | None:
+        """What has ended the group; None while nothing has."""
+
+    @override
+    def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
+        wanted = (name, tensor.dtype, tensor.shape)
+        for signature, plan in reversed(self._plans.items()):
+            if (signature.name, signature.dtype, signature.shape) == wanted:
+                return plan.algorithm
+        return None
+
+    @override
+    def is_in_callback(self) -> bool:
+        return self._queue.is_in_callback()
+
+    # ---- start ----
+
+    def start(self, options: Mapping[str, object]) -> None:
+        """Compare options with the other ranks, and report failures from now on. All ranks call it, before anything else.
+
+        Args:
+            options: what changes how the ranks communicate.
+
+        Raises:
+            DisagreementError: the ranks were given different options.
+        """
+        agreement = self._agreement or Agreement(self._carrier, 0, self.recorder)
+        reporter = Reporter(agreement.on_start(options, CancelScope(self.timeout_s)), self.rank, self.size)
+        self.report_to(reporter)
+        report_on_signal(reporter)
+
+    def report_to(self, reporter: Reporter | None) -> None:
+        """Let the first failure of this group, and of groups made of it from now on, be reported; None: not."""
+        self._reporter = reporter
+        if reporter is not None:
+            reporter.watch(self.recorder)
+
+    @property
+    def reporter(self) -> Reporter | None:
+        """What reports the group's failures."""
+        return self._reporter
+
+    # ---- plans ----
+
+    @abstractmethod
+    def _new_plan(self, signature: Signature) -> Plan:
+        """How calls of that signature are carried out. Does not communicate."""
+
+    def _make_plan(self, signature: Signature) -> Plan:
+        plan = self._new_plan(signature)
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        if not self._closed:
+            self._plans[signature] = plan
+        return plan
+
+    @property
+    def _agreed(self) -> Agreement:
+        assert self._agreement is not None
+        return self._agreement
+
+    # ---- failures ----
+
+    def _check_usable(self, signature: Signature) -> None:
+        if self._closed:
+            raise self._words.closed(signature)
+        failure = self.first_failure
+        if failure is not None:
+            raise self._words.not_started(signature, failure)
+
+    def _reported(self, failure: BaseException) -> BaseException:
+        """The failure. If it is ours, and a report is written, its text says where."""
+        if self._losses_are_expected and isinstance(failure, TransportError):
+            return failure
+        return reported(self._reporter, failure)
+
+    @override
+    def expect_losses(self, are_expected: bool) -> None:
+        self._losses_are_expected = are_expected
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Finish what was issued, compare the calls with those of the other ranks, then give up what the group holds.
+
+        Raises:
+            DisagreementError: the ranks have made different calls.
+            MisuseError: it was called from a future's callback, which is part of what it would wait for.
+        """
+        if self._queue.is_running_here():
+            raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
+        if self._closed:
+            return
+        with ExitStack() as ending:  # from the last one on, also after one that raises
+            ending.callback(self._close)
+            for companion in self._companions:
+                ending.callback(self._end, companion)
+            if self.first_failure is None and self._compares_later:
+                self._compare_before_close()
+
+    @abstractmethod
+    def _compare_before_close(self) -> None:
+        """Compare all calls with the other ranks, who close the group, too. A rank that does not come is no failure."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Finish what was issued, set `_closed`, and give up what the group holds."""
+
+    def _end(self, companion: ProcessGroup) -> None:
+        """Nobody may come to close the companion of a group that has failed."""
+        if self.first_failure is None:
+            companion.close()
+        else:
+            companion.abort()
+
+    @override
+    def end_together(self, companion: ProcessGroup) -> None:
+        self._companions.append(companion)
+
+    def abort(self) -> None:
+        """Fail what is in flight and everything queued behind it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._plans.clear()
+        for companion in self._companions:
+            companion.abort()
+        self._abort(self.first_failure or self._words.aborted())
+
+    @abstractmethod
+    def _abort(self, failure: BaseException) -> None:
+        """Fail what is in flight, without waiting. `_closed` is set."""
+
+
+class HostGroup(EngineGroup):
     """All of `ProcessGroup` by the plans of a `Transport`, run one after the other.
 
     The way of a call::
@@ -83,9 +264,6 @@ class HostGroup(ProcessGroup):
         check_calls: the ranks compare each call before it runs, with its shapes.
         leavers: says which ranks have left the job; None where nobody tells. See Note [Who will not come] in `health.leaving`.
         liveness: says which ranks are lost; None where nobody can know. With it, the monitor looks at the calls.
-
-    Attributes:
-        recorder: of the last calls.
     """
 
     def __init__(
@@ -102,30 +280,26 @@ class HostGroup(ProcessGroup):
         leavers: GroupLeavers | None = None,
         liveness: Liveness | None = None,
     ) -> None:
-        super().__init__(rank, size, name=name, timeout_s=timeout_s, ranks=ranks)
+        super().__init__(
+            rank,
+            size,
+            MessageCarrier(transport, rank, size),
+            name=name,
+            timeout_s=timeout_s,
+            ranks=ranks,
+            compares_later=not (check_calls or transport.compares_every_call),
+            count=None if leavers is None else leavers.count,
+            liveness=liveness,
+        )
         self._transport = transport
         self._leavers = leavers
         self._liveness = liveness
         self._device = device
         self._device_types = frozenset({"cpu"} if device is None else {"cpu", device.device_type})
-        self._words = FailureWords(self.place(), liveness)
-        self._queue = Queue(f"syncline-{name}-rank{rank}")
-        weakref.finalize(self, self._queue.drop).atexit = False
-        self._plans: dict[Signature, Plan] = {}
-        self._numbers = itertools.count()
-        self._splits_made = itertools.count()
         self._in_flight: set[PendingWork] = set()
-        self._companions: list[ProcessGroup] = []
-        self._closed = False
         self._first_failure: BaseException | None = None
         self._running: Call | None = None
-        self.recorder = Recorder(name, rank, self.ranks, None if leavers is None else leavers.count)
-        self._agreement = None if size == 1 else Agreement(MessageCarrier(transport, rank, size), rank, self.recorder)
         self._checks_calls = check_calls and size > 1
-        # Ranks that compare each call before it runs need not compare their histories.
-        self._compares_later = size > 1 and not (check_calls or transport.compares_every_call)
-        self._reporter: Reporter | None = None
-        self._losses_are_expected = False
         self._stall_warning_s = 0.0
         self._stall_watch: StallWatch | None = None
         if liveness is not None:
@@ -147,46 +321,23 @@ class HostGroup(ProcessGroup):
     def describe(self) -> str:
         return self._transport.describe()
 
-    @override
-    def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        wanted = (name, tensor.dtype, tensor.shape)
-        for signature, plan in reversed(self._plans.items()):
-            if (signature.name, signature.dtype, signature.shape) == wanted:
-                return plan.algorithm
-        return None
-
-    @override
-    def is_in_callback(self) -> bool:
-        return self._queue.is_in_callback()
+    @property
+    def first_failure(self) -> BaseException | None:
+        """The error of the first call that failed, or that of `abort`."""
+        return self._first_failure
 
     # ---- start ----
 
+    @override
     def start(self, options: Mapping[str, object], stall_warning_s: float = 0) -> None:
-        """Compare options with the other ranks, and report failures from now on. All ranks call it, before anything else.
+        """As `EngineGroup.start`.
 
         Args:
             options: what changes how the ranks communicate.
             stall_warning_s: after so many seconds in one call rank 0 logs which rank waits for which; 0: never.
-
-        Raises:
-            DisagreementError: the ranks were given different options.
         """
-        agreement = self._agreement or Agreement(MessageCarrier(self._transport, 0, 1), 0, self.recorder)
-        reporter = Reporter(agreement.on_start(options, CancelScope(self.timeout_s)), self.rank, self.size)
-        self.report_to(reporter)
+        super().start(options)
         self.warn_of_stalls(stall_warning_s)
-        report_on_signal(reporter)
-
-    def report_to(self, reporter: Reporter | None) -> None:
-        """Let the first failure of this group, and of groups made of it from now on, be reported; None: not."""
-        self._reporter = reporter
-        if reporter is not None:
-            reporter.watch(self.recorder)
-
-    @property
-    def reporter(self) -> Reporter | None:
-        """What reports the group's failures."""
-        return self._reporter
 
     def warn_of_stalls(self, stall_warning_s: float) -> None:
         """Let rank 0 log which rank waits for which, in this group and in groups made of it from now on; 0: not."""
@@ -306,20 +457,11 @@ class HostGroup(ProcessGroup):
         plan.run(part, whole, call)
         unpack(signature.name, part, whole, call.writes, is_root=signature.root == self.rank)
 
-    def _make_plan(self, signature: Signature) -> Plan:
-        plan = self._transport.plan(signature)
-        if len(self._plans) >= MOST_PLANS:
-            self._plans.clear()
-        if not self._closed:
-            self._plans[signature] = plan
-        return plan
+    @override
+    def _new_plan(self, signature: Signature) -> Plan:
+        return self._transport.plan(signature)
 
     # ---- agreement ----
-
-    @property
-    def _agreed(self) -> Agreement:
-        assert self._agreement is not None
-        return self._agreement
 
     def _check_same_call(self, call: Call) -> None:
         said = self._agreed.same(str(call.signature), call.scope)
@@ -462,23 +604,9 @@ class HostGroup(ProcessGroup):
 
     # ---- the end ----
 
-    def close(self) -> None:
-        """Run what was issued, compare the calls with those of the other ranks, then close the transport.
-
-        Raises:
-            DisagreementError: the ranks have made different calls.
-            MisuseError: it was called from a future's callback, which is part of what it would wait for.
-        """
-        if self._queue.is_running_here():
-            raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
-        if self._closed:
-            return
-        with ExitStack() as ending:  # from the last one on, also after one that raises
-            ending.callback(self._close)
-            for companion in self._companions:
-                ending.callback(self._end, companion)
-            if self._first_failure is None and self._compares_later:
-                self._start(Signature("close"), (), (), self._compare_at_close, is_numbered=False)
+    @override
+    def _compare_before_close(self) -> None:
+        self._start(Signature("close"), (), (), self._compare_at_close, is_numbered=False)
 
     def _compare_at_close(self, call: Call) -> None:
         """A rank that does not come is no failure: it may have ended without closing its groups, or still compute."""
@@ -488,17 +616,7 @@ class HostGroup(ProcessGroup):
         except (TimeoutError, TransportError) as error:
             logger.info("close on %s: calls were not compared with those of the other ranks: %s", self.place(), error)
 
-    def _end(self, companion: ProcessGroup) -> None:
-        """Nobody may come to close the companion of a group that has failed."""
-        if self._first_failure is None:
-            companion.close()
-        else:
-            companion.abort()
-
     @override
-    def end_together(self, companion: ProcessGroup) -> None:
-        self._companions.append(companion)
-
     def _close(self) -> None:
         self._closed = True
         self._stop_watching()
@@ -520,16 +638,10 @@ class HostGroup(ProcessGroup):
             self._stall_watch.stop()
             self._stall_watch = None
 
-    def abort(self) -> None:
-        """Fail what is in flight and everything queued behind it."""
-        if self._closed:
-            return
-        self._closed = True
+    @override
+    def _abort(self, failure: BaseException) -> None:
         self._stop_watching()
-        self._plans.clear()
-        for companion in self._companions:
-            companion.abort()
-        failure = self._first_failure = self._first_failure or self._words.aborted()
+        self._first_failure = failure
         running = self._running  # another thread may just end that call
         if running is not None:
             running.scope.cancel(failure)
@@ -562,22 +674,6 @@ class HostGroup(ProcessGroup):
 
     def _on_failure(self, failure: BaseException) -> None:
         """The group has failed. For groups whose members tell one another."""
-
-    def _reported(self, failure: BaseException) -> BaseException:
-        """The failure. If it is ours, and a report is written, its text says where."""
-        if self._losses_are_expected and isinstance(failure, TransportError):
-            return failure
-        return reported(self._reporter, failure)
-
-    @override
-    def expect_losses(self, are_expected: bool) -> None:
-        self._losses_are_expected = are_expected
-
-    def _check_usable(self, signature: Signature) -> None:
-        if self._closed:
-            raise self._words.closed(signature)
-        if self._first_failure is not None:
-            raise self._words.not_started(signature, self._first_failure)
 
     def _reason_not_to_wait(self) -> TransportError | None:
         """Why a rank that shall send something will not: it is lost, or has left the job."""

@@ -12,13 +12,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
-from typing_extensions import override
+from typing_extensions import ParamSpec, override
 
 from ..errors import MisuseError
 from ..work import Devices, GroupFuture, before_blocking
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Task = Callable[[], None]
 Callback = Callable[[Any], Any]
 
@@ -107,15 +109,18 @@ class Queue:
             self._turn.release()
         return True
 
-    def run_in_turn(self, task: Callable[..., None], *arguments: object) -> None:
-        """Run a task on this thread, after the one that another thread runs now. For tasks that do not block for long."""
+    def run_in_turn(self, task: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Run a task on this thread, after the one that another thread runs now. Other tasks wait for it meanwhile.
+
+        Returns:
+            What the task returns. What it raises reaches the caller.
+        """
         if self._running_on == get_ident():
-            task(*arguments)
-            return
+            return task(*arguments, **options)
         with self._turn:
             try:
                 self._running_on = get_ident()
-                task(*arguments)
+                return task(*arguments, **options)
             finally:
                 self._running_on = None
 

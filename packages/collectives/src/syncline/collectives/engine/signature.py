@@ -42,8 +42,7 @@ class Signature(NamedTuple):
         cls, name: str, tensor: torch.Tensor, op: Reduction | None = None, root: int | None = None, detail: str = ""
     ) -> Signature:
         """The signature of a call for which this tensor stands."""
-        device_type = "cpu" if tensor.is_cpu else tensor.device.type  # the first question costs a third of the second
-        return cls(name, op, root, tensor.dtype, tensor.shape, device_type, detail)
+        return cls(name, op, root, tensor.dtype, tensor.shape, device_type_of(tensor), detail)
 
     # What follows is for those who know that the collective has one.
 
@@ -92,6 +91,11 @@ class Signature(NamedTuple):
             self.detail,
         )
         return f"{self.name}({', '.join(filter(None, words))})"
+
+
+def device_type_of(tensor: torch.Tensor) -> str:
+    """Where the tensor is, such as "cpu"."""
+    return "cpu" if tensor.is_cpu else tensor.device.type  # the first question costs a third of the second
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ..errors import CollectiveTimeout, SynclineError, TransportError
 from ..tensors.layout import untracked
-from ..work import TensorsFuture, Work, new_future
+from ..work import TensorsFuture, Work, devices_of, fail_future, new_future
 from .cancel_scope import CancelScope, seconds
 from .transport import Request
 
@@ -163,7 +163,7 @@ class TransferWork(Work):
         if self._error is None:
             self._future.set_result(self._tensors)
         else:
-            self._future.set_exception(self._error)  # type: ignore[arg-type]  # torch says "result: T"
+            fail_future(self._future, self._error, devices_of(self._tensors))
 
     def _timed_out(self, timeout_s: float) -> CollectiveTimeout:
         return CollectiveTimeout(

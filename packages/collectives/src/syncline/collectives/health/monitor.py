@@ -90,6 +90,10 @@ class Looked(Protocol):
     period_s: float
     may_block: bool
 
+    @property
+    def is_idle(self) -> bool:
+        """Read on the monitor's thread; must not block."""
+
     def look(self, now_s: float) -> None:
         """Look once. Must wait for no rank. After an exception there are no more looks."""
 
@@ -237,7 +241,8 @@ class _Turn:
 
     def look(self, looked: Looked, now_s: float) -> None:
         """Let it look if it is time, and the look before is over."""
-        if now_s < self._next_s or (self._running is not None and not self._running.done.is_set()):
+        is_looking = self._running is not None and not self._running.done.is_set()
+        if now_s < self._next_s or is_looking or looked.is_idle:
             return
         self._next_s = now_s + looked.period_s
         if looked.may_block:

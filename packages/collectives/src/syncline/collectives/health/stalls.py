@@ -70,6 +70,7 @@ class StallWatch:
     """
 
     may_block = True
+    is_idle = False
 
     def __init__(self, recorder: Recorder, status_post: StatusPost, limit_s: float) -> None:
         self.limit_s = limit_s

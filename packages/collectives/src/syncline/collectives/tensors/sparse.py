@@ -12,7 +12,7 @@ from ..engine.signature import tensor_in_words
 from ..errors import InvalidArgumentError
 from ..health.statements import Statements, different_calls
 from ..reduce_op import PremulSum, ReduceOp, Reduction, divide
-from ..work import FutureWork, TensorsFuture, Work, new_future
+from ..work import FutureWork, TensorsFuture, Work, devices_of, fail_future, new_future
 from .layout import untracked
 
 _SIGNATURE_BYTES = 512
@@ -73,7 +73,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         try:
             gather_elements(done)
         except Exception as error:  # noqa: BLE001 - whoever waits must get it
-            future.set_exception(error)  # type: ignore[arg-type]  # torch says "result: T"
+            fail_future(future, error, devices_of([tensor]))
         else:
             future.set_result([tensor])
 

@@ -1,34 +1,150 @@
-"""CUDA devices, by streams and pinned memory."""
+"""CUDA devices, by torch's streams, events and pinned memory; NCCL's own streams by CuPy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import ctypes
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from threading import Lock
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-from ..engine.device import DeviceRuntime, StreamOrder
+from ..engine.device import DeviceRuntime, Event, Stream
+from ..work import TensorsFuture
+
+_HIGH_PRIORITY = -1
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+class CudaEvent(Event):
+    """An event that was recorded."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    @override
+    def order_current_stream(self) -> None:
+        self._event.wait(torch.cuda.current_stream(self._device))
+
+    def order(self, stream: torch.cuda.Stream) -> None:
+        """The same for another stream."""
+        self._event.wait(stream)
+
+    @override
+    def is_over(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class CudaStream(Stream):
+    """One of torch's streams, or, with `is_own`, one of CUDA's own that nobody else has."""
+
+    def __init__(self, device: torch.device, *, is_own: bool) -> None:
+        self.device = device
+        self._stream: torch.cuda.Stream
+        if is_own:
+            self._stream = torch.cuda.ExternalStream(_own_streams.acquire(device, self), device)  # type: ignore[no-untyped-call]
+        else:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.handle = int(self._stream.cuda_stream)
+
+    @override
+    def wait_for(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        event.order(self._stream)
+
+    @override
+    def current(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    @override
+    def record(self) -> CudaEvent:
+        return CudaEvent(self._stream)
+
+    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
+        """Let torch record, on the current stream, the event that waiters and callbacks wait for.
+
+        The stream may hold later collectives by now, for which they would wait, too; so a stream of torch's pool stands in,
+        which waits for `done` only. In a capture they do wait for these: the other stream would never be joined.
+        """
+        assert isinstance(done, CudaEvent)
+        ordered: torch.cuda.Stream = self._stream
+        if not captured:
+            ordered = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            done.order(ordered)
+        with torch.cuda.stream(ordered):
+            future.set_result(tensors)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """As `DeviceRuntime.keep`."""
+        tensor.record_stream(self._stream)
 
 
 class CudaRuntime(DeviceRuntime):
-    """One stream for each device, made when the first tensor of the device comes.
-
-    Pinned memory is torch's, which keeps it for reuse and knows by events when a copy no longer needs it.
-    """
+    """The GPUs that torch sees. Pinned memory is torch's: it knows by events when a copy no longer needs it."""
 
     device_type = "cuda"
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @override
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
+    # ---- streams and events ----
+
     @override
-    def order(self, tensors: Sequence[torch.Tensor]) -> CudaOrder:
-        return CudaOrder([(tensor, self._stream(tensor.device)) for tensor in tensors])
+    def stream(self, device: torch.device, *, is_own: bool) -> CudaStream:
+        return CudaStream(device, is_own=is_own)
+
+    @override
+    def now(self, device: torch.device) -> CudaEvent:
+        return CudaEvent(torch.cuda.current_stream(device))
+
+    @override
+    def current_stream(self, device: torch.device) -> int:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    @override
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    @override
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        assert isinstance(stream, CudaStream)
+        stream.keep(tensor)
+
+    # ---- for groups on streams ----
+
+    @override
+    def current_device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @contextmanager
+    @override
+    def background(self, device: torch.device) -> Iterator[None]:
+        # CUDA's rule that asking for an event spoils captures of other threads is lifted for this thread.
+        driver = _driver()
+        if driver is not None:
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
+        with torch.cuda.device(device):
+            yield
+
+    @override
+    def pci_id(self, device: torch.device) -> str:
+        from cupy.cuda import runtime
+
+        return str(runtime.deviceGetPCIBusId(device.index))
+
+    @override
+    def future(self, device: torch.device) -> TensorsFuture:
+        return torch.futures.Future(devices=[device])
+
+    # ---- copies ----
 
     def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pinned memory."""
@@ -49,50 +165,49 @@ class CudaRuntime(DeviceRuntime):
     def finish(self, tensor: torch.Tensor) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
 
+class StreamPool:
+    """Makes streams and lends them; what is no longer used is lent again.
 
-class CudaOrder(StreamOrder):
-    """Events between the caller's streams and the group's.
+    Two users of one stream would wait for one another, which they must not: a send and a receive, for one, may each be what
+    lets the other go on. Streams are never destroyed, because torch's allocator keeps memory for each by its handle.
 
     Args:
-        tensors: all that the collective touches, each with the group's stream for its device.
+        make: makes a stream on a device, and returns its handle.
     """
 
-    def __init__(self, tensors: Sequence[tuple[torch.Tensor, torch.cuda.Stream]]) -> None:
-        self._tensors = tensors
-        self._streams = list(dict.fromkeys(stream for _, stream in tensors))
-        self._issued = [torch.cuda.current_stream(stream.device).record_event() for stream in self._streams]
-        self._done: list[torch.cuda.Event] = []
+    def __init__(self, make: Callable[[torch.device], int]) -> None:
+        self._make = make
+        self._idle: dict[torch.device, list[int]] = defaultdict(list)
+        self._lock = Lock()
 
-    @override
-    def join(self) -> None:
-        for stream, event in zip(self._streams, self._done):  # noqa: B905 - none is done if the collective never ran
-            torch.cuda.current_stream(stream.device).wait_event(event)
+    def acquire(self, device: torch.device, user: object) -> int:
+        """The handle of a stream that is the user's as long as that lives."""
+        with self._lock:
+            idle = self._idle[device]
+            handle = idle.pop() if idle else self._make(device)
+        weakref.finalize(user, idle.append, handle).atexit = False
+        return handle
 
-    @contextmanager
-    @override
-    def resumed(self) -> Iterator[None]:
-        with ExitStack() as entered:
-            for stream in self._streams:
-                entered.enter_context(torch.cuda.stream(stream))
-            yield
 
-    @contextmanager
-    @override
-    def entered(self) -> Iterator[None]:
-        for stream, event in zip(self._streams, self._issued, strict=True):
-            stream.wait_event(event)
-        for tensor, stream in self._tensors:
-            tensor.record_stream(stream)  # its memory is not given away before this stream has done with it
-        with self.resumed():
-            try:
-                yield
-            finally:
-                self._done = [stream.record_event() for stream in self._streams]
+def _new_stream(device: torch.device) -> int:
+    """A stream of CUDA's own: torch's come from a pool of 32, which users would have to share."""
+    from cupy.cuda import runtime
+
+    with torch.cuda.device(device):
+        return int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, _HIGH_PRIORITY))
+
+
+_own_streams = StreamPool(_new_stream)
+
+
+@functools.cache
+def _driver() -> Any | None:
+    """CUDA's driver; None where it has another name: then all goes on, only captures may be spoilt."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def cuda_runtime() -> CudaRuntime | None:

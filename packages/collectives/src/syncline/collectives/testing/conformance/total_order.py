@@ -43,6 +43,9 @@ class _LabelledCollectives:
 
     def expect_in_order(self, expected: list[str]) -> None:
         """Every collective met itself on all ranks, and they finished here in this order."""
+        # The callbacks have waited, each on a stream of its own on CUDA, and their futures have no tensor whose stream the
+        # current one would be ordered after. After a barrier everything is over.
+        self._group.barrier()
         for label, numbers in self._results.items():
             if {int(number) for number in numbers} != {_number(label)}:
                 labels = {_number(known): known for known in self._results}

@@ -85,6 +85,7 @@ class ExitBarrier:
 
     period_s = 1.0
     may_block = True
+    is_idle = False
 
     def __init__(self) -> None:
         self._communicator = MPI.COMM_WORLD.Dup()

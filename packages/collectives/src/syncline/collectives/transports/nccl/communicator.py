@@ -1,19 +1,101 @@
-"""One NCCL communicator: tensors in, NCCL calls out. The only module that calls `cupy.cuda.nccl`."""
+"""One NCCL communicator: tensors in, NCCL calls out. The only module that calls `cupy.cuda.nccl`.
+
+First, as tables and pure functions, how torch's dtypes and reductions are NCCL's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...errors import TransportError
-from .datatypes import NCCL_TYPES, as_moved
+from ...reduce_op import BOOL, COMPLEX, FLOATS, INTEGERS, PremulSum, ReduceOp, Reduction
+from ...tensors.layout import bytes_of
 
 _NO_COLOR = -1
 _INVALID = (4, 5)  # ncclInvalidArgument, ncclInvalidUsage
 _REMOTE = 6  # ncclRemoteError
+
+# The values of ncclDataType_t; a test compares them with CuPy's constants.
+NCCL_TYPES: dict[torch.dtype, int] = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.uint32: 3,
+    torch.int64: 4,
+    torch.uint64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+
+# The values of ncclRedOp_t; a test compares them, too.
+NCCL_OPS: dict[ReduceOp, int] = {
+    ReduceOp.SUM: 0,
+    ReduceOp.PRODUCT: 1,
+    ReduceOp.MAX: 2,
+    ReduceOp.MIN: 3,
+    ReduceOp.AVG: 4,
+}
+
+# On truth values stored as 0 and 1, and is the minimum, or the maximum.
+_OPS_ON_BOOL = {
+    ReduceOp.MIN: ReduceOp.MIN,
+    ReduceOp.BAND: ReduceOp.MIN,
+    ReduceOp.MAX: ReduceOp.MAX,
+    ReduceOp.BOR: ReduceOp.MAX,
+}
+
+
+@dataclass(frozen=True)
+class NativeReduction:
+    """A reduction that NCCL does itself.
+
+    Attributes:
+        op: the value of ncclRedOp_t.
+        factor: what each rank's terms are multiplied by first, or None.
+    """
+
+    op: int
+    factor: float | None = None
+
+
+def native_reduction(op: Reduction, dtype: torch.dtype, *, reproducible: bool = False) -> NativeReduction | None:
+    """How NCCL reduces this, or None if the ranks must exchange the terms and reduce them themselves. A pure function.
+
+    Not native are: what NCCL has not (int16, bitwise reductions of integers, products of complex numbers), minimum and maximum
+    of floating point numbers (NCCL drops a not-a-number on some ranks), and, with `reproducible`, all whose result depends on
+    the order of the terms.
+    """
+    if dtype in BOOL:
+        return NativeReduction(NCCL_OPS[_OPS_ON_BOOL[op]]) if op in _OPS_ON_BOOL else None
+    kind = ReduceOp.SUM if isinstance(op, PremulSum) else op
+    if kind not in NCCL_OPS or (dtype not in NCCL_TYPES and dtype not in COMPLEX):
+        return None
+    if dtype not in INTEGERS and (reproducible or not _is_native_on_floats(kind, dtype)):
+        return None
+    return NativeReduction(NCCL_OPS[kind], op.factor if isinstance(op, PremulSum) else None)
+
+
+def _is_native_on_floats(op: ReduceOp, dtype: torch.dtype) -> bool:
+    return op in (ReduceOp.SUM, ReduceOp.AVG) or (op is ReduceOp.PRODUCT and dtype in FLOATS)
+
+
+def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat tensor as NCCL can reduce it: complex numbers as pairs of real ones, bool as uint8. Shares memory."""
+    if tensor.dtype in COMPLEX:
+        return torch.view_as_real(tensor).view(-1)
+    return tensor.view(torch.uint8) if tensor.dtype in BOOL else tensor
+
+
+def as_moved(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat tensor as NCCL can move it: itself, or its bytes (bool, float8, complex, ...). Shares memory."""
+    return tensor if tensor.dtype in NCCL_TYPES else bytes_of(tensor)
 
 
 class Communicator:
@@ -57,22 +139,19 @@ class Communicator:
         """In place."""
         if tensor.numel():
             address, count, datatype = self._wire(tensor)
-            with mapped(self._nccl, "ncclAllReduce"):
-                self._raw.allReduce(address, address, count, datatype, op, self._stream)
+            self._call("allReduce", address, address, count, datatype, op)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         """In place on the root; elsewhere only read."""
         if tensor.numel():
             address, count, datatype = self._wire(tensor)
-            with mapped(self._nccl, "ncclReduce"):
-                self._raw.reduce(address, address, count, datatype, op, root, self._stream)
+            self._call("reduce", address, address, count, datatype, op, root)
 
     def reduce_scatter(self, output: torch.Tensor, block: torch.Tensor, op: int) -> None:
         """`block` is as long as `size` outputs."""
         if output.numel():
             address, count, datatype = self._wire(output)
-            with mapped(self._nccl, "ncclReduceScatter"):
-                self._raw.reduceScatter(self._wire(block)[0], address, count, datatype, op, self._stream)
+            self._call("reduceScatter", self._wire(block)[0], address, count, datatype, op)
 
     # ---- moves ----
 
@@ -80,29 +159,27 @@ class Communicator:
         """In place."""
         if tensor.numel():
             address, count, datatype = self._wire(as_moved(tensor))
-            with mapped(self._nccl, "ncclBroadcast"):
-                self._raw.broadcast(address, address, count, datatype, root, self._stream)
+            self._call("broadcast", address, address, count, datatype, root)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor) -> None:
         """`block` is as long as `size` tensors; `tensor` may be this rank's part of it."""
         if tensor.numel():
             address, count, datatype = self._wire(as_moved(tensor))
-            with mapped(self._nccl, "ncclAllGather"):
-                self._raw.allGather(address, self._wire(as_moved(block))[0], count, datatype, self._stream)
+            self._call("allGather", address, self._wire(as_moved(block))[0], count, datatype)
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         """To another rank; two that send to one another must do so in a `group`."""
         if tensor.numel():
-            address, count, datatype = self._wire(as_moved(tensor))
-            with mapped(self._nccl, "ncclSend"):
-                self._raw.send(address, count, datatype, peer, self._stream)
+            self._call("send", *self._wire(as_moved(tensor)), peer)
 
     def recv(self, tensor: torch.Tensor, peer: int) -> None:
         """From another rank."""
         if tensor.numel():
-            address, count, datatype = self._wire(as_moved(tensor))
-            with mapped(self._nccl, "ncclRecv"):
-                self._raw.recv(address, count, datatype, peer, self._stream)
+            self._call("recv", *self._wire(as_moved(tensor)), peer)
+
+    def _call(self, name: str, *arguments: int) -> None:
+        with mapped(self._nccl, f"nccl{name[0].upper()}{name[1:]}"):
+            getattr(self._raw, name)(*arguments, self._stream)
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -136,7 +213,22 @@ class Communicator:
             self._raw.check_async_error()
 
     def abort(self) -> None:
-        """End what is in flight, on this rank. Any thread may call it, also while another is inside a call."""
+        """End what is in flight, on this rank. Any thread may call it, also while another one is inside a call of NCCL.
+
+        Note [Abort of a blocking communicator]
+        ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+        NCCL promises a safe abort for communicators that are non-blocking, with no thread inside NCCL. CuPy (14) makes blocking
+        ones: its `NcclConfig` has no other field than `split_share`. And a thread that is stuck inside NCCL is the very reason
+        to abort. Usually NCCL's flag makes that thread, and the kernels, give up, and its call returns an error. Otherwise
+
+        1. this call, or the stuck one, does not return: each abort has a thread of its own, for which only the end of the
+           process waits, for a few seconds; or
+        2. NCCL frees the communicator below the stuck thread, and the process dies of a signal.
+
+        Both can only happen in a group that has failed: the report is written, the works have their error, and the group will
+        not be used again. So it is accepted. NVIDIA's `nccl4py` (0.6) has non-blocking communicators, `revoke` and `shrink`. It
+        fits behind this class, but it brings `cuda-core` and `cuda-bindings`, and each call would have to be polled.
+        """
         self._raw.abort()
 
     def destroy(self) -> None:
@@ -152,10 +244,8 @@ def _group(nccl: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        try:
+        with suppress(Exception):  # the first error is the one to tell
             nccl.groupEnd()  # this thread must not stay inside a group
-        except Exception:  # noqa: BLE001 - the first error is the one to tell
-            pass
         raise
     with mapped(nccl, "ncclGroupEnd"):
         nccl.groupEnd()
@@ -182,3 +272,9 @@ def _remedy(status: int) -> str:
     if status in _INVALID:
         return ". Ranks of different sizes, types or calls are the usual cause"
     return ""
+
+
+def version_in_words(nccl: Any) -> str:
+    """Such as "2.27.7"; NCCL counts 10000 for the first, 100 for the second, 1 for the third."""
+    number = int(nccl.get_version())
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -1,23 +1,156 @@
-"""The communicators of a group: made when they are first needed, given back at the end."""
+"""Communicators: made when they are first needed, after all ranks have said which GPU they use; given back at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import functools
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from ...engine.cancel_scope import CancelScope, DetachedCall
-from ...errors import InvalidArgumentError, MisuseError, TransportError
-from .communicator import Communicator
-from .connector import Connector, StreamCommunicator
-from .failure import FatalError
-from .pair import Direction, Pair
-from .watchdog import Watchdog
+from ...engine.device import DeviceRuntime, Stream
+from ...engine.signature import Signature
+from ...errors import CollectiveTimeout, DisagreementError, InvalidArgumentError, MisuseError, TransportError
+from ...startup.nodes import host_identity
+from .communicator import Communicator, mapped, version_in_words
+from .in_flight import FatalError, InFlight
+from .rendezvous import Payload, Rendezvous
+
+T = TypeVar("T")
+Direction: TypeAlias = tuple[int, int]
 
 # How long `close` waits for CUDA graphs that nobody may ever delete.
 _GRAPHS_S = 30.0
+
+logger = logging.getLogger("syncline.collectives")
+
+#: Set to a text of its own on each rank, it lets several ranks share one GPU: NCCL takes them for ranks of different hosts,
+#: which talk over sockets. A testing aid; slow, and not for training.
+HOST_ID_VARIABLE = "NCCL_HOSTID"
+#: Set to 1 on each rank, it lets them share a GPU as ranks of one host, with an NCCL of at least this version.
+MULTI_RANK_VARIABLE, MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
+
+
+@functools.cache  # once in each process
+def warn_unverified() -> None:
+    """Log that the backend has been tested with fakes only; to be removed when it has run on a GPU."""
+    logger.warning(
+        "NCCL is in use: this version has not been verified on a GPU. Its tests use fakes of NCCL and the GPU; compare the "
+        "first steps of a training with those on one GPU before you rely on it"
+    )
+
+
+@dataclass(frozen=True)
+class StreamCommunicator:
+    """A communicator and the stream that it works on.
+
+    Attributes:
+        communicator: of all ranks of a group, or of two of them in one direction.
+        stream: its stream.
+        lock: held while something is issued, for NCCL allows one thread at a time.
+    """
+
+    communicator: Communicator
+    stream: Stream
+    lock: Lock = field(default_factory=Lock)
+
+
+class Connector:
+    """Connects some of the ranks of a job.
+
+    Args:
+        nccl: the module `cupy.cuda.nccl`, or a fake.
+        runtime: the GPUs.
+        rendezvous: where the ranks of the job meet.
+        ranks: those of the group, as ranks of the job.
+        rank: this process's, in the group.
+        name: the group's.
+    """
+
+    def __init__(
+        self, nccl: Any, runtime: DeviceRuntime, rendezvous: Rendezvous, ranks: Sequence[int], rank: int, name: str
+    ) -> None:
+        self.nccl = nccl
+        self.runtime = runtime
+        self.rendezvous = rendezvous
+        self.ranks = list(ranks)
+        self.rank = rank
+        self.name = name
+
+    def part(self, members: Sequence[int], name: str) -> Connector:
+        """The connector of a part of the group."""
+        ranks = [self.ranks[member] for member in members]
+        return Connector(self.nccl, self.runtime, self.rendezvous, ranks, list(members).index(self.rank), name)
+
+    def agree(self, topic: str, payload: Payload, decide: Callable[[list[Payload]], Payload], scope: CancelScope) -> Payload:
+        """Let all ranks of the group agree on something, on the host; see `Rendezvous.agree`."""
+        return self._agree(topic, self.ranks, payload, decide, scope)
+
+    def _agree(
+        self, topic: str, ranks: Sequence[int], payload: Payload, decide: Callable[[list[Payload]], Payload], scope: CancelScope
+    ) -> Payload:
+        return self.rendezvous.agree(f"{self.name}/{topic}", ranks, self.ranks[self.rank], payload, decide, scope)
+
+    def connect(self, topic: str, members: Sequence[int], device: torch.device, scope: CancelScope) -> StreamCommunicator:
+        """Connect some ranks of the group, which all call.
+
+        Args:
+            topic: names them; used once.
+            members: ranks of this group, in the order of the communicator.
+            device: this rank's GPU.
+            scope: for the whole.
+
+        Raises:
+            DisagreementError: they cannot be connected, such as two ranks on one GPU.
+            TransportError: a rank did not come, or NCCL failed.
+        """
+        with mapped(self.nccl, "ncclGetVersion"):
+            version = version_in_words(self.nccl)
+        mine = peer_info(self.ranks[self.rank], self.runtime.pci_id(device), version)
+        decision = self._agree(topic, [self.ranks[member] for member in members], mine, self._decide, scope)
+        if "conflict" in decision:
+            raise DisagreementError(f"group '{self.name}' cannot be connected: {decision['conflict']}")
+        stream = self.runtime.stream(device, is_own=True)
+        unique_id, rank = bytes.fromhex(decision["unique_id"]), list(members).index(self.rank)
+        made = self.within(scope, device, lambda: Communicator.connect(self.nccl, unique_id, rank, len(members), stream.handle))
+        if self.ranks[self.rank] == 0:  # one rank of the job speaks for all
+            warn_unverified()
+        return StreamCommunicator(made, stream)
+
+    def split(
+        self, whole: StreamCommunicator, members: Sequence[int] | None, color: int | None, scope: CancelScope
+    ) -> StreamCommunicator | None:
+        """Connect a part of the ranks out of a communicator of all, who all call; None where this rank is in no part."""
+        stream = self.runtime.stream(whole.stream.device, is_own=True)
+        made = self.within(scope, stream.device, lambda: whole.communicator.split(members, color, stream.handle))
+        return None if made is None else StreamCommunicator(made, stream)
+
+    def _decide(self, peers: list[Payload]) -> Payload:
+        found = find_conflict(peers)
+        if found is not None:
+            return {"conflict": found}
+        with mapped(self.nccl, "ncclGetUniqueId"):
+            return {"unique_id": bytes(self.nccl.get_unique_id()).hex()}
+
+    def within(self, scope: CancelScope, device: torch.device, connect: Callable[[], T]) -> T:
+        """Call NCCL on a thread of its own, which stays behind if NCCL does not return in time."""
+        call = DetachedCall(connect, "syncline-nccl-connect", partial(self.runtime.background, device))
+        try:
+            return call.wait(scope)
+        except TimeoutError as error:
+            raise CollectiveTimeout(
+                f"NCCL did not connect the ranks of group '{self.name}' within {scope.timeout_s:g} s, although all came; "
+                "NCCL_DEBUG=INFO shows what it tries (NCCL_SOCKET_IFNAME chooses the network)"
+            ) from error
 
 
 class Connections:
@@ -29,8 +162,8 @@ class Connections:
         connector: how ranks are connected.
         place: says where an error happened.
         timeout_s: says how long connecting may take.
-        watchdog: looks after each communicator, and is told when a pair cannot connect.
-        stream_comm: the communicator of all ranks, if there is one already.
+        in_flight: looks after each communicator, and is told when a pair cannot connect.
+        of_all: the communicator of all ranks, if there is one already.
     """
 
     def __init__(
@@ -38,74 +171,69 @@ class Connections:
         connector: Connector,
         place: Callable[[], str],
         timeout_s: Callable[[], float],
-        watchdog: Watchdog,
-        stream_comm: StreamCommunicator | None,
+        in_flight: InFlight,
+        of_all: StreamCommunicator | None,
     ) -> None:
         self._connector = connector
         self._place = place
         self._timeout_s = timeout_s
-        self._watchdog = watchdog
-        self._communicators: list[Communicator] = []
+        self._in_flight = in_flight
+        self._made: list[StreamCommunicator] = []
         self._pairs: dict[int, Pair] = {}
-        self._device = None if stream_comm is None else stream_comm.device
-        self._stream_comm = None if stream_comm is None else self._adopt(stream_comm)
+        self._device = None if of_all is None else of_all.stream.device
+        self._of_all = None if of_all is None else self._adopt(of_all)
         self._was_captured = False
 
     @property
     def device(self) -> torch.device:
         """The GPU that the group serves, or will serve if a collective without a tensor comes first."""
-        return self._connector.accelerator.current_device() if self._device is None else self._device
+        return self._connector.runtime.current_device() if self._device is None else self._device
 
     def background(self) -> AbstractContextManager[object]:
         """For threads that work for the group."""
-        return self._connector.accelerator.background(self.device)
+        return self._connector.runtime.background(self.device)
 
-    def of_all(self, call: Collective, device: torch.device) -> StreamCommunicator:
-        """The communicator of all ranks.
+    def of_all(self, signature: Signature, device: torch.device) -> StreamCommunicator:
+        """The communicator of all ranks, for such a call.
 
         Raises:
             FatalError: they could not be connected.
         """
-        if self._stream_comm is None:
-            self._refuse_capture(call)
-            self._serve(call, device)
-            try:
-                self._stream_comm = self._adopt(self._connector.of_all(device, self._deadline()))
-            except BaseException as error:
-                raise FatalError(error) from error
-        self._serve(call, device)
-        return self._stream_comm
+        if self._of_all is None:
+            self._refuse_capture(signature)
+            self._serve(signature, device)
+            with _fatal():
+                self._of_all = self._adopt(
+                    self._connector.connect("all", range(len(self._connector.ranks)), device, self._scope())
+                )
+        self._serve(signature, device)
+        return self._of_all
 
-    def with_peer(self, peer: int, call: Collective, device: torch.device) -> Pair:
+    def with_peer(self, peer: int, signature: Signature, device: torch.device) -> Pair:
         """Those with another rank, or what will be them."""
         pair = self._pairs.get(peer)
         if pair is None or not pair.is_connected:
-            self._refuse_capture(call)
-        self._serve(call, device)
+            self._refuse_capture(signature)
+        self._serve(signature, device)
         if pair is None:
             pair = self._pairs[peer] = Pair(
-                partial(self._of_two, peer, device), self._watchdog.report_and_fail, self.background
+                partial(self._of_two, peer, device), self._in_flight.report_and_fail, self.background
             )
         return pair
 
-    def split(
-        self, call: Collective, members: Sequence[int] | None, color: int | None, scope: CancelScope
-    ) -> StreamCommunicator | None:
+    def split(self, members: Sequence[int] | None, color: int | None, scope: CancelScope) -> StreamCommunicator | None:
         """A part's communicator, by ncclCommSplit where this group is connected; else the part connects when it is used.
 
         Raises:
             FatalError: it could not be made.
         """
-        self._refuse_capture(call)
-        if self._stream_comm is None:
+        self._refuse_capture(Signature("split"))
+        if self._of_all is None:
             return None
-        if not self._watchdog.drain(scope.remaining_s()):
-            waited = TransportError(f"split on {self._place()}: what was in flight did not finish in {scope.timeout_s:g} s")
-            raise FatalError(waited)
-        try:
-            return self._connector.split(self._stream_comm, members, color, scope)
-        except BaseException as error:
-            raise FatalError(error) from error
+        with _fatal():
+            if not self._in_flight.drain(scope.remaining_s()):
+                raise TransportError(f"split on {self._place()}: what was in flight did not finish in {scope.timeout_s:g} s")
+            return self._connector.split(self._of_all, members, color, scope)
 
     def note_capture(self) -> None:
         """A CUDA graph now refers to a communicator."""
@@ -121,43 +249,56 @@ class Connections:
             TransportError: it takes too long.
         """
         scope = CancelScope(min(_GRAPHS_S, self._timeout_s()) if self._was_captured else self._timeout_s())
-        calls = [
-            DetachedCall(communicator.destroy, self.background, "syncline-nccl-destroy") for communicator in self._communicators
-        ]
-        for detached in calls:
-            if not detached.done.wait(scope.remaining_s()):
-                raise TransportError(self._kept_by_nccl(scope))
-            detached.result()
+        calls = [DetachedCall(made.communicator.destroy, "syncline-nccl-destroy", self.background) for made in self._made]
+        for call in calls:
+            try:
+                call.wait(scope)
+            except TimeoutError:
+                raise TransportError(self._kept_by_nccl(scope)) from None
 
     def _of_two(self, peer: int, device: torch.device) -> Mapping[Direction, StreamCommunicator]:
-        stream_comms = self._connector.of_two(peer, device, self._deadline())
-        return {direction: self._adopt(stream_comm) for direction, stream_comm in stream_comms.items()}
+        """Connect with one other rank, once for each direction, by (sender, receiver).
 
-    def _adopt(self, stream_comm: StreamCommunicator) -> StreamCommunicator:
-        self._communicators.append(stream_comm.communicator)
-        self._watchdog.attach(stream_comm.communicator)
-        return stream_comm
+        Two, so that a receive need not queue behind a send: two ranks may both send first.
 
-    def _deadline(self) -> CancelScope:
-        return CancelScope(self._timeout_s())
+        NCCL connects two ranks only at their first send and receive, and keeps the CPU until the other rank has made the
+        matching call. If these were the user's calls, two ranks that both send first would wait for one another. So the first
+        transfer of each direction is made here, a byte, in the same order on both ranks.
+        """
+        low, high = sorted((self._connector.rank, peer))
+        scope, made = self._scope(), {}
+        for direction in ((low, high), (high, low)):
+            connected = self._connector.connect("{} to {}".format(*direction), direction, device, scope)
+            made[direction] = self._adopt(connected)
+            self._connector.within(scope, device, partial(_send_a_byte, connected, self._connector.runtime))
+        return made
+
+    def _adopt(self, made: StreamCommunicator) -> StreamCommunicator:
+        self._made.append(made)
+        self._in_flight.attach(made.communicator)
+        return made
+
+    def _scope(self) -> CancelScope:
+        """For connecting, which ends when the group fails meanwhile."""
+        return CancelScope(self._timeout_s(), self._in_flight.reason_to_give_up)
 
     # ---- errors ----
 
-    def _serve(self, call: Collective, device: torch.device) -> None:
+    def _serve(self, signature: Signature, device: torch.device) -> None:
         """Only one GPU, that of the first call."""
         if self._device is None:
             self._device = device
         if self._device != device:
             raise InvalidArgumentError(
-                f"{call.signature()} on {self._place()}: the group serves {self._device}, the GPU of its first "
+                f"{signature} on {self._place()}: the group serves {self._device}, the GPU of its first "
                 f"call, found tensors on {device}; make a group for each GPU (new_group), and choose this rank's GPU by "
                 "torch.cuda.set_device"
             )
 
-    def _refuse_capture(self, call: Collective) -> None:
-        if self._connector.accelerator.is_capturing():
+    def _refuse_capture(self, signature: Signature) -> None:
+        if self._connector.runtime.is_capturing():
             raise MisuseError(
-                f"{call.signature()} on {self._place()}: NCCL cannot be connected while a CUDA graph is captured; issue the "
+                f"{signature} on {self._place()}: NCCL cannot be connected while a CUDA graph is captured; issue the "
                 "same call once before the capture (a warm-up step does)"
             )
 
@@ -169,3 +310,149 @@ class Connections:
             f"{what}A CUDA graph that captured one of the group's collectives is still alive: delete every such graph, and "
             "what holds it (a graphed callable, a captured training step), before you close the group"
         )
+
+
+@contextmanager
+def _fatal() -> Iterator[None]:
+    """What goes wrong inside ends the group."""
+    try:
+        yield
+    except BaseException as error:
+        raise FatalError(error) from error
+
+
+def _send_a_byte(connected: StreamCommunicator, runtime: DeviceRuntime) -> None:
+    """By rank 0 of two to rank 1."""
+    device, communicator = connected.stream.device, connected.communicator
+
+    def body() -> None:
+        byte = torch.empty(1, dtype=torch.uint8, device=device)  # any: a kernel to fill it might wait for the GPU
+        if communicator.rank == 0:
+            communicator.send(byte, 1)
+        else:
+            communicator.recv(byte, 0)
+
+    connected.stream.run(body, runtime.now(device))
+
+
+Task: TypeAlias = Callable[[StreamCommunicator], None]
+
+
+class Pair:
+    """Two ranks that send to one another: connects at the first transfer, without blocking the caller; issues in order.
+
+    The caller must not be blocked: in a ring where all ranks send first, each would wait for the next one to connect. So what
+    is submitted before the connection is there waits for it on a thread, which ends when nothing waits any more; from then on
+    transfers are issued by the caller.
+
+    Args:
+        connect: gives the communicator for each direction; called on that thread.
+        fail: is told if it cannot.
+        context: entered on that thread.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Mapping[Direction, StreamCommunicator]],
+        fail: Callable[[BaseException], object],
+        context: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._connect = connect
+        self._fail = fail
+        self._context = context
+        self._lock = Lock()
+        self._waiting: deque[tuple[Direction, Task]] = deque()
+        self._made: Mapping[Direction, StreamCommunicator] | None = None
+        self._is_started = False
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether transfers are issued by the caller."""
+        return self._made is not None
+
+    def submit(self, direction: Direction, task: Task) -> None:
+        """Issue a transfer on the communicator of its direction: now, or when there is one."""
+        with self._lock:
+            if self._made is None:
+                self._waiting.append((direction, task))
+                if not self._is_started:
+                    self._is_started = True
+                    DetachedCall(self._run, "syncline-nccl-pair", self._context)
+                return
+        task(self._made[direction])
+
+    def _run(self) -> None:
+        try:
+            made = self._connect()
+            while (entry := self._next(made)) is not None:
+                direction, task = entry
+                task(made[direction])
+        except BaseException as error:  # noqa: BLE001 - the group's waiters raise it
+            self._fail(error)
+            self._waiting.clear()  # after that: what waits holds the works, which must hear of it
+
+    def _next(self, made: Mapping[Direction, StreamCommunicator]) -> tuple[Direction, Task] | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._made = made
+            return None
+
+
+# ---- what each rank says, and what speaks against connecting them ----
+
+
+def peer_info(rank: int, pci_id: str, version: str) -> Payload:
+    """What this process says.
+
+    Args:
+        rank: its rank in the default group.
+        pci_id: of the GPU that it has chosen.
+        version: of its NCCL.
+    """
+    identity = host_identity()
+    return {
+        "rank": rank,
+        "host": f"{identity.hostname} {identity.boot_id}",
+        "host_id": os.environ.get(HOST_ID_VARIABLE, ""),
+        "hostname": socket.gethostname(),
+        "pci_id": pci_id,
+        "shares": os.environ.get(MULTI_RANK_VARIABLE) == "1" and _numbers(version) >= MULTI_RANK_VERSION,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "unset"),
+        "version": version,
+    }
+
+
+def find_conflict(peers: Sequence[Payload]) -> str | None:
+    """Why these ranks cannot be connected, or None. A pure function."""
+    return _one_gpu_twice(peers) or _two_versions(peers)
+
+
+def _one_gpu_twice(peers: Sequence[Payload]) -> str | None:
+    taken: dict[tuple[str, str, str], Payload] = {}
+    for mine in peers:
+        other = taken.setdefault((mine["host"], mine["host_id"], mine["pci_id"]), mine)
+        if other is not mine and not (other["shares"] and mine["shares"]):
+            return (
+                f"ranks {other['rank']} and {mine['rank']} have both chosen the GPU {mine['pci_id']} of {mine['hostname']}, "
+                "but NCCL needs one for each rank. Before the first collective, call "
+                "torch.cuda.set_device(syncline.collectives.default_device()), or let the launcher show each rank its own by "
+                "CUDA_VISIBLE_DEVICES (srun --gpus-per-task=1; it is "
+                f"{other['visible']} on rank {other['rank']} and {mine['visible']} on rank {mine['rank']})"
+            )
+    return None
+
+
+def _two_versions(peers: Sequence[Payload]) -> str | None:
+    first = peers[0]
+    for mine in peers:
+        if mine["version"] != first["version"]:
+            return (
+                f"rank {first['rank']} on {first['hostname']} has NCCL {first['version']}, rank {mine['rank']} on "
+                f"{mine['hostname']} has NCCL {mine['version']}; install one version on all nodes"
+            )
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))

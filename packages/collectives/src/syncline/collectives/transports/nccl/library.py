@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 _EXTRA = "syncline-collectives[nccl-cuda{major}]"
+_OLDEST_CUPY = 14
 
 
 def problem() -> str | None:
@@ -57,8 +58,9 @@ def _mismatch(cupy: Any, nccl: Any, cuda_major: int) -> str | None:
             f"CuPy {cupy.__version__} finds no NCCL library (libnccl.so.2); load the site's module, or "
             f"`pip install nvidia-nccl-cu{cuda_major}`"
         )
-    if not hasattr(nccl, "NCCL_BFLOAT16"):
-        return f"CuPy {cupy.__version__} is too old, its NCCL has no bfloat16; `pip install --upgrade '{extra}'` (14 or newer)"
+    # Older ones have bfloat16, too, but give the unique id as signed chars.
+    if int(cupy.__version__.split(".")[0]) < _OLDEST_CUPY:
+        return f"CuPy {cupy.__version__} is too old, expected {_OLDEST_CUPY} or newer; `pip install --upgrade '{extra}'`"
     return None
 
 
@@ -90,9 +92,3 @@ def load() -> Any:
     from cupy.cuda import nccl
 
     return nccl
-
-
-def version_in_words(nccl: Any) -> str:
-    """Such as "2.27.7"; NCCL counts 10000 for the first, 100 for the second, 1 for the third."""
-    number = int(nccl.get_version())
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -1,8 +1,9 @@
-"""Where ranks meet on the host before NCCL connects them."""
+"""Where ranks meet on the host: before NCCL connects them, and to compare their calls."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import threading
 import time
@@ -19,9 +20,10 @@ from typing_extensions import override
 from ...engine.cancel_scope import CancelScope
 from ...engine.group import HostGroup
 from ...engine.tags import FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS, ReservedTag
-from ...errors import CollectiveTimeout, TransportError
+from ...errors import RankLostError, TransportError
 from ...group import ProcessGroup
-from ...health.report import Reporter
+from ...health.agreement import Carrier
+from ...health.statements import Statements
 
 Payload: TypeAlias = dict[str, Any]
 # In place of a decision: why there is none.
@@ -30,6 +32,8 @@ _COULD_NOT = "could not decide"
 # thread, and cannot be interrupted.
 _FIRST_PAUSE_S = 0.5e-3
 _LONGEST_PAUSE_S = 0.05
+# How often a thread that waits for another one to receive looks whether it waits in vain.
+_LOOK_S = 0.1
 
 
 class Rendezvous(ABC):
@@ -59,6 +63,7 @@ class Rendezvous(ABC):
 
         Raises:
             TransportError: a rank did not come in time, or the first could not decide.
+            BaseException: the scope's reason.
         """
         leader, *others = ranks
         if rank != leader:
@@ -71,22 +76,45 @@ class Rendezvous(ABC):
         try:
             decision = decide(received)
         except Exception as error:
-            self._send_all(topic, others, leader, {_COULD_NOT: str(error)}, scope)
+            for other in others:
+                self.send(topic, other, leader, {_COULD_NOT: str(error)}, scope)
             raise
-        self._send_all(topic, others, leader, decision, scope)
-        return decision
-
-    def _send_all(self, topic: str, others: Sequence[int], leader: int, payload: Payload, scope: CancelScope) -> None:
         for other in others:
-            self.send(topic, other, leader, payload, scope)
+            self.send(topic, other, leader, decision, scope)
+        return decision
 
     @abstractmethod
     def send(self, topic: str, to: int, sender: int, payload: Payload, scope: CancelScope) -> None:
         """Leave a payload for a rank."""
 
-    @abstractmethod
     def recv(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:
-        """Wait for a rank's payload."""
+        """Wait for a rank's payload.
+
+        Raises:
+            TransportError: it did not come in time.
+            BaseException: the scope's reason.
+        """
+        try:
+            return self._receive(topic, to, sender, scope)
+        except Exception as error:
+            if error is scope.reason:
+                raise
+            raise TransportError(
+                f"rank {sender} did not come to '{topic}' within {scope.timeout_s:g} s: {error}. NCCL connects at the first "
+                "collective on a GPU, and all ranks of a group must issue the same; look for a rank that died, or that has no "
+                "GPU"
+            ) from error
+
+    @abstractmethod
+    def _receive(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload: ...
+
+    @abstractmethod
+    def announce(self, name: str, failure: str) -> None:
+        """Tell the other ranks of a group of that name that it has failed here. May block."""
+
+    @abstractmethod
+    def announced(self, name: str, ranks: Sequence[int]) -> str | None:
+        """Why another rank of the group, whose ranks of the job these are, does not come any more, as far as is known."""
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -98,49 +126,46 @@ class Rendezvous(ABC):
         """Whether nobody else uses that group."""
         return False
 
-    @abstractmethod
     def close(self) -> None:
-        """Give up what it holds."""
+        """Close the group that it owns, if there is one."""
+        if self.group is not None and self.owns_group:
+            self.group.close()
 
-    @abstractmethod
     def abort(self) -> None:
         """The same without waiting for anybody."""
+        if self.group is not None and self.owns_group:
+            self.group.abort()
 
 
 class StoreRendezvous(Rendezvous):
-    """Payloads are values of a store."""
+    """Payloads are values of a store. The store goes with its last user."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
 
+    @override
     def send(self, topic: str, to: int, sender: int, payload: Payload, scope: CancelScope) -> None:
-        """Set a key."""
         self._store.set(f"{topic}/{sender}-{to}", json.dumps(payload))
 
-    def recv(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:
-        """Wait for the key."""
-        key = f"{topic}/{sender}-{to}"
-        try:
-            self._wait(key, scope)
-            received: Payload = json.loads(self._store.get(key))
-            self._store.delete_key(key)  # nobody else reads it, and a job compares its calls in every step
-        except Exception as error:
-            raise _did_not_come(topic, sender, scope, error) from error
-        return received
-
-    def _wait(self, key: str, scope: CancelScope) -> None:
-        pause_s = _FIRST_PAUSE_S
+    def _receive(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:
+        key, pause_s = f"{topic}/{sender}-{to}", _FIRST_PAUSE_S
         while not self._store.check([key]):
-            if scope.expired():
-                raise TimeoutError(f"there is no key '{key}' in the store")
+            scope.check(f"there is no key '{key}' in the store")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        received: Payload = json.loads(self._store.get(key))
+        self._store.delete_key(key)  # nobody else reads it, and a job compares its calls in every step
+        return received
 
-    def close(self) -> None:
-        """Nothing: the store goes with its last user."""
+    @override
+    def announce(self, name: str, failure: str) -> None:
+        if self.announced(name, ()) is None:  # who fails because another one has says nothing new
+            self._store.set(f"{name}/failed", failure)
 
-    def abort(self) -> None:
-        """Nothing."""
+    @override
+    def announced(self, name: str, ranks: Sequence[int]) -> str | None:
+        key = f"{name}/failed"
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 class GroupRendezvous(Rendezvous):
@@ -168,12 +193,16 @@ class GroupRendezvous(Rendezvous):
     def owns_group(self) -> bool:
         return self._owned
 
-    @property
-    def reporter(self) -> Reporter | None:
-        """Who reports the failures of the host group."""
-        return self._group.reporter if isinstance(self._group, HostGroup) else None
+    @override
+    def announce(self, name: str, failure: str) -> None:
+        """By no message: nobody would receive it. The host group finds out who is gone."""
 
-    def send(self, topic: str, to: int, sender: int, payload: Payload, scope: CancelScope) -> None:
+    @override
+    def announced(self, name: str, ranks: Sequence[int]) -> str | None:
+        lost = self._group.reason_to_give_up() if isinstance(self._group, HostGroup) else None
+        return str(lost) if isinstance(lost, RankLostError) and not set(lost.ranks).isdisjoint(ranks) else None
+
+    def send(self, topic: str, to: int, sender: int, payload: Payload, scope: CancelScope) -> None:  # noqa: ARG002 - it is us
         """Send the length, then the text."""
         text = json.dumps({"topic": topic, "payload": payload}).encode()
         length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
@@ -183,36 +212,23 @@ class GroupRendezvous(Rendezvous):
             for message in (length, torch.frombuffer(bytearray(text), dtype=torch.uint8)):
                 self._group.send(message, to, _tag(topic), async_op=True).wait(max(scope.remaining_s(), 1e-3))
 
-    def recv(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:
+    def _receive(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:  # noqa: ARG002 - it is us
         """Receive both. What has the same tag, but another topic, is kept for the thread that asks for it."""
-        tag = _tag(topic)
         with self._lock:
-            inbox = self._inboxes.setdefault((sender, tag), _Inbox())
-        try:
-            return inbox.take(topic, lambda: self._receive_next(sender, tag, scope), scope)
-        except TransportError as error:
-            raise _did_not_come(topic, sender, scope, error) from error
-
-    def close(self) -> None:
-        """Close the group if it is ours."""
-        if self._owned:
-            self._group.close()
-
-    def abort(self) -> None:
-        """Abort the group if it is ours."""
-        if self._owned:
-            self._group.abort()
+            inbox = self._inboxes.setdefault((sender, _tag(topic)), _Inbox())
+        return inbox.take(topic, lambda: self._receive_next(sender, _tag(topic), scope), scope)
 
     def _receive_next(self, sender: int, tag: int, scope: CancelScope) -> Payload:
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._receive(length, sender, tag, scope)
+        self._receive_into(length, sender, tag, scope)
         message = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-        self._receive(message, sender, tag, scope)
+        self._receive_into(message, sender, tag, scope)
         received: Payload = json.loads(ctypes.string_at(message.data_ptr(), message.numel()))
         return received
 
-    def _receive(self, into: torch.Tensor, sender: int, tag: int, scope: CancelScope) -> None:
-        self._group.recv(into, sender, tag, async_op=True).wait(max(scope.remaining_s(), 1e-3))
+    def _receive_into(self, tensor: torch.Tensor, sender: int, tag: int, scope: CancelScope) -> None:
+        # One wait for all of the time: Gloo breaks all its connections when a wait for a message runs out of time.
+        self._group.recv(tensor, sender, tag, async_op=True).wait(max(scope.remaining_s(), 1e-3))
 
 
 class _Inbox:
@@ -227,11 +243,11 @@ class _Inbox:
         """The payload of a topic. One thread at a time receives, for all."""
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: topic in self._payloads or not self._is_receiving, scope.remaining_s())
+                while topic not in self._payloads and self._is_receiving:
+                    scope.check(f"nothing of '{topic}' has come")
+                    self._condition.wait(min(max(scope.remaining_s(), 1e-3), _LOOK_S))
                 if topic in self._payloads:
                     return self._payloads.pop(topic)
-                if self._is_receiving:
-                    raise CollectiveTimeout(f"nothing of '{topic}' has come within {scope.timeout_s:g} s")
                 self._is_receiving = True
             received = None
             try:
@@ -248,8 +264,36 @@ def _tag(topic: str) -> ReservedTag:
     return ReservedTag(FIRST_NCCL_AGREEMENT + crc32(topic.encode()) % NCCL_AGREEMENTS)
 
 
-def _did_not_come(topic: str, sender: int, scope: CancelScope, error: Exception) -> TransportError:
-    return TransportError(
-        f"rank {sender} did not come to '{topic}' within {scope.timeout_s:g} s: {error}. NCCL connects at the first "
-        "collective on a GPU, and all ranks of a group must issue the same; look for a rank that died, or that has no GPU"
-    )
+class RendezvousCarrier(Carrier):
+    """Brings the ranks' words to one another by the messages by which they also meet.
+
+    Cost: two messages for each rank but the first, which sends and receives them all.
+
+    Args:
+        agree: of the group; see `Connector.agree`.
+    """
+
+    def __init__(self, agree: Callable[[str, Payload, Callable[[list[Payload]], Payload], CancelScope], Payload]) -> None:
+        self._agree = agree
+        self._numbers = itertools.count()
+
+    def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
+        """As `Carrier.maximum`; a rank that does not come is a `TransportError`."""
+
+        def largest(said: list[Payload]) -> Payload:
+            return {"numbers": [max(column) for column in zip(*(entry["numbers"] for entry in said), strict=True)]}
+
+        return list(self._agree(self._topic(), {"numbers": list(numbers)}, largest, scope)["numbers"])
+
+    def statements(self, text: str, scope: CancelScope) -> Statements:
+        """As `Carrier.statements`."""
+
+        def together(said: list[Payload]) -> Payload:
+            return {"packed": Statements.of([entry["text"] for entry in said]).packed()}
+
+        said = Statements()
+        said.add_packed(self._agree(self._topic(), {"text": text}, together, scope)["packed"])
+        return said
+
+    def _topic(self) -> str:
+        return f"comparison {next(self._numbers)}"

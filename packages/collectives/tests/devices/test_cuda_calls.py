@@ -1,4 +1,4 @@
-"""What the accelerator asks of torch and of CuPy, written down instead of done."""
+"""What `CudaRuntime` asks of torch and of CuPy, written down instead of done."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives.transports.nccl import cuda
-from syncline.collectives.transports.nccl.streams import StreamPool
+from syncline.collectives.transports import cuda
+from syncline.collectives.transports.cuda import StreamPool
 
 DEVICE = torch.device("cuda", 1)
 OWN = 77
@@ -24,8 +24,8 @@ class Recorded:
         recorded = self
 
         class Stream:
-            def __init__(self, device: torch.device, name: str = "of torch's pool") -> None:
-                self.device, self.name = device, name
+            def __init__(self, device: torch.device, name: str = "of torch's pool", cuda_stream: int = 5) -> None:
+                self.device, self.name, self.cuda_stream = device, name, cuda_stream
                 recorded.log.append(f"stream {name}")
 
         class Event:
@@ -42,10 +42,10 @@ class Recorded:
 
         self.stream, self.event = Stream, Event
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
-        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: Stream(device, f"own {handle}"))
+        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: Stream(device, f"own {handle}", handle))
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "stream", entered)
-        monkeypatch.setattr(cuda, "_streams", StreamPool(lambda device: OWN))
+        monkeypatch.setattr(cuda, "_own_streams", StreamPool(lambda device: OWN))
 
 
 @pytest.fixture
@@ -63,21 +63,53 @@ class Future:
         self.log.append("completed")
 
 
-def test_a_lane_has_a_stream_of_its_own(recorded: Recorded) -> None:
-    comm_stream = cuda.CudaCommStream(DEVICE)
-    assert comm_stream.handle == OWN
+def test_nccl_has_a_stream_of_its_own(recorded: Recorded) -> None:
+    stream = cuda.CudaStream(DEVICE, is_own=True)
+    assert stream.handle == OWN
     after = cuda.CudaEvent(recorded.stream(DEVICE, "the caller's"))
     recorded.log.clear()
-    comm_stream.run(lambda: recorded.log.append("body"), after)
+    stream.run(lambda: recorded.log.append("body"), after)
     assert recorded.log == ["own 77 waits for the caller's", "enter own 77", "body"]
+
+
+def test_a_group_of_the_host_shares_a_stream_of_torchs(recorded: Recorded) -> None:
+    """It needs no CuPy."""
+    stream = cuda.CudaRuntime().stream(DEVICE, is_own=False)
+    assert recorded.log == ["stream of torch's pool"]
+    assert stream.handle == 5
 
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_future_in_a_capture_adds_no_stream(recorded: Recorded, captured: bool) -> None:
     """A stream that enters a capture must be joined; if nobody waits for the future, nobody would."""
-    comm_stream = cuda.CudaCommStream(DEVICE)
+    stream = cuda.CudaStream(DEVICE, is_own=True)
     done = cuda.CudaEvent(recorded.stream(DEVICE, "done"))
     recorded.log.clear()
-    comm_stream.complete(Future(recorded.log), [], done, captured=captured)
+    stream.complete(Future(recorded.log), [], done, captured=captured)
     elsewhere = ["stream of torch's pool", "of torch's pool waits for done", "enter of torch's pool", "completed"]
     assert recorded.log == (["enter own 77", "completed"] if captured else elsewhere)
+
+
+# ---- streams that nobody shares ----
+
+
+class User:
+    """Whoever needs one."""
+
+
+def test_no_two_users_share_a_stream() -> None:
+    made: list[tuple[torch.device, int]] = []
+
+    def make(device: torch.device) -> int:
+        made.append((device, len(made)))
+        return len(made) - 1
+
+    pool = StreamPool(make)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    users = [User() for _ in range(40)]  # torch's pool has 32
+    assert [pool.acquire(first, user) for user in users] == list(range(40))
+    assert pool.acquire(second, users[0]) == 40
+    users[7] = User()
+    assert pool.acquire(first, users[7]) == 7
+    assert pool.acquire(first, users[7]) == 41
+    assert [device.index for device, _ in made] == [0] * 40 + [1, 0]

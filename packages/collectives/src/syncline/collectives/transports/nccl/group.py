@@ -1,0 +1,573 @@
+"""NcclGroup: a process group over NCCL."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from typing_extensions import override
+
+from ...engine.call import Call
+from ...engine.cancel_scope import CancelScope
+from ...engine.device import Event
+from ...engine.group import EngineGroup, members_of
+from ...engine.queue import Queue
+from ...engine.signature import Signature
+from ...errors import DisagreementError, InvalidArgumentError, MisuseError, SynclineError, TransportError
+from ...group import ProcessGroup
+from ...health.agreement import History
+from ...health.monitor import call_now_and_then
+from ...tensors.layout import untracked
+from ...work import FinishedWork, PendingWork, Work
+from .communicator import version_in_words
+from .connections import Connections, Connector, StreamCommunicator
+from .in_flight import Failure, FatalError, InFlight
+from .plan import Issue, NcclPlan, put
+from .rendezvous import GroupRendezvous, Payload, RendezvousCarrier
+from .work import Batch, StreamWork
+
+logger = logging.getLogger("syncline.collectives")
+
+# How long a rank that closes a group waits for the others, to compare what they have called. Short, for nothing says that
+# a rank has failed, and will not come.
+_CLOSE_S = 5.0
+# Up to so many ranks compare their calls after each backward; of more, one rank would receive too many messages in one step.
+_COMPARED_EACH_TIME = 16
+# A thread inside a store when the interpreter is taken down would crash the process. Queues wait for their threads at exit, but
+# not for long.
+_exiting = threading.Event()
+atexit.register(_exiting.set)
+
+
+class NcclGroup(EngineGroup):
+    """Collectives on the GPU of each rank.
+
+    The way of a call::
+
+        _issue ─ the queue's turn ─► _put: communicator, plan ─► _launch: on the stream, an event ─► StreamWork
+
+    Note [Order over NCCL]
+    ~~~~~~~~~~~~~~~~~~~~~~
+    1. Every collective of the group runs on the group's one stream, in the order in which it was issued: each is issued in the
+       queue's turn, on the caller's thread. It starts after all that this thread's current stream held: its tensors are ready.
+    2. The call returns when the collective is on the stream. `wait` orders the current stream after it, and blocks the CPU
+       only if it is given a timeout, and for a barrier. But where NCCL has to connect ranks first, the call waits for them: at
+       the group's first collective, and at the first gather, scatter, all-to-all, and reduction in steps (see `NcclPlan`).
+       Transfers between two ranks connect on a thread.
+    3. A future is complete at once for the CPU. A callback runs on the thread that attaches it, before that thread issues
+       anything else, on a stream that is ordered after the collective: so what it issues has the same place in the order on
+       every rank, and it can wait without blocking anybody.
+    4. `send` and `recv` have no place in that order: each direction between two ranks has a communicator and a stream of its
+       own.
+    5. A future's callback may issue collectives, so futures are completed, well or badly, by threads that hold no lock: a work
+       is settled after the turn in which it was issued, and what ends the group leaves the turn as a `FatalError` first.
+
+    The group serves the GPU of its first call. Its communicator is made then, out of the group that it was split from
+    if that had one.
+
+    All of it but `barrier`, and `wait` with a timeout, can be captured in a CUDA graph, once the group is connected, which the
+    collectives before the capture do.
+
+    What NCCL cannot reduce as the contract says is exchanged and reduced in rank order; see `NcclPlan`. Two differences are
+    left to NCCL, as torch does, because they are what makes it fast: float16 and bfloat16 are rounded at each addition, and AVG
+    multiplies by 1/size first. With `reproducible` both are as the contract says, at the price of copies of the tensor.
+
+    Note [Verification over NCCL]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    NCCL does not compare calls: ranks that disagree get wrong sums, or wait for ever. So the ranks compare their histories as
+    Note [Comparison of calls] in `health.agreement` says, by messages on the host, in which the GPU takes no part. They are
+    exchanged on a thread of the group, one comparison after the other. A step does not wait for them: what is found ends the
+    group, and whoever asks it for something next gets the error. A barrier that is waited for, and `close`, wait for the
+    comparison, too, `close` for `_CLOSE_S` seconds at most. Among more than `_COMPARED_EACH_TIME` ranks, only one backward in
+    several is compared.
+
+    Calls are recorded and digested in the order in which they are put on the stream. A CUDA graph is recorded when it is
+    captured; its replays are not.
+
+    Args:
+        connector: how it is connected.
+        of_all: its communicator, if it was split from another group's.
+        reproducible: reduce in rank order whatever depends on the order.
+        owns_rendezvous: whether it is no part of another group.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        *,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        of_all: StreamCommunicator | None = None,
+        reproducible: bool = False,
+        owns_rendezvous: bool = True,
+    ) -> None:
+        size = len(connector.ranks)
+        carrier = RendezvousCarrier(connector.agree)
+        super().__init__(connector.rank, size, carrier, name=connector.name, timeout_s=timeout_s, ranks=ranks)
+        self._connector = connector
+        self._runtime = connector.runtime
+        self._reproducible = reproducible
+        self._owns_rendezvous = owns_rendezvous
+        self._device_types = frozenset({self._runtime.device_type})
+        rendezvous = connector.rendezvous
+        self._in_flight = InFlight(
+            self.place,
+            lambda: self._connections.background(),
+            self._reported,
+            tell=lambda error: rendezvous.announce(self.name, f"{self.place()} failed: {error}"),
+            hear=lambda: rendezvous.announced(self.name, connector.ranks),
+        )
+        self._connections = Connections(connector, self.place, lambda: self.timeout_s, self._in_flight, of_all)
+        self._batch: Batch | None = None
+        self._beside = Queue(f"syncline-nccl-calls-{self.name}-rank{self.rank}")
+        weakref.finalize(self, self._beside.drop).atexit = False
+        self._compares_every = -(-size // _COMPARED_EACH_TIME)
+        self._asked_to_compare = 0
+        self._is_closing = False
+        self._subsets_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        call_now_and_then(self._in_flight)
+
+    # ---- what the group says of itself ----
+
+    @property
+    def backend_name(self) -> str:
+        """The name "nccl"."""
+        return "nccl"
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """Only CUDA."""
+        return self._device_types
+
+    def describe(self) -> str:
+        """NCCL's version."""
+        return f"nccl: NCCL {version_in_words(self._connector.nccl)} through CuPy"
+
+    @property
+    def first_failure(self) -> BaseException | None:
+        """See Note [Failure over NCCL] in `in_flight`."""
+        failure = self._in_flight.failure
+        return None if failure is None else failure.error
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str | None = None) -> torch.Tensor:
+        """Memory of torch's allocator, by default on the current GPU. CuPy (14) offers no way to register it with NCCL."""
+        return torch.empty(numel, dtype=dtype, device=self._runtime.current_device() if device is None else device)
+
+    # ---- collectives ----
+
+    @override
+    def _issue(
+        self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
+    ) -> Work:
+        blocks = signature.name == "barrier"
+        device = self._device_of(signature, (*reads, *writes))
+        if blocks and self._runtime.is_capturing():
+            raise MisuseError(
+                f"{signature} on {self.place()}: it blocks the CPU, but a CUDA graph is being captured, in which "
+                "nothing can be waited for on the CPU"
+            )
+        call = Call(signature, None, reads, writes)
+        with self._ending_the_group():
+            work, is_put = self._queue.run_in_turn(self._put, call, device, async_op)
+        if is_put:
+            work.settle()
+        if not async_op:
+            work.wait()
+        if blocks:
+            self.agree_on_calls(async_op=async_op)
+        return work
+
+    def _put(self, call: Call, device: torch.device, async_op: bool) -> tuple[StreamWork, bool]:
+        """In the turn: put a call on the stream, or into the batch that this thread fills; and whether it was put."""
+        self._check_usable(call.signature)
+        connected = self._connections.of_all(call.signature, device)
+        plan = self._plans.get(call.signature) or self._make_plan(call.signature)
+        assert isinstance(plan, NcclPlan)
+        batch = self._batch
+        if batch is not None and batch.is_here():
+            return self._add_to(batch, plan, call, device, async_op), False
+        self._take_number(call)
+        work = self._new_work(call, [call], list(call.writes), device)
+        self._launch(connected, work, [Issue.of(plan, call)], self._runtime.now(device))
+        return work, True
+
+    @override
+    def _new_plan(self, signature: Signature) -> NcclPlan:
+        device = self._connections.device
+        connected = self._connections.of_all(signature, device)
+        return NcclPlan(connected.communicator, signature, device, reproducible=self._reproducible)
+
+    def _launch(self, connected: StreamCommunicator, work: StreamWork, issues: Sequence[Issue], after: Event) -> None:
+        """Put calls on the stream of a communicator, to start after an event of the caller's stream. `settle` must follow.
+
+        Raises:
+            FatalError: it could not be done. The other ranks have issued these calls, so nothing after them would match.
+        """
+        captured = self._runtime.is_capturing()
+        if not captured:  # what is captured runs later, and elsewhere
+            self._in_flight.watch(work.launch)
+
+        def body() -> None:
+            with untracked():
+                put(connected.communicator, issues)
+
+        try:
+            if self.first_failure is not None:
+                raise self.first_failure
+            if captured:
+                self._connections.note_capture()
+            for issue in issues:
+                self._begin(issue.call)
+            with connected.lock:
+                event = connected.stream.run(body, after)
+        except BaseException as error:
+            raise FatalError(_described(work, error)) from error
+        work.is_issued(connected.stream, event, captured=captured)
+
+    def _take_number(self, call: Call) -> None:
+        call.number = next(self._numbers)
+        self.recorder.add(call)
+
+    def _begin(self, call: Call) -> None:
+        """The call has its place in the order from now on."""
+        self.recorder.begin(call)
+        if self._compares_later and call.number is not None:
+            self._agreed.add(call.signature.digest())
+            if self._agreed.is_due:
+                self._compare()
+
+    def _new_work(
+        self,
+        title: Call,
+        calls: list[Call],
+        tensors: list[torch.Tensor],
+        device: torch.device,
+        *,
+        source: int | None = None,
+        batch: Batch | None = None,
+    ) -> StreamWork:
+        return StreamWork(
+            title, calls, tensors, self.place, self._runtime, device, timeout_s=self.timeout_s, source=source, batch=batch
+        )
+
+    def _device_of(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> torch.device:
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) > 1:
+            named = " and ".join(sorted(map(str, devices)))
+            raise InvalidArgumentError(f"{signature} on {self.place()}: expected all tensors on one GPU, found {named}")
+        return next(iter(devices), self._connections.device)
+
+    # ---- several collectives as one ----
+
+    @contextmanager
+    def coalescing(self) -> Iterator[None]:
+        """What this thread issues inside, with `async_op=True`, becomes one call of NCCL and one `Work`, which all return.
+
+        Raises:
+            MisuseError: one of them waits, or takes several steps (see `NcclPlan`), or contexts are nested.
+        """
+        batch = self._queue.run_in_turn(self._open_batch)
+        try:
+            try:
+                yield
+            finally:
+                self._queue.run_in_turn(self._close_batch)
+            if batch.work is not None:
+                with self._ending_the_group():
+                    self._queue.run_in_turn(self._put_batch, batch, batch.work)
+                batch.work.settle()
+        except BaseException as error:
+            if batch.work is not None:
+                batch.work.fail(Failure(error))
+            raise
+
+    def _open_batch(self) -> Batch:
+        if self._batch is not None:
+            raise MisuseError(f"coalescing on {self.place()}: another coalescing context is open; close it first")
+        self._batch = Batch()
+        return self._batch
+
+    def _close_batch(self) -> None:
+        self._batch = None
+
+    def _add_to(self, batch: Batch, plan: NcclPlan, call: Call, device: torch.device, async_op: bool) -> StreamWork:
+        if not async_op or plan.in_steps or call.signature.name == "barrier":
+            raise MisuseError(
+                f"{call.signature} on {self.place()} cannot be coalesced: it waits, or NCCL needs several steps for it; "
+                "pass async_op=True, or issue it outside"
+            )
+        if batch.work is None:
+            title = Call(Signature("coalesced"), next(self._numbers))
+            batch.work = self._new_work(title, [], [], device, batch=batch)
+        self._take_number(call)
+        batch.issues.append(Issue.of(plan, call))
+        batch.work.add(call)
+        return batch.work
+
+    def _put_batch(self, batch: Batch, work: StreamWork) -> None:
+        signature = Signature("coalesced")
+        self._check_usable(signature)
+        connected = self._connections.of_all(signature, self._connections.device)
+        self._launch(connected, work, batch.issues, self._runtime.now(connected.stream.device))
+
+    # ---- two ranks ----
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
+        signature = Signature.of("send", tensor, detail=f"dst={dst}, tag={tag}")
+        self._check_tag(signature, tag)
+        return self._transfer(Call(signature, None, (tensor,), ()), tensor, (self.rank, dst), async_op)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
+        signature = Signature.of("recv", tensor, detail=f"src={'any' if src is None else src}, tag={tag}")
+        self._check_tag(signature, tag)
+        if src is None:
+            raise InvalidArgumentError(
+                f"recv on {self.place()}: NCCL must know who sends; name the source, or receive on the CPU"
+            )
+        return self._transfer(Call(signature, None, (), (tensor,)), tensor, (src, self.rank), async_op)
+
+    def _transfer(self, call: Call, tensor: torch.Tensor, direction: tuple[int, int], async_op: bool) -> Work:
+        """Put a send or a receive on the stream of its direction, a pair (sender, receiver)."""
+        sender, receiver = direction
+        peer, source = (receiver, None) if sender == self.rank else (sender, sender)
+        device = self._device_of(call.signature, [tensor])
+        self._check_usable(call.signature)
+        pair = self._queue.run_in_turn(self._connections.with_peer, peer, call.signature, device)
+        work = self._new_work(call, [call], [tensor], device, source=source)
+        self.recorder.add(call)
+        if not self._runtime.is_capturing():
+            self._in_flight.watch(work.launch)  # from now on: the peer may never connect
+        after = self._runtime.now(device)
+
+        def task(connected: StreamCommunicator) -> None:
+            plan = NcclPlan(connected.communicator, call.signature, device)
+            with self._ending_the_group():
+                self._launch(connected, work, [Issue.of(plan, call)], after)
+            work.settle()
+
+        pair.submit(direction, task)
+        if not async_op:
+            work.wait()
+        return work
+
+    def _check_tag(self, signature: Signature, tag: int) -> None:
+        if tag != 0:
+            self._refuse_if(signature.name, f"NCCL has no tags, found tag {tag}; transfers between two ranks arrive in order")
+
+    # ---- groups of some of the ranks ----
+
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        number = next(self._splits_made)
+        scope = CancelScope(self.timeout_s, self._in_flight.reason_to_give_up)
+        said = self._connector.agree(f"split {number}", {"color": color, "key": key}, _all_said, scope)
+        members = None if color is None else members_of(color, said["all"])
+        with self._ending_the_group():
+            self._check_usable(Signature("split"))
+            of_all = self._queue.run_in_turn(self._connections.split, members, color, scope)
+        if members is None:
+            return None
+        return self._part(self._connector.part(members, f"{self.name}/{number}.{color}"), members, timeout_s, of_all)
+
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
+        """The members connect on their own, when they first need it; a name that comes again meets under another number."""
+        asked = (name, tuple(members))
+        self._subsets_made[asked] += 1
+        topic = f"{name}/{'-'.join(map(str, members))}.{self._subsets_made[asked]}"
+        return self._part(self._connector.part(members, topic), members, timeout_s)
+
+    def _part(
+        self, connector: Connector, members: Sequence[int], timeout_s: float, of_all: StreamCommunicator | None = None
+    ) -> NcclGroup:
+        made = type(self)(
+            connector,
+            timeout_s=timeout_s,
+            ranks=[self.ranks[member] for member in members],
+            of_all=of_all,
+            reproducible=self._reproducible,
+            owns_rendezvous=False,
+        )
+        made.report_to(self._reporter)
+        return made
+
+    # ---- agreement; see Note [Verification over NCCL] ----
+
+    @override
+    def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
+        """As the base. With `async_op` nobody waits: the comparison runs beside the step, whose end this is."""
+        if async_op:
+            self._asked_to_compare += 1
+            if self._asked_to_compare % self._compares_every == 0:
+                self._queue.run_in_turn(self._compare)
+            return None
+        work = self._queue.run_in_turn(self._compare)
+        error: SynclineError | None = None
+        try:
+            work.wait()
+        except SynclineError as raised:
+            error = raised
+        if self._in_flight.failure is not None:
+            raise self._in_flight.failure.tell()
+        if error is not None:
+            raise error.reworded(f"the comparison of calls on {self.place()}: {error}")
+        return work
+
+    def _compare(self) -> PendingWork | FinishedWork:
+        """In the turn: compare the calls until now, on a thread."""
+        if not self._compares_later:
+            return FinishedWork([])
+        work = PendingWork([], lambda: f"the comparison of calls on {self.place()}")
+        until, timeout_s = self._agreed.history, self.timeout_s
+        if not self._beside.enqueue(lambda: self._run_comparison(work, until, timeout_s)):
+            work.succeed()  # the group has been closed
+        return work
+
+    def _run_comparison(self, work: PendingWork, until: History, timeout_s: float) -> None:
+        try:
+            if self.first_failure is None:
+                limit_s = min(timeout_s, _CLOSE_S) if self._is_closing else timeout_s
+                self._agreed.same_history(CancelScope(limit_s, self._reason_not_to_compare), until)
+        except DisagreementError as error:
+            work.fail(self._in_flight.report_and_fail(error))
+        except SynclineError as error:
+            # The rank that did not come has not issued what this one has, or has ended without a word. If a collective waits
+            # for it, that will time out.
+            logger.info("group '%s': calls were not compared: %s", self.name, error)
+            work.fail(error)
+        except BaseException as error:  # noqa: BLE001 - it would be lost on this thread
+            work.fail(self._in_flight.report_and_fail(error))
+        else:
+            work.succeed()
+
+    def _reason_not_to_compare(self) -> TransportError | None:
+        return TransportError("the process ends") if _exiting.is_set() else self._in_flight.reason_to_give_up()
+
+    # ---- after a loss ----
+
+    @override
+    def missing_for_shrink(self) -> str | None:
+        rendezvous = self._connector.rendezvous
+        if not self._owns_rendezvous:
+            return "this group over NCCL is a part of another one; shrink that one, and make the part again"
+        if rendezvous.group is None:
+            return (
+                "the ranks of this group over NCCL met in a store, where nobody finds out who is left; use a group of the host "
+                "beside it, such as backend 'cpu:gloo,cuda:nccl' with init_method='file:///shared/folder'"
+            )
+        if not rendezvous.owns_group:
+            return "this group over NCCL is one of several, for a device each; shrink the group of all devices"
+        return rendezvous.group.missing_for_shrink()
+
+    @property
+    @override
+    def members(self) -> tuple[int, ...]:
+        host = self._connector.rendezvous.group if self._owns_rendezvous else None
+        return super().members if host is None else host.members
+
+    @override
+    def meets_in(self, host: ProcessGroup) -> bool:
+        return self._owns_rendezvous and self._connector.rendezvous.group is host
+
+    @override
+    def beside(self, host: ProcessGroup) -> NcclGroup:
+        """Connected as at first: by NCCL when it is used. Nothing of the aborted communicators is used again."""
+        before = self._connector
+        rendezvous = GroupRendezvous(host, owned=before.rendezvous.owns_group)
+        connector = Connector(before.nccl, before.runtime, rendezvous, range(host.size), host.rank, self.name)
+        made = type(self)(connector, timeout_s=self.timeout_s, reproducible=self._reproducible)
+        made.report_to(self._reporter)
+        return made
+
+    @override
+    def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
+        """The host group finds out who is left: NCCL only tells that something failed."""
+        host = self._connector.rendezvous.group
+        assert host is not None
+        self._closed = True
+        self._end_in_flight(self.first_failure or self._words.aborted())
+        return self.beside(host.shrink(silence_timeout_s=silence_timeout_s))
+
+    # ---- the end ----
+
+    @override
+    def _compare_before_close(self) -> None:
+        self._is_closing = True
+        if self._agreed.history.calls:
+            with suppress(SynclineError):  # a difference has ended the group; a rank that does not come is no failure
+                self._queue.run_in_turn(self._compare).wait()
+
+    @override
+    def _close(self) -> None:
+        """Let the GPU finish, then give the communicators back.
+
+        Raises:
+            TransportError: the group had failed, and nobody was told, so that what it delivered since is garbage; or what is in
+                flight does not finish; or NCCL keeps a communicator, as it does while a CUDA graph with one of the group's
+                collectives is alive.
+        """
+        if self._closed:
+            return  # aborted meanwhile, by another thread
+        self._closed = True
+        self._beside.stop()
+        self._plans.clear()
+        try:
+            if self._in_flight.drain(self.timeout_s):
+                self._in_flight.stop()
+                self._connections.give_back()
+                return
+            self._in_flight.fail(
+                TransportError(f"what was in flight did not finish when the group was closed on {self.place()}")
+            )
+            failure = self._in_flight.failure
+            if failure is not None and not failure.was_told:
+                raise failure.tell()
+        finally:
+            if self._owns_rendezvous:
+                self._connector.rendezvous.close()
+
+    @override
+    def _abort(self, failure: BaseException) -> None:
+        """Does not wait for the turn: the thread that has it may be stuck in NCCL."""
+        self._end_in_flight(failure)
+        if self._owns_rendezvous:
+            self._connector.rendezvous.abort()
+
+    def _end_in_flight(self, failure: BaseException) -> None:
+        self._in_flight.fail(failure)
+        self._beside.stop()
+
+    @contextmanager
+    def _ending_the_group(self) -> Iterator[None]:
+        """End the group by what is fatal inside, after the locks taken inside; see point 5 of Note [Order over NCCL]."""
+        try:
+            yield
+        except FatalError as fatal:
+            error = self._in_flight.report_and_fail(fatal.error)
+            failure = self._in_flight.failure  # it may have failed before, which then is the reason
+            assert failure is not None
+            raise failure.tell() from (error.__cause__ if failure.error is error else error)
+
+    @override
+    def _check_usable(self, signature: Signature) -> None:
+        failure = self._in_flight.failure
+        if failure is not None and not self._closed:
+            failure.tell()  # the base raises it
+        super()._check_usable(signature)
+
+
+def _described(work: StreamWork, error: BaseException) -> BaseException:
+    """What NCCL says, with the collective that it was said of."""
+    if not isinstance(error, SynclineError):
+        return error
+    described = error.reworded(f"{work.launch.describe()}: {error}")
+    described.__cause__ = error
+    return described
+
+
+def _all_said(words: list[Payload]) -> Payload:
+    return {"all": [[entry["color"], entry["key"]] for entry in words]}

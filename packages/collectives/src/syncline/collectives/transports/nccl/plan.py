@@ -1,0 +1,210 @@
+"""How NCCL carries out one signature: calls on a communicator, which put everything on its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+
+from ...engine.call import Call
+from ...engine.signature import Signature
+from ...engine.transport import Plan
+from ...tensors.layout import flat, in_plain_order
+from ...tensors.packing import pack, unpack
+from ...tensors.reduction import reduce_in_rank_order
+from .communicator import Communicator, NativeReduction, as_reduced, native_reduction
+
+
+class NcclPlan(Plan):
+    """Runs while the communicator's stream is the current one. On return all is on the stream; nothing waits for the GPU.
+
+    What NCCL reduces itself takes one call of NCCL, or several calls in one group of NCCL. For any other reduction the ranks
+    exchange their terms, and reduce them in rank order: that takes several calls, one after the other (`in_steps`).
+
+    Args:
+        comm: of all ranks of the group; for a send or a receive, of the two, the sender first.
+        signature: of the calls.
+        device: of their tensors.
+        reproducible: reduce in rank order whatever depends on the order.
+
+    Attributes:
+        in_steps: whether NCCL is called several times, so that no other call can be in one group with this one.
+    """
+
+    def __init__(self, comm: Communicator, signature: Signature, device: torch.device, *, reproducible: bool = False) -> None:
+        self._comm = comm
+        self._signature = signature
+        self._device = device
+        self._native: NativeReduction | None = None
+        if signature.op is not None:
+            self._native = native_reduction(signature.op, signature.element_dtype, reproducible=reproducible)
+        self.in_steps = signature.op is not None and self._native is None
+
+    @property
+    def algorithm(self) -> str:
+        """NCCL's own, or an exchange of the terms."""
+        return "exchange over NCCL" if self.in_steps else "NCCL"
+
+    def pack(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The tensors that travel, contiguous; see `tensors.packing`."""
+        match self._signature.name:
+            case "barrier":
+                return torch.zeros(1, dtype=torch.uint8, device=self._device), None
+            case "send":
+                return in_plain_order(reads[0]), None
+            case "recv":
+                return in_plain_order(writes[0]), None
+            case name:
+                return pack(name, reads, writes, self._comm.size)
+
+    def unpack(self, part: torch.Tensor, whole: torch.Tensor | None, writes: Sequence[torch.Tensor]) -> None:
+        """Copy what has come to the tensors that the call writes."""
+        unpack(self._signature.name, part, whole, writes, is_root=self._signature.root == self._comm.rank)
+
+    def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:  # noqa: ARG002 - nothing waits
+        """As `Plan.run`, but on return the call is on the stream, and may not have begun."""
+        comm, signature, native = self._comm, self._signature, self._native
+        part, block = flat(part), None if whole is None else flat(whole)
+        match signature.name:
+            case "all_reduce":
+                self._all_reduce(part, native)
+            case "reduce":
+                self._reduce(part, signature.root_rank, native)
+            case "broadcast":
+                comm.broadcast(part, signature.root_rank)
+            case "gather":
+                self._gather(part, block, signature.root_rank)
+            case "scatter":
+                self._scatter(part, block, signature.root_rank)
+            case "barrier":
+                comm.all_reduce(part, 0)  # the smallest one
+            case "send":
+                comm.send(part, 1)
+            case "recv":
+                comm.recv(part, 0)
+            case name:  # of these every rank has a block
+                assert block is not None
+                self._run_on_block(name, part, block)
+
+    def _run_on_block(self, name: str, part: torch.Tensor, block: torch.Tensor) -> None:
+        match name:
+            case "all_gather" | "all_gather_into_tensor":
+                self._comm.all_gather(block, part)
+            case "reduce_scatter" | "reduce_scatter_tensor":
+                self._reduce_scatter(part, block, self._native)
+            case "all_to_all" | "all_to_all_single":
+                assert self._signature.splits is not None
+                received, sent = self._signature.splits
+                self._exchange(torch.split(part, list(received)), torch.split(block, list(sent)))
+            case _:
+                raise AssertionError(f"no collective {name}")
+
+    # ---- reductions ----
+
+    def _all_reduce(self, part: torch.Tensor, native: NativeReduction | None) -> None:
+        if native is not None:
+            self._comm.all_reduce(as_reduced(_scaled(part, native)), native.op)
+        else:
+            part.copy_(self._reduced_by_all(part))
+
+    def _reduce(self, part: torch.Tensor, root: int, native: NativeReduction | None) -> None:
+        """Only the root's tensor is written."""
+        is_root = self._comm.rank == root
+        if native is not None:
+            wire = part if native.factor is None or is_root else part.clone()
+            self._comm.reduce(as_reduced(_scaled(wire, native)), root, native.op)
+        else:
+            result = self._reduced_by_all(part)
+            if is_root:
+                part.copy_(result)
+
+    def _reduce_scatter(self, part: torch.Tensor, block: torch.Tensor, native: NativeReduction | None) -> None:
+        if native is not None:
+            source = block if native.factor is None else block * native.factor
+            self._comm.reduce_scatter(as_reduced(part), as_reduced(source), native.op)
+        else:
+            part.copy_(self._reduced_slice(block))
+
+    def _reduced_by_all(self, part: torch.Tensor) -> torch.Tensor:
+        """Each rank reduces a slice of all terms in rank order, then all gather the slices: 2 n (p-1)/p bytes, as a ring."""
+        size = self._comm.size
+        padded = part.new_zeros(-(-part.numel() // size) * size)
+        padded[: part.numel()] = part
+        result = torch.empty_like(padded)
+        self._comm.all_gather(result, self._reduced_slice(padded))
+        return result[: part.numel()]
+
+    def _reduced_slice(self, block: torch.Tensor) -> torch.Tensor:
+        """All terms of this rank's slice come to this rank, which reduces them in rank order."""
+        terms = torch.empty_like(block)
+        self._exchange(self._parts(terms), self._parts(block))
+        return reduce_in_rank_order(self._signature.reduction, self._parts(terms))
+
+    # ---- moves ----
+
+    def _gather(self, part: torch.Tensor, block: torch.Tensor | None, root: int) -> None:
+        """Every other rank sends to the root."""
+        if block is None:
+            self._comm.send(part, root)
+            return
+        parts = self._parts(block)
+        parts[root].copy_(part)
+        with self._comm.group():
+            for peer in self._others():
+                self._comm.recv(parts[peer], peer)
+
+    def _scatter(self, part: torch.Tensor, block: torch.Tensor | None, root: int) -> None:
+        """The root sends to every other rank."""
+        if block is None:
+            self._comm.recv(part, root)
+            return
+        parts = self._parts(block)
+        with self._comm.group():
+            for peer in self._others():
+                self._comm.send(parts[peer], peer)
+        part.copy_(parts[root])
+
+    def _exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
+        """A send to and a receive from each rank, in one group of NCCL. What a rank sends to itself is copied."""
+        received[self._comm.rank].copy_(sent[self._comm.rank])
+        with self._comm.group():
+            for peer in self._others():
+                self._comm.send(sent[peer], peer)
+                self._comm.recv(received[peer], peer)
+
+    def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
+        return list(block.view(self._comm.size, block.numel() // self._comm.size))
+
+    def _others(self) -> list[int]:
+        """Starting with the next rank, so that not all send to rank 0 first."""
+        return [(self._comm.rank + step) % self._comm.size for step in range(1, self._comm.size)]
+
+
+def _scaled(wire: torch.Tensor, native: NativeReduction) -> torch.Tensor:
+    return wire if native.factor is None else wire.mul_(native.factor)
+
+
+class Issue(NamedTuple):
+    """A call with its plan and its tensors: the call itself may let go of its tensors as soon as it is on the stream."""
+
+    plan: NcclPlan
+    call: Call
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, plan: NcclPlan, call: Call) -> Issue:
+        """The call with the tensors that it has now."""
+        return cls(plan, call, call.reads, call.writes)
+
+
+def put(comm: Communicator, issues: Sequence[Issue]) -> None:
+    """Put calls on the stream, which is the current one: pack, run the plans, unpack. Several become one group of NCCL."""
+    packed = [issue.plan.pack(issue.reads, issue.writes) for issue in issues]
+    with comm.group() if len(issues) > 1 else nullcontext():
+        for issue, (part, whole) in zip(issues, packed, strict=True):
+            issue.plan.run(part, whole, issue.call)
+    for issue, (part, whole) in zip(issues, packed, strict=True):
+        issue.plan.unpack(part, whole, issue.writes)

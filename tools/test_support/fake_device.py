@@ -1,0 +1,503 @@
+"""A GPU made of threads: the CPU's memory is the GPU's, and what a group puts on its streams runs on threads.
+
+Note [Streams of the fake]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+What a group puts on a stream of its own (`FakeStream.run`) runs on the stream's thread, in order. Everything else, the
+operations of the program, runs at once on the thread that calls it, as if it were over when it is issued. So a stream that
+waits for an event of a group's stream must make the next operation on it wait:
+
+- Inside `FakeDevice.running` no wait blocks, as on a GPU. The next operation of torch that this thread makes on its current
+  stream waits first. An operation on another stream does not, and finds what is there: that is a race, as on a GPU.
+- On any other thread, and in what C++ code of torch calls (backward, native DDP), the wait itself blocks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import itertools
+import pickle
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from syncline.collectives import group
+from syncline.collectives.engine import signature
+from syncline.collectives.engine.device import DeviceRuntime, Event, Stream
+from syncline.collectives.work import TensorsFuture
+
+CPU = torch.device("cpu")
+_PATIENCE_S = 60.0
+_END_S = 5.0
+
+
+class FakeEvent(Event):
+    """A point in a stream: over when all that the stream waited for there is over, and its thread has come there.
+
+    Attributes:
+        error: what the stream's thread raised.
+        was_refused: whether it was raised where a CPU would have raised it, too, when it was issued.
+    """
+
+    def __init__(self, device: FakeDevice, parts: Iterable[FakeEvent] = (), *, is_over: bool = True) -> None:
+        self.error: BaseException | None = None
+        self.was_refused = False
+        self._device = device
+        self._parts = [part for part in parts if not part.has_come()]
+        self.made_on = threading.get_ident()
+        self._done = threading.Event()
+        if is_over:
+            self._done.set()
+
+    def order_current_stream(self) -> None:
+        """See Note [Streams of the fake]."""
+        self._device.log.append("ordered" if threading.get_ident() == self.made_on else "ordered elsewhere")
+        stream = self._device.current()
+        stream.add(self)
+        if not self._device.is_lazy():
+            stream.catch_up()
+
+    def is_over(self) -> bool:
+        """Whether the threads have come here, well; a fault of the GPU is raised, an abort is none."""
+        error = self.first_error()
+        if error is not None and not _is_of_abort(error):
+            raise RuntimeError(f"the fake GPU faulted: {error}") from error
+        return self.has_come() and error is None
+
+    def has_come(self) -> bool:
+        """Whether the threads have come here."""
+        return self._done.is_set() and all(part.has_come() for part in self._parts)
+
+    def first_error(self) -> BaseException | None:
+        """What went wrong until here."""
+        return next((part.error for part in (*self._parts, self) if part.error is not None), None)
+
+    def come(self, error: BaseException | None) -> None:
+        """Called by the stream's thread."""
+        self.error = error
+        self._done.set()
+
+    def block(self) -> None:
+        """Wait until it is over."""
+        for part in self._parts:
+            part.block()
+        if not self._done.wait(_PATIENCE_S):
+            raise TimeoutError("an event of the fake GPU never came")
+
+
+class _Entry(NamedTuple):
+    """Something to run on a stream, and what becomes of it."""
+
+    body: Callable[[], None]
+    after: Sequence[FakeEvent]
+    done: FakeEvent
+    issued: threading.Event
+
+
+_here = threading.local()  # of a thread: the `issued` of what it runs, its current streams, whether its waits do not block
+
+
+def the_rest_is_the_gpus() -> None:
+    """Called by what runs on a stream, where a CPU would have issued all of it: whoever did so may go on."""
+    issued = getattr(_here, "issued", None)
+    if issued is not None:
+        issued.set()
+
+
+def stream_of_thread() -> int | None:
+    """The handle of the stream whose thread this is; None for any other thread."""
+    return getattr(_here, "serves", None)
+
+
+class FakeStream(Stream):
+    """A stream; what `run` puts on it runs on a thread, in order, which ends with the stream.
+
+    What is put on a stream that has nothing to do keeps the caller as the same calls would keep a CPU: until one of them says
+    that `the_rest_is_the_gpus`.
+    """
+
+    def __init__(self, device: FakeDevice, handle: int) -> None:
+        self.device = CPU
+        self.handle = handle
+        self._runtime = device
+        self._waits: list[FakeEvent] = []
+        self._queue: queue.Queue[_Entry | None] | None = None
+
+    def wait_for(self, event: Event) -> None:
+        """What comes next on this stream waits."""
+        assert isinstance(event, FakeEvent)
+        self._runtime.log.append("wait_for" if threading.get_ident() == event.made_on else "wait_for elsewhere")
+        self.add(event)
+
+    def add(self, event: FakeEvent) -> None:
+        """The same, without a word in the log."""
+        self._waits = [wait for wait in self._waits if not wait.has_come() or wait.first_error() is not None]
+        self._waits.append(event)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Of this thread."""
+        before = self._runtime.current()
+        _here.__dict__.setdefault("streams", {})[self._runtime] = self
+        self._runtime.log.append("enter")
+        try:
+            yield
+        finally:
+            self._runtime.log.append("leave")
+            _here.streams[self._runtime] = before
+
+    def record(self) -> FakeEvent:
+        """Over when all is that the stream waits for."""
+        self._runtime.log.append("record")
+        return FakeEvent(self._runtime, self._waits)
+
+    def waits(self) -> list[FakeEvent]:
+        """What comes next on this stream waits for these."""
+        return self._waits
+
+    def run(self, body: Callable[[], None], after: Event) -> FakeEvent:
+        """Queue it."""
+        self.wait_for(after)
+        done = FakeEvent(self._runtime, is_over=False)
+        entry = _Entry(body, self._waits, done, threading.Event())
+        self._waits = [done]
+        if self._queue is None:
+            self._queue = queue.Queue()
+            weakref.finalize(self, self._queue.put, None).atexit = False
+            stand_in = FakeStream(self._runtime, self.handle)  # the thread must not keep the stream
+            thread = threading.Thread(target=_serve, args=(self._queue, stand_in), name=f"stream {self.handle}", daemon=True)
+            _serving[thread] = self._queue
+            thread.start()
+        has_nothing_to_do, issued = self._queue.unfinished_tasks == 0, entry.issued
+        self._queue.put(entry)
+        del entry, body  # what is over holds no tensor
+        if has_nothing_to_do:
+            issued.wait()
+            if done.was_refused and done.error is not None:
+                raise done.error
+        return done
+
+    def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:  # noqa: ARG002
+        """On a stream that stands in, and waits for `done`."""
+        stand_in = self._runtime.stream(CPU, is_own=False)
+        stand_in.wait_for(done)
+        with stand_in.current():
+            if not self._runtime.is_lazy():
+                stand_in.catch_up()
+            future.set_result(tensors)
+
+    def catch_up(self) -> None:
+        """Block until what comes next may run; raises what went wrong, if it was no abort: after that a GPU goes on."""
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait.block()
+            error = wait.first_error()
+            if error is not None and not (self._runtime.is_lazy() and _is_of_abort(error)):
+                raise error
+
+
+# A thread that lets go of a tensor while the interpreter is taken down ends the process ("terminate called without an active
+# exception"). So the threads end before.
+_serving: weakref.WeakKeyDictionary[threading.Thread, queue.Queue[_Entry | None]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_streams() -> None:
+    for thread, todo in list(_serving.items()):
+        todo.put(None)
+        thread.join(_END_S)
+
+
+def _serve(todo: queue.Queue[_Entry | None], stream: FakeStream) -> None:
+    _here.serves = stream.handle
+    while (entry := todo.get()) is not None:
+        done, issued = entry.done, entry.issued
+        error = _run(entry, stream)
+        del entry  # what is over holds no tensor
+        todo.task_done()
+        done.come(error)
+        issued.set()
+
+
+def _run(entry: _Entry, stream: FakeStream) -> BaseException | None:
+    try:
+        for event in entry.after:
+            event.block()
+        _here.issued = entry.issued
+        with stream.current():
+            entry.body()
+    except BaseException as error:  # noqa: BLE001 - the one who waits for the event raises it
+        entry.done.was_refused = not entry.issued.is_set()
+        return error
+    return None
+
+
+def _is_of_abort(error: BaseException) -> bool:
+    """After that a GPU goes on."""
+    return any(getattr(one, "is_abort", False) for one in (error, error.__cause__))
+
+
+class FakeFuture(torch.futures.Future[Any]):
+    """A future of tensors of the device, as torch has it for CUDA.
+
+    It is complete for the CPU when it is given its value. Whoever waits for it is ordered after what the stream held then that
+    was current, if the value has tensors: else nothing is recorded. A callback runs on a stream of its own, ordered alike. What
+    the value consists of is pickled, to find its tensors, which must be on the future's devices.
+    """
+
+    def __init__(self, runtime: FakeDevice) -> None:
+        super().__init__()
+        self._runtime = runtime
+        self._event: FakeEvent | None = None
+
+    def set_result(self, result: Any) -> None:
+        """Complete it, or fail it with the error of the pickler."""
+        try:
+            tensors = _tensors_in(result)
+        except Exception as error:  # noqa: BLE001 - as torch: whoever waits for it gets it
+            super().set_exception(error)
+            return
+        if tensors:
+            assert all(tensor.device == CPU for tensor in tensors)
+            self._event = self._runtime.current().record()
+        super().set_result(result)
+
+    def wait(self) -> Any:
+        """Does not block for the GPU."""
+        result = super().wait()
+        if self._event is not None:
+            self._event.order_current_stream()
+        return result
+
+    def then(self, callback: Callable[[Any], Any]) -> FakeFuture:
+        """The callback's result, or its error."""
+        following = FakeFuture(self._runtime)
+
+        def run(done: Any) -> None:
+            try:
+                result = callback(done)
+            except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+                following.set_exception(error)
+            else:
+                following.set_result(result)
+
+        self.add_done_callback(run)
+        return following
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        """On a stream of its own, ordered after the future."""
+
+        def run(_: Any) -> None:
+            stream = self._runtime.stream(CPU, is_own=False)
+            with stream.current():
+                if self._event is not None:
+                    self._event.order_current_stream()
+                callback(self)
+
+        super().add_done_callback(run)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+
+    class Extractor(pickle.Pickler):
+        def persistent_id(self, found: Any) -> str | None:
+            if isinstance(found, torch.Tensor):
+                tensors.append(found)
+                return ""
+            return None
+
+    Extractor(io.BytesIO()).dump(value)
+    return tensors
+
+
+# Ours makes futures by the device of tensors, which is the CPU here: where torch would record an event for those who wait, the
+# CPU waits.
+_set_result = torch.futures.Future.set_result
+
+
+def _set_result_in_order(future: torch.futures.Future[Any], result: Any) -> None:
+    for runtime, stream in list(getattr(_here, "streams", {}).items()):
+        if runtime.is_lazy() and not isinstance(future, FakeFuture):
+            stream.catch_up()
+    _set_result(future, result)
+
+
+torch.futures.Future.set_result = _set_result_in_order  # type: ignore[assignment, method-assign]
+
+
+# Questions about a tensor, which touch no memory.
+_QUESTIONS = frozenset(
+    {"__get__", "data_ptr", "dim", "element_size", "is_complex", "is_conj", "is_contiguous", "is_floating_point"}
+    | {"is_inference", "is_neg", "nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"}
+)
+
+
+class _Lazily(TorchFunctionMode):
+    """What reads or writes tensors waits on the thread's current stream; what C++ code calls from there waits at once."""
+
+    def __init__(self, runtime: FakeDevice) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") not in _QUESTIONS and _has_tensors(args):
+            self._runtime.current().catch_up()
+        with _lazy(False):
+            return func(*args, **(kwargs or {}))
+
+
+def _has_tensors(arguments: Iterable[Any]) -> bool:
+    return any(
+        isinstance(argument, torch.Tensor) or (isinstance(argument, list | tuple) and _has_tensors(argument))
+        for argument in arguments
+    )
+
+
+@contextmanager
+def _lazy(is_lazy: bool) -> Iterator[None]:
+    before = getattr(_here, "is_lazy", False)
+    _here.is_lazy = is_lazy
+    try:
+        yield
+    finally:
+        _here.is_lazy = before
+
+
+def let_the_cpu_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have groups take tensors for a device's, on each thread those of the `FakeDevice` that plays there."""
+
+    def played(tensor: torch.Tensor) -> str:
+        device: FakeDevice | None = getattr(_here, "playing", None)
+        return "cpu" if device is None or not device.is_mine(tensor) else device.device_type
+
+    for module in (signature, group):
+        monkeypatch.setattr(module, "device_type_of", played)
+
+
+class FakeDevice(DeviceRuntime):
+    """One GPU of one rank, and, for groups of the host, what is asked of it.
+
+    Args:
+        pci_id: its place on the bus.
+        is_mine: which tensors are the device's.
+
+    Attributes:
+        log: what was asked of it, in order.
+        is_mine: as given.
+        captures: whether `is_capturing` says so.
+        own_streams: how many streams were made that nobody else has.
+        stream_class: makes streams.
+    """
+
+    device_type = "cuda"
+    stream_class = FakeStream
+
+    def __init__(self, pci_id: str = "0000:00:00.0", is_mine: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.is_mine = is_mine
+        self.captures = False
+        self.own_streams = 0
+        self._pci_id = pci_id
+        self._others = itertools.count(1000)
+        self._default = self.stream_class(self, 0)
+
+    def plays_here(self) -> FakeDevice:
+        """On this thread; see `let_the_cpu_play`."""
+        _here.playing = self
+        return self
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """On this thread no wait blocks; see Note [Streams of the fake]."""
+        with _lazy(True), _Lazily(self):
+            yield
+            self.current().catch_up()
+
+    def is_lazy(self) -> bool:
+        """Whether waits on this thread do not block."""
+        return getattr(_here, "is_lazy", False)
+
+    def current(self) -> FakeStream:
+        """This thread's current stream; all threads share the default one."""
+        stream: FakeStream = getattr(_here, "streams", {}).get(self, self._default)
+        return stream
+
+    # ---- streams and events ----
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """As `is_mine` says."""
+        return self.is_mine(tensor)
+
+    def stream(self, device: torch.device, *, is_own: bool) -> FakeStream:  # noqa: ARG002 - there is one
+        """Those that nobody else has are numbered from 1."""
+        if not is_own:
+            return self.stream_class(self, next(self._others))
+        self.own_streams += 1
+        return self.stream_class(self, self.own_streams)
+
+    def now(self, device: torch.device) -> FakeEvent:  # noqa: ARG002 - there is one
+        """After what the current stream waits for."""
+        self.log.append("now")
+        return FakeEvent(self, self.current().waits())
+
+    def current_stream(self, device: torch.device) -> int:  # noqa: ARG002 - there is one
+        """Its number."""
+        return self.current().handle
+
+    def is_capturing(self) -> bool:
+        """As told."""
+        return self.captures
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """The CPU's allocator gives away what nobody holds."""
+
+    # ---- for groups on streams ----
+
+    def current_device(self) -> torch.device:
+        """The CPU."""
+        return CPU
+
+    def background(self, device: torch.device) -> AbstractContextManager[object]:  # noqa: ARG002 - there is one
+        """Nothing to choose."""
+        return nullcontext()
+
+    def pci_id(self, device: torch.device) -> str:  # noqa: ARG002 - there is one
+        """As given."""
+        return self._pci_id
+
+    def future(self, device: torch.device) -> TensorsFuture:
+        """As torch's for CUDA."""
+        assert device == CPU
+        return FakeFuture(self)
+
+    # ---- copies ----
+
+    def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Ones in every byte."""
+        host = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        host.view(torch.uint8).fill_(1)
+        return host
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy."""
+        self.log.append("in")
+        return tensor.reshape(-1).clone()
+
+    def to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
+        """A copy."""
+        assert host.data_ptr() != tensor.data_ptr() or tensor.numel() == 0
+        self.log.append("out")
+        tensor.view(-1).copy_(host)
+
+    def finish(self, tensor: torch.Tensor) -> None:  # noqa: ARG002 - the CPU has finished
+        """Write it down."""
+        self.log.append("finished")
