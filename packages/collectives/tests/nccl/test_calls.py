@@ -64,6 +64,10 @@ class Alone(Rendezvous):
 
     def _receive(self, topic, to, sender, scope): ...
 
+    def announce(self, name, failure) -> None: ...
+
+    def announced(self, name, ranks) -> None: ...
+
 
 @pytest.fixture
 def recorder() -> Recorder:

@@ -92,7 +92,7 @@ class Looked(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Read on the monitor's thread; must not block."""
+        """Whether there is nothing to look at. Read on the monitor's thread; must not block."""
 
     def look(self, now_s: float) -> None:
         """Look once. Must wait for no rank. After an exception there are no more looks."""

@@ -21,10 +21,12 @@ import torch.distributed as dist
 from ..api.object_exchange import exchange_objects
 from ..errors import LaunchError
 from ..group import ProcessGroup
-from ..stores import AsTorchStore, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
+from ..stores import AsTorchStore, Store, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
 from ..stores.tcp.secret import require_pyzmq
+from .backend import ConnectRequest
 from .init_method import Address, address_by_environment, parse_address, parse_folder
 from .launch import check_init_method
+from .registry import load_backend
 from .user_secret import is_loopback, user_secret
 
 SECRET_VARIABLE = "SYNCLINE_SECRET"
@@ -32,6 +34,79 @@ SECRET_VARIABLE = "SYNCLINE_SECRET"
 logger = logging.getLogger("syncline.collectives")
 
 _close_at_exit: list[Callable[[], None]] = []
+
+
+def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
+    """A store that all ranks share, this process's rank, and the number of ranks."""
+    rank, size = _place(request)
+    return _shared_store(request, rank, size), rank, size
+
+
+def only_host(request: ConnectRequest, size: int) -> str | None:
+    """The loopback address, if the ranks meet there."""
+    if size == 1 or request.store is not None or (request.launch is not None and request.launch.is_mpi):
+        return None
+    if request.init_method is not None:
+        return loopback_host(request.init_method)
+    return loopback_host("env://") if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ else None
+
+
+def as_torch_store(store: Store | dist.Store) -> dist.Store:
+    """The store that the user gave, as torch sees one."""
+    return AsTorchStore(store) if isinstance(store, Store) else store
+
+
+def _shared_store(request: ConnectRequest, rank: int, size: int) -> dist.Store:
+    if request.store is not None:
+        return as_torch_store(request.store)
+    if request.init_method is not None:
+        return store_at(request.init_method, rank, size, request.timeout_s)
+    if size == 1:
+        return dist.HashStore()
+    lack = None
+    if request.launch is not None and request.launch.is_mpi:
+        lack = load_backend("mpi").missing()
+        if lack is None:
+            return _over_mpi(request)
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return store_at("env://", rank, size, request.timeout_s)
+    raise LaunchError(
+        f"backend 'gloo' has {size} ranks and no way for them to meet: expected an init_method (such as "
+        "'file:///shared/folder' or 'tcp://host:port?secret_file=PATH'), a store, MASTER_ADDR and MASTER_PORT as torchrun sets "
+        f"them, or a launch by MPI{'' if lack is None else f'; MPI launched this job, but cannot be used: {lack}'}"
+    )
+
+
+def _place(request: ConnectRequest) -> tuple[int, int]:
+    launch = request.launch
+    if launch is None:
+        if request.world_size is None:
+            return 0, 1
+        if request.rank is None:
+            raise LaunchError(f"world_size={request.world_size} was given without a rank, and nothing launched this process")
+        if request.rank >= request.world_size:
+            raise LaunchError(f"expected a rank in 0..{request.world_size - 1} for that world_size, found {request.rank}")
+        return request.rank, request.world_size
+    if launch.world_size is None and request.world_size is None:
+        raise LaunchError(f"{launch.launcher} does not say how many processes there are; give world_size, or use backend 'mpi'")
+    for what, asked, told in (
+        ("world_size", request.world_size, launch.world_size),
+        ("rank", request.rank, launch.rank),
+    ):
+        if asked is not None and told is not None and asked != told:
+            raise LaunchError(
+                f"{what}={asked} was asked for, but {launch.launcher} says {told}; leave {what} out, or launch differently"
+            )
+    return launch.rank, launch.world_size or request.world_size or 1
+
+
+def _over_mpi(request: ConnectRequest) -> dist.Store:
+    """A store on a port that the system chose; MPI tells the others where it is."""
+    mpi = load_backend("mpi").connect(request)
+    try:
+        return tcp_store_of_rank_0(mpi, request.timeout_s)
+    finally:
+        mpi.close()
 
 
 def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: Mapping[str, str] = os.environ) -> dist.Store:

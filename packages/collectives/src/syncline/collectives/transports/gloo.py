@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import itertools
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +31,8 @@ from ..membership.shrinkable_group import ShrinkableGroup
 from ..reduce_op import HALVES, Reduction
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.meeting import meet
-from ..startup.registry import load_backend
-from ..startup.rendezvous import loopback_host, store_at, store_of_running_job, tcp_store_of_rank_0
-from ..stores import AsTorchStore, FromTorchStore, Store
+from ..startup.rendezvous import as_torch_store, only_host, rendezvous, store_of_running_job
+from ..stores import FromTorchStore
 from ..torch_bridge.torch_group import TorchGroup
 from ..torch_bridge.torch_work import TorchWork
 from ..work import Work
@@ -294,8 +292,11 @@ class GlooBackend(Backend):
         if request.joins:
             return _newcomer(request)
         store, rank, size = rendezvous(request)
+        if request.launch is not None and request.launch.is_mpi:
+            # Once more, after MPI, hence before it: a process that MPI keeps at its end shall not keep its sockets.
+            atexit.register(_hang_up)
         store = _numbered(store)
-        host = _only_host(request, size)
+        host = only_host(request, size)
         transport = connect(store, rank, size, request.group_name, CancelScope(request.timeout_s), host)
         generation, lack = Generation(0, tuple(range(size)), rank), store_lack(request, size)
         job = Job(size, _options(request))
@@ -309,7 +310,7 @@ def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
     if lack is not None:
         raise LaunchError(f"backend 'gloo': SYNCLINE_JOIN=1 says that this process joins a job that runs, but {lack}")
     if request.store is not None:
-        met_in = _given(request.store)
+        met_in = as_torch_store(request.store)
     else:
         met_in = store_of_running_job(request.init_method or "", request.timeout_s)
     store = _numbered(met_in)
@@ -341,80 +342,6 @@ def _connect_again(request: ConnectRequest, store: dist.Store, host: str | None)
 
 def _numbered(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(f"syncline/{next(_generations)}", store)
-
-
-def _given(store: Store | dist.Store) -> dist.Store:
-    return AsTorchStore(store) if isinstance(store, Store) else store
-
-
-def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
-    """A store that all ranks share, this process's rank, and the number of ranks."""
-    rank, size = _place(request)
-    return _shared_store(request, rank, size), rank, size
-
-
-def _shared_store(request: ConnectRequest, rank: int, size: int) -> dist.Store:
-    if request.store is not None:
-        return _given(request.store)
-    if request.init_method is not None:
-        return store_at(request.init_method, rank, size, request.timeout_s)
-    if size == 1:
-        return dist.HashStore()
-    lack = None
-    if request.launch is not None and request.launch.is_mpi:
-        lack = load_backend("mpi").missing()
-        if lack is None:
-            return _over_mpi(request)
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        return store_at("env://", rank, size, request.timeout_s)
-    raise LaunchError(
-        f"backend 'gloo' has {size} ranks and no way for them to meet: expected an init_method (such as "
-        "'file:///shared/folder' or 'tcp://host:port?secret_file=PATH'), a store, MASTER_ADDR and MASTER_PORT as torchrun sets "
-        f"them, or a launch by MPI{'' if lack is None else f'; MPI launched this job, but cannot be used: {lack}'}"
-    )
-
-
-def _only_host(request: ConnectRequest, size: int) -> str | None:
-    """The loopback address, if the ranks meet there."""
-    if size == 1 or request.store is not None or (request.launch is not None and request.launch.is_mpi):
-        return None
-    if request.init_method is not None:
-        return loopback_host(request.init_method)
-    return loopback_host("env://") if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ else None
-
-
-def _place(request: ConnectRequest) -> tuple[int, int]:
-    launch = request.launch
-    if launch is None:
-        if request.world_size is None:
-            return 0, 1
-        if request.rank is None:
-            raise LaunchError(f"world_size={request.world_size} was given without a rank, and nothing launched this process")
-        if request.rank >= request.world_size:
-            raise LaunchError(f"expected a rank in 0..{request.world_size - 1} for that world_size, found {request.rank}")
-        return request.rank, request.world_size
-    if launch.world_size is None and request.world_size is None:
-        raise LaunchError(f"{launch.launcher} does not say how many processes there are; give world_size, or use backend 'mpi'")
-    for what, asked, told in (
-        ("world_size", request.world_size, launch.world_size),
-        ("rank", request.rank, launch.rank),
-    ):
-        if asked is not None and told is not None and asked != told:
-            raise LaunchError(
-                f"{what}={asked} was asked for, but {launch.launcher} says {told}; leave {what} out, or launch differently"
-            )
-    return launch.rank, launch.world_size or request.world_size or 1
-
-
-def _over_mpi(request: ConnectRequest) -> dist.Store:
-    """A store on a port that the system chose; MPI tells the others where it is."""
-    mpi = load_backend("mpi").connect(request)
-    try:
-        return tcp_store_of_rank_0(mpi, request.timeout_s)
-    finally:
-        mpi.close()
-        # After MPI's own, hence before it: a process that MPI keeps at its end shall not keep its sockets.
-        atexit.register(_hang_up)
 
 
 @atexit.register

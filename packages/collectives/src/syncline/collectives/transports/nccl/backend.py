@@ -10,8 +10,8 @@ from ...engine.group import EngineGroup
 from ...errors import BackendUnavailableError
 from ...startup.backend import Backend, ConnectRequest
 from ...startup.registry import load_backend
+from ...startup.rendezvous import rendezvous
 from ..cuda import CudaRuntime
-from ..gloo import rendezvous as gloo_rendezvous
 from . import library
 from .connections import Connector
 from .group import NcclGroup
@@ -38,10 +38,10 @@ class NcclBackend(Backend):
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'nccl': {lack}")
-        rendezvous, rank, size = _rendezvous(request)
-        connector = Connector(library.load(), CudaRuntime(), rendezvous, range(size), rank, request.group_name)
+        meeting, rank, size = _meeting(request)
+        connector = Connector(library.load(), CudaRuntime(), meeting, range(size), rank, request.group_name)
         group = NcclGroup(connector, timeout_s=request.timeout_s, reproducible=request.reproducible)
-        host = rendezvous.group
+        host = meeting.group
         if host is None:
             group.start({"reproducible": request.reproducible})
         elif isinstance(host, EngineGroup):
@@ -49,7 +49,7 @@ class NcclBackend(Backend):
         return group
 
 
-def _rendezvous(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
+def _meeting(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
     """Where the ranks meet, this process's rank, and the number of ranks."""
     host = request.host_group
     if host is not None:
@@ -58,7 +58,7 @@ def _rendezvous(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
     if launched and request.init_method is None and request.store is None and load_backend("mpi").missing() is None:
         host = load_backend("mpi").connect(request)
         return GroupRendezvous(host, owned=True), host.rank, host.size
-    store, rank, size = gloo_rendezvous(request)
+    store, rank, size = rendezvous(request)
     return StoreRendezvous(dist.PrefixStore(f"syncline/nccl/{next(_generations)}", store)), rank, size
 
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -16,9 +16,6 @@ from ...engine.cancel_scope import CancelScope, DetachedCall
 from ...engine.device import Event
 from ...errors import CollectiveTimeout, SynclineError, TransportError
 from .communicator import Communicator
-
-if TYPE_CHECKING:
-    from .work import StreamWork
 
 # How often a thread that waits for the GPU looks at it: at once, then less and less often.
 FIRST_LOOK_S = 20e-6
@@ -63,6 +60,13 @@ class FatalError(Exception):
         self.error = error
 
 
+class Waiter(Protocol):
+    """Who waits for a launch: its work."""
+
+    def fail(self, failure: Failure) -> None:
+        """The launch has failed. Called under no lock."""
+
+
 class Launch:
     """What is put on a stream at once: one call, or a batch. Its calls hold their tensors until the GPU is done with them.
 
@@ -92,7 +96,7 @@ class Launch:
 
     __slots__ = ("_event", "_waiter", "calls", "captured", "describe", "scope")
 
-    def __init__(self, calls: list[Call], describe: Callable[[], str], timeout_s: float, waiter: StreamWork) -> None:
+    def __init__(self, calls: list[Call], describe: Callable[[], str], timeout_s: float, waiter: Waiter) -> None:
         self.calls = calls
         self.describe = describe
         self.scope = CancelScope(timeout_s)
