@@ -173,6 +173,7 @@ class Looking:
 
     def __init__(self, period_s: float, *, may_block: bool = False) -> None:
         self.period_s = period_s
+        self.is_idle = False
         self.may_block = may_block
         self.looks: list[float] = []
         self.threads: list[threading.Thread] = []
@@ -248,3 +249,15 @@ def test_whom_nobody_holds_is_called_no_more() -> None:
     gc.collect()
     monitor.look(11.0)
     assert looks == [10.0]
+
+
+def test_who_has_nothing_to_look_at_is_left_out() -> None:
+    monitor = Monitor(lambda words: None)
+    looking = Looking(1.0)
+    looking.is_idle = True
+    monitor.call_now_and_then(looking)
+    monitor.look(10.0)
+    assert looking.looks == []
+    looking.is_idle = False
+    monitor.look(10.1)
+    assert looking.looks == [10.1]
