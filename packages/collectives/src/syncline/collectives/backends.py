@@ -1,0 +1,7 @@
+"""What the author of a backend needs; see "Write a backend" in the documentation."""
+
+from .engine.group import HostGroup
+from .engine.transport import Request, Transport
+from .startup.backend import Backend, ConnectRequest
+
+__all__ = ["Backend", "ConnectRequest", "HostGroup", "Request", "Transport"]
