@@ -92,7 +92,8 @@ class _Allocation:
         limits: list[Limit] = []
         with self._recording():
             limits = memory_limits()
-        everybodys = self._all_gather(limits)
+        # As plain tuples: a pickled class carries the path of its module, and a message that long is one more packet.
+        everybodys = [[Limit._make(limit) for limit in own] for own in self._all_gather([tuple(limit) for limit in limits])]
         name = f"syncline-{os.urandom(8).hex()}"
         if self._is_first:
             with self._recording():
