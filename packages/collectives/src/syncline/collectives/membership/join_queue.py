@@ -29,9 +29,9 @@ class JoinQueue:
         5. reads the decisions, from generation 0 on,
            until one names it; then all of them connect
 
-    Note [Who is left] in `membership_vote` says how the members agree. A newcomer that dies before step 3 is not proposed, if it
-    is on the machine of who proposes. One that dies later is a member that is lost: the next generation cannot connect, and is
-    called in its turn. It is not proposed again, because of step 4.
+    Note [Who is left] in `membership_vote` says how the members agree. A newcomer that dies before step 3 is not proposed, if
+    it is on the machine of who proposes. One that dies later is a member that is lost: the next generation cannot connect, and
+    is called in its turn. It is not proposed again, because of step 4.
 
     Args:
         store: the one in which the members meet.

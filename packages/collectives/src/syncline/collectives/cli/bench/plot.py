@@ -32,7 +32,7 @@ def save_plot(measurements: Sequence[Measurement], path: str) -> None:
     for (time_axis, bandwidth_axis), ((collective, dtype), rows) in zip(axes, tables.items(), strict=False):
         for backend in dict.fromkeys(row.backend for row in rows):
             _draw(time_axis, bandwidth_axis, backend, [row for row in rows if row.backend == backend])
-        _label(time_axis, f"{collective}, {dtype}, {rows[0].world_size} ranks", "time [µs], median and quartiles")
+        _label(time_axis, f"{collective}, {dtype}, {rows[0].world_size} ranks", "time [μs], median and quartiles")
         _label(bandwidth_axis, "bus bandwidth as nccl-tests define it", "[GB/s]")
     figure.savefig(path, dpi=120)
 

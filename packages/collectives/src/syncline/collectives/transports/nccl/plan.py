@@ -63,7 +63,7 @@ class NcclPlan(Plan):
         """Copy what has come to the tensors that the call writes."""
         unpack(self._signature.name, part, whole, writes, is_root=self._signature.root == self._comm.rank)
 
-    def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:  # noqa: ARG002 - nothing waits
+    def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
         """As `Plan.run`, but on return the call is on the stream, and may not have begun."""
         comm, signature, native = self._comm, self._signature, self._native
         part, block = flat(part), None if whole is None else flat(whole)

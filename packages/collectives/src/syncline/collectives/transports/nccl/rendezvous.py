@@ -202,7 +202,7 @@ class GroupRendezvous(Rendezvous):
         lost = self._group.reason_to_give_up() if isinstance(self._group, HostGroup) else None
         return str(lost) if isinstance(lost, RankLostError) and not set(lost.ranks).isdisjoint(ranks) else None
 
-    def send(self, topic: str, to: int, sender: int, payload: Payload, scope: CancelScope) -> None:  # noqa: ARG002 - it is us
+    def send(self, topic: str, to: int, sender: int, payload: Payload, scope: CancelScope) -> None:
         """Send the length, then the text."""
         text = json.dumps({"topic": topic, "payload": payload}).encode()
         length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
@@ -212,7 +212,7 @@ class GroupRendezvous(Rendezvous):
             for message in (length, torch.frombuffer(bytearray(text), dtype=torch.uint8)):
                 self._group.send(message, to, _tag(topic), async_op=True).wait(max(scope.remaining_s(), 1e-3))
 
-    def _receive(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:  # noqa: ARG002 - it is us
+    def _receive(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:
         """Receive both. What has the same tag, but another topic, is kept for the thread that asks for it."""
         with self._lock:
             inbox = self._inboxes.setdefault((sender, _tag(topic)), _Inbox())
