@@ -98,6 +98,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "ring_all_reduce",
         "transport",
         "departure_notices",
+        "first_meeting",
         "job_abort",
         "node",
         "reconnector",

@@ -21,6 +21,7 @@ from syncline.collectives.startup.settings import SITE_VARIABLE, Settings, load_
         ("timeout_s = 0.5", Settings(timeout_s=0.5, path="f")),
         ("reproducible = true", Settings(reproducible=True, path="f")),
         ("stall_warning_s = 0", Settings(stall_warning_s=0, path="f")),
+        ('interface = "ib0"', Settings(interface="ib0", path="f")),
         ("window_bytes = 65536\nstaged_bytes = 1", Settings(window_bytes=65536, staged_bytes=1, path="f")),
         (
             'backend = "cpu:mpi,cuda:nccl"\ntimeout_s = 7\nreproducible = false',
@@ -72,6 +73,7 @@ def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
         "reproducible",
         *(entry.name for entry in fields(AlgorithmThresholds)),
         "stall_warning_s",
+        "interface",
     ]
     assert [entry.name for entry in keys] == settings
     assert all(entry.metadata["doc"] for entry in keys)

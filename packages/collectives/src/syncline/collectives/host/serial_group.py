@@ -123,6 +123,8 @@ class SerialGroup(ProcessGroup):
         )
         if liveness is not None:
             watch(self)
+        if calls is not None:
+            calls.belong_to(self)
 
     @property
     def backend_name(self) -> str:

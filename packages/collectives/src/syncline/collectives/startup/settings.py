@@ -43,6 +43,9 @@ class Settings:
     stall_warning_s: float = _key(
         float, DEFAULT_STALL_WARNING_S, "after so many seconds in one call rank 0 logs who waits for whom; 0: never"
     )
+    interface: str | None = _key(
+        str, None, 'the network interface on which ranks of several hosts meet, and Gloo communicates, such as "ib0"'
+    )
 
     #: The file that they were read from, or None; not a key.
     path: str | None = None

@@ -13,7 +13,7 @@ from ..contract.process_group import ProcessGroup
 from ..errors import BackendUnavailableError, InvalidArgumentError, LaunchError, UnknownBackendError
 from ..startup.backend import ConnectRequest
 from ..startup.backend_choice import choose_backend
-from ..startup.launch import detect_launch
+from ..startup.launch import take_launch
 from ..startup.registry import load_backend
 from ..startup.settings import load_settings
 from .torch_process_group import TorchProcessGroup
@@ -77,7 +77,7 @@ def _root(torch_name: str, members: list[int]) -> ProcessGroup:
 
 
 def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: float) -> ProcessGroup:
-    launch = detect_launch(os.environ)
+    launch = take_launch(os.environ, is_given=True)
     name = _choice(options.group_size) if backend is None else backend
     try:
         chosen = load_backend(name)
@@ -100,7 +100,7 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
 
 def _choice(size: int) -> str:
     """One backend for each device: what the site wants or the launch allows, and NCCL where there is CUDA."""
-    launch = detect_launch(os.environ)
+    launch = take_launch(os.environ, is_given=True)
     choice = choose_backend(
         None,
         os.environ,

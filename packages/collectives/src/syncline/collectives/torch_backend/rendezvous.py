@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..contract.deadline import DEFAULT_TIMEOUT_S, seconds
 from ..errors import InvalidArgumentError, LaunchError
 from ..startup.backend import ConnectRequest
-from ..startup.launch import Launch, detect_launch
+from ..startup.launch import Launch, take_launch
 from ..startup.registry import load_backend
 from ..stores import AsTorchStore
 from ..stores.over_group import GroupStore
@@ -32,7 +32,7 @@ def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator
         LaunchError: no MPI launcher started this process, or what was asked for contradicts it.
     """
     rank, world_size = _asked_for(url)
-    launch = detect_launch(os.environ)
+    launch = take_launch(os.environ)
     if launch is None:
         yield _alone(rank, world_size)
         return

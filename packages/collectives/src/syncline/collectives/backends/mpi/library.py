@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,13 +62,32 @@ def mapped(error: MPI.Exception) -> TransportError:
     return TransportError(f"{library_name()} reported: {error.Get_error_string()}")
 
 
+_calling = threading.Lock()
+_is_over = False
+_LONGEST_CALL_S = 1.0
+
+
+@contextmanager
+def while_mpi_runs() -> Iterator[bool]:
+    """For a thread that looks now and then: whether MPI can be called, which stays so until the end of the context."""
+    with _calling:
+        yield not (_is_over or MPI.Is_finalized())
+
+
+def no_more_mpi() -> None:
+    """The program is ending MPI. A look that is under way gets `_LONGEST_CALL_S`, for MPI may hold it up until its end."""
+    global _is_over
+    _is_over = True
+    if _calling.acquire(timeout=_LONGEST_CALL_S):
+        _calling.release()
+
+
 def translated(members: MPI.Group, whole: MPI.Group) -> list[int]:
-    """The ranks that the members of one MPI group have in another; frees both."""
+    """The ranks that the members of one MPI group have in another; frees the first."""
     try:
         return [int(rank) for rank in MPI.Group.Translate_ranks(members, list(range(members.Get_size())), whole)]
     finally:
         members.Free()
-        whole.Free()
 
 
 def yield_cpu() -> None:
