@@ -68,10 +68,11 @@ class MPIRequest(Request):
 
     def _end(self) -> None:
         self._over = True
-        if self._receives and self._status.Get_count(MPI.BYTE) != self._tensor.nbytes:
+        # Not Get_count, which Open MPI 4 answers in a C int.
+        if self._receives and (sent := self._status.Get_elements(MPI.BYTE)) != self._tensor.nbytes:
             raise DisagreementError(
-                f"rank {self._status.Get_source()} sent {self._status.Get_count(MPI.BYTE)} bytes, this rank expects "
-                f"{self._tensor.nbytes}; make both sides pass as many elements"
+                f"rank {self._status.Get_source()} sent {sent} bytes, this rank expects {self._tensor.nbytes}; make both sides "
+                "pass as many elements"
             )
 
     @override

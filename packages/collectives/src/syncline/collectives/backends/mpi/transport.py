@@ -19,7 +19,7 @@ from ...host.reduction import core_op, reduce_in_rank_order
 from ...host.transport import Request, Transport
 from ...host.wire_tag import wire_tag
 from .call_verifier import CallVerifier
-from .datatypes import memory, mpi_reduction
+from .datatypes import memory, message, mpi_reduction
 from .fault_tolerance import failed_ranks, is_fault_tolerant, revoke, revoked_on_failure
 from .library import Tag, library_name, mpi_errors
 from .request import MPIRequest
@@ -28,7 +28,7 @@ from .ring_all_reduce import RingAllReduce
 from .status_post import MPIStatusPost
 from .timeout_report import TimeoutReport
 
-# MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes.
+# MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes, or as one message made of them.
 PIECE_BYTES = 1 << 30
 
 # From here on the ranks synchronise first; see Note [Presync]. Below, Open MPI's non-blocking form loses at most 3 us.
@@ -259,7 +259,7 @@ class MPITransport(Transport):
         MPIRequest.free_abandoned()
         with mpi_errors():
             wire = wire_tag(tag, tensor.dtype, self._largest_tag)
-            return MPIRequest(self._communicator.Isend((memory(tensor), MPI.BYTE), dst, wire), tensor)
+            return MPIRequest(self._communicator.Isend(message(tensor, PIECE_BYTES), dst, wire), tensor)
 
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
         """MPI's Irecv."""
@@ -267,7 +267,7 @@ class MPITransport(Transport):
         with mpi_errors():
             source = MPI.ANY_SOURCE if src is None else src
             wire = wire_tag(tag, tensor.dtype, self._largest_tag)
-            return MPIRequest(self._communicator.Irecv((memory(tensor), MPI.BYTE), source, wire), tensor, receives=True)
+            return MPIRequest(self._communicator.Irecv(message(tensor, PIECE_BYTES), source, wire), tensor, receives=True)
 
     # ---- life ----
 
