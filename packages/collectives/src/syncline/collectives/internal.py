@@ -1,6 +1,7 @@
 """What the other layers of Syncline use of this one beyond its public names. Not for other programs: it may change any day."""
 
 from .contract.call_observer import ObservedCall, observe_calls
+from .contract.layout import bytes_of, in_plain_order, mark_written
 from .contract.object_exchange import all_gather_bytes, are_same_on_all_ranks, broadcast_object
 from .contract.process_group import DEFAULT_SILENCE_TIMEOUT_S
 from .contract.reduce_op import Reduction
@@ -21,9 +22,12 @@ __all__ = [
     "all_gather_bytes",
     "are_same_on_all_ranks",
     "broadcast_object",
+    "bytes_of",
     "disable_dynamo",
     "disable_dynamo_here",
     "expect_losses",
+    "in_plain_order",
+    "mark_written",
     "observe_calls",
     "replace_default_group",
 ]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from syncline.collectives import MisuseError, ProcessGroup, broadcast_coalesced
 from syncline.reducer import verify_same_parameters
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
+
+_NORMALIZATION = (_BatchNorm, _InstanceNorm)
 
 
 class ModuleState:
@@ -30,6 +34,11 @@ class ModuleState:
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """All buffers, each once, by name."""
         return [(name, b) for name, b in self._module.named_buffers() if name not in self._ignored]
+
+    def statistics_of_batch_normalization(self) -> set[int]:
+        """The `id`s of the buffers that layers of batch or instance normalisation in training update, and only save beside."""
+        layers = (layer for layer in self._module.modules() if isinstance(layer, _NORMALIZATION) and layer.training)
+        return {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
 
     def trainable_parameters(self, group: ProcessGroup) -> NamedParameters:
         """The parameters that need a gradient.
