@@ -247,7 +247,7 @@ def test_tensors_larger_than_a_piece(mpi_group: ProcessGroup, monkeypatch: pytes
 
 
 def test_messages_larger_than_mpi_counts(mpi_group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are one element of a type made of pieces; here a piece is 64 bytes. The rest behind the last piece counts as well."""
+    """They are one element of a type made of pieces, here of 64 bytes, and of the rest."""
     from mpi4py import MPI
 
     from syncline.collectives.backends.mpi import transport

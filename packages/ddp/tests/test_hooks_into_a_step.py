@@ -129,7 +129,9 @@ def test_a_buffer_that_the_first_forwards_backward_reads_is_not_overwritten_in_s
     def body(group: ProcessGroup) -> None:
         model = DistributedDataParallel(Scaled(), process_group=group)
         if by_hook:
-            model._register_buffer_comm_hook(None, lambda _, buffers: [group.broadcast(b, 0).wait() for b in buffers.values()][:0])
+            model._register_buffer_comm_hook(
+                None, lambda _, buffers: [group.broadcast(b, 0).wait() for b in buffers.values()][:0]
+            )
         first = model(batch(group.rank), delta=1.0 + group.rank).sum()
         (first + model(batch(group.rank, 1)).sum()).backward()
 
