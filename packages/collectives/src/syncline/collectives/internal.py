@@ -1,7 +1,7 @@
 """What the other layers of Syncline use of this one beyond its public names. Not for other programs: it may change any day."""
 
 from .contract.call_observer import ObservedCall, observe_calls
-from .contract.layout import bytes_of, in_plain_order, mark_written
+from .contract.layout import bytes_of, in_plain_order, mark_written, overlaps_itself
 from .contract.object_exchange import all_gather_bytes, are_same_on_all_ranks, broadcast_object
 from .contract.process_group import DEFAULT_SILENCE_TIMEOUT_S
 from .contract.reduce_op import Reduction
@@ -29,5 +29,6 @@ __all__ = [
     "in_plain_order",
     "mark_written",
     "observe_calls",
+    "overlaps_itself",
     "replace_default_group",
 ]

@@ -13,7 +13,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from syncline.collectives import InvalidTypeError, ProcessGroup, broadcast_coalesced
 from syncline.collectives.internal import bytes_of, in_plain_order, mark_written
 
-from .module_state import ModuleState
+from .module_state import ModuleState, writable
 
 if TYPE_CHECKING:
     AnyFuture: TypeAlias = torch.futures.Future[Any]
@@ -70,10 +70,10 @@ class Buffers:
         """Give every rank the root's, in place. A collective."""
         buffers = [buffer for _, buffer in self._state.buffers()]
         if group.rank == root:  # only reads
-            broadcast_coalesced([buffer.detach() for buffer in buffers], group=group, root=root)
+            broadcast_coalesced(writable(buffers), group=group, root=root)
             return
         with self._seen_by_autograd_if_changed(buffers):
-            broadcast_coalesced([buffer.detach() for buffer in buffers], group=group, root=root)
+            broadcast_coalesced(writable(buffers), group=group, root=root)
 
     def before_forward(self, group: ProcessGroup, root: int) -> list[AnyFuture]:
         """Synchronise them if that is due, and not to be done after the forward.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch.distributed.utils import _to_kwargs
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
-from syncline.reducer import GradBucket, IterationStatistics, Reducer, verify_same_options
+from syncline.reducer import GradBucket, IterationStatistics, Reducer, telling_the_others, verify_same_options
 
 from . import arguments, logging_data
 from .bucket_tuning import BucketTuning, check_can_tune, measuring_caps
@@ -28,6 +28,7 @@ from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, low
 from .module_state import ModuleState
 from .process_groups import as_ours, choose_default_group, choose_group
 from .stragglers import StragglerWatch, checked_every, every_from
+from .sync_batch_norm import refuse_layers_that_see_one_rank
 from .tracing import TraceRecording, TraceSettings, settings_from
 from .uneven_inputs import Replica, UnevenInputs
 
@@ -95,9 +96,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     Constructing it is a collective: two all-gathers of 32 bytes and one broadcast of the module's state, in buffers of 250 MiB.
 
     Raises:
-        MisuseError: a parameter is uninitialised or on a device that the group does not serve, or none needs a gradient.
+        MisuseError: a parameter or buffer is uninitialised, sparse, on a device that the group does not serve, or has elements
+            that share memory; no parameter needs a gradient; or a layer would see this rank's batch alone.
         DisagreementError: on all ranks, if modules or arguments differ between ranks; names the parameter, buffer or argument
-            and both versions.
+            and both versions. Also if another rank has raised one of these errors; says which rank, and its error.
         InvalidArgumentError: an argument is refused, or contradicts another; says what to pass instead.
     """
 
@@ -145,11 +147,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.process_group = choose_group(process_group, device_mesh)
         self._group = as_ours(self.process_group)
         self.device_mesh = device_mesh
-        parameters = self._state.trainable_parameters(self._group)
-        self._input_device = arguments.placement(device_ids, output_device, [p for _, p in self._state.parameters()])
-        self._delayed, self._delayed_until = arguments.delayed_names(
-            delay_all_reduce_named_params, param_to_hook_all_reduce, parameters
-        )
+        with telling_the_others(self._group) if init_sync else nullcontext():
+            self._state.check(self._group, buffers=sync_buffers_at_first or forward_sync_buffers)
+            refuse_layers_that_see_one_rank(module, self._group)
+            parameters = self._state.trainable_parameters()
+            self._input_device = arguments.placement(device_ids, output_device, [p for _, p in self._state.parameters()])
+            self._delayed, self._delayed_until = arguments.delayed_names(
+                delay_all_reduce_named_params, param_to_hook_all_reduce, parameters
+            )
+            trace_settings, stragglers_every = settings_from(os.environ), every_from(os.environ)
         self.module = module
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.find_unused_parameters = find_unused_parameters
@@ -167,7 +173,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._runtime = logging_data.RuntimeSamples()
         self.fused_optimizer = FusedOptimizer()
         self._has_adopted_optimizers = False
-        trace_settings, stragglers_every = settings_from(os.environ), every_from(os.environ)
         if init_sync:
             self._verify_options(sync_buffers_at_first, trace_settings, stragglers_every)
             self._state.verify(self._group, buffers=sync_buffers_at_first)
@@ -333,6 +338,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             )
         chosen = choose_group(process_group)
         group = as_ours(chosen)
+        self._state.check(group, buffers=self.forward_sync_buffers)
         self._state.verify(group, buffers=self.forward_sync_buffers)
         hook, state = self._reducer.hook
         self._reducer.close()
@@ -500,7 +506,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         }
 
     def _make_reducer(self) -> Reducer:
-        parameters = self._state.trainable_parameters(self._group)
+        parameters = self._state.trainable_parameters()
         sparse = self._state.sparse_parameters()
         if self._tunes_buckets:
             check_can_tune(self.device, self.find_unused_parameters and not self.static_graph, bool(sparse))
@@ -572,6 +578,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = choose_default_group()
         self._group = as_ours(self.process_group)
+        self._state.check(self._group, buffers=self.forward_sync_buffers)
         self._listeners, self._recordings, self._straggler_watch = IterationListeners(), [], None
         self._bucket_tuning = self._builtin_hook = None
         self._reducer = self._make_reducer()

@@ -24,7 +24,7 @@ from .reducer import Reducer
 from .static_usage import StaticUsage
 from .statistics import BucketTimes, IterationStatistics
 from .usage import CompleteUsage, UsageModel
-from .verification import verify_same_options, verify_same_parameters
+from .verification import telling_the_others, verify_same_options, verify_same_parameters
 from .version import __version__
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "UsageModel",
     "__version__",
     "assign_buckets",
+    "telling_the_others",
     "verify_same_options",
     "verify_same_parameters",
 ]
