@@ -70,3 +70,30 @@ def test_an_uncaught_exception_is_printed(run_job) -> None:
     assert job.status != 0
     assert "rank 1 of 2" in job.output
     assert "ValueError: the loss is not finite" in job.output
+
+
+def test_libraries_that_ask_torch_whether_they_are_alone(run_job) -> None:
+    """They do not know our functions, and would compute each rank's own result without a word."""
+    skip_without("torchmetrics")
+    skip_without("accelerate")
+    job = run_job(
+        2,
+        """
+        import torch, torchmetrics
+        import syncline.collectives as sc
+        from accelerate import PartialState
+        from syncline.collectives.torch_backend import share_default_group
+        from torch.utils.data import DistributedSampler
+
+        sc.init_process_group()
+        share_default_group()
+        mean = torchmetrics.MeanMetric()
+        mean.update(torch.tensor([3.0 + 2 * sc.get_rank()]))
+        is_main, share = PartialState(cpu=True).is_main_process, DistributedSampler(range(4), shuffle=False)
+        print(f"rank {sc.get_rank()}:", mean.compute().item(), is_main, list(share))
+        sc.destroy_process_group()
+        """,
+    )
+    assert job.status == 0, job.output
+    assert "rank 0: 4.0 True [0, 2]" in job.output
+    assert "rank 1: 4.0 False [1, 3]" in job.output

@@ -18,8 +18,12 @@ from syncline.collectives import (
     InvalidArgumentError,
     LaunchError,
     MisuseError,
+    NotInitializedError,
     TorchGroup,
     as_process_group,
+    destroy_process_group,
+    get_default_group,
+    init_process_group,
 )
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.launch import detect_launch
@@ -31,6 +35,7 @@ from syncline.collectives.torch_backend import (
     register,
     registration,
     rendezvous,
+    share_default_group,
 )
 
 pytestmark = pytest.mark.skipif(detect_launch(os.environ) is not None, reason="about processes that nothing launched")
@@ -143,8 +148,23 @@ def _plugin(backend: str):
 
 
 def test_ranks_that_meet_elsewhere(tmp_path: Path) -> None:
-    """Without a launcher, by another rendezvous of torch's: our Gloo uses its store."""
+    """Without a launcher, by another rendezvous of torch's: our Gloo uses its store. Then torch shares a group of ours."""
     run_processes(Path(__file__).with_name("meeting_job.py"), 2, tmp_path)
+
+
+def test_our_default_group_cannot_be_torchs_before_there_is_one_or_beside_another() -> None:
+    with pytest.raises(NotInitializedError):
+        share_default_group()
+    init_process_group()
+    try:
+        init()
+        with pytest.raises(MisuseError, match=r"torch\.distributed is initialised already; call it before, or leave it out"):
+            share_default_group()
+        dist.destroy_process_group()
+        share_default_group()
+        assert as_process_group(dist.group.WORLD) is get_default_group()
+    finally:
+        destroy_process_group()
 
 
 def test_the_wrong_device() -> None:

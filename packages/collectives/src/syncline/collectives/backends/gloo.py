@@ -138,6 +138,10 @@ class GlooTransport(Transport):
         return self._group.start_recv(tensor, src, _tag(tag, tensor))
 
     @override
+    def meeting_store(self) -> dist.Store:
+        return self._store
+
+    @override
     def status_post(self) -> StatusPost:
         return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
@@ -11,6 +12,9 @@ from ..contract.process_group import ProcessGroup
 from ..contract.work import Work
 from ..errors import InvalidArgumentError
 from .delegating_group import DelegatingGroup, close_all
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 class PerDeviceGroup(DelegatingGroup):
@@ -44,6 +48,10 @@ class PerDeviceGroup(DelegatingGroup):
     def describe(self) -> str:
         """What each group says."""
         return "; ".join(f"{device_type} by {group.describe()}" for device_type, group in self.groups.items())
+
+    @override
+    def meeting_store(self) -> dist.Store | None:
+        return self.groups["cpu"].meeting_store() if "cpu" in self.groups else None
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         """Memory of the group for that device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from .group_exchanges import GroupExchanges
 from .profiling import recorded
 from .reduce_op import Reduction
 from .work import Work
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 DEFAULT_SILENCE_TIMEOUT_S = 30.0
 """How long survivors wait for a silent rank, in seconds, unless told otherwise."""
@@ -148,6 +152,10 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         Raises:
             DisagreementError: the ranks called different collectives, and results are wrong; on all ranks.
         """
+        return None
+
+    def meeting_store(self) -> dist.Store | None:
+        """The store in which the ranks of this group met, for others that want to meet; None if they met elsewhere."""
         return None
 
     def end_together(self, companion: ProcessGroup) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from typing_extensions import override
@@ -39,6 +39,9 @@ from .history_verification import HistoryVerification
 from .progress import Progress
 from .runnable import IssuedCall, KeptPlan, PlanKey, Runnable
 from .transport import Transport
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -137,6 +140,10 @@ class SerialGroup(ProcessGroup):
     @override
     def describe(self) -> str:
         return self._transport.describe()
+
+    @override
+    def meeting_store(self) -> dist.Store | None:
+        return self._transport.meeting_store()
 
     def start(self, options: Mapping[str, object], stall_warning_s: float = 0) -> None:
         """Compare options with the other ranks, and report failures from now on. All ranks call it, before anything else.
