@@ -37,6 +37,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "version",
         "plugins",
         "torch_internals",
+        "forks",
         "contract",
         "failures",
         "host",

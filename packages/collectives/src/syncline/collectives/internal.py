@@ -8,6 +8,7 @@ from .contract.reduce_op import Reduction
 from .contract.reserved_tags import TRACE_CLOCK
 from .default_group.coalescing import DEFAULT_BUFFER_BYTES
 from .default_group.default_group import replace_default_group
+from .forks import Inherited, not_the_rank, tell_in_forks
 from .host.serial_group import expect_losses
 from .startup.algorithm_thresholds import AlgorithmThresholds
 from .torch_internals import disable_dynamo, disable_dynamo_here
@@ -17,6 +18,7 @@ __all__ = [
     "DEFAULT_SILENCE_TIMEOUT_S",
     "TRACE_CLOCK",
     "AlgorithmThresholds",
+    "Inherited",
     "ObservedCall",
     "Reduction",
     "all_gather_bytes",
@@ -28,7 +30,9 @@ __all__ = [
     "expect_losses",
     "in_plain_order",
     "mark_written",
+    "not_the_rank",
     "observe_calls",
     "overlaps_itself",
     "replace_default_group",
+    "tell_in_forks",
 ]

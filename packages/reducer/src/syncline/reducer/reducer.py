@@ -13,8 +13,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import override
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives.internal import Inherited, not_the_rank, tell_in_forks
 
 from . import error_messages
 from .arrival_order import ArrivalOrder
@@ -65,14 +67,16 @@ class _BackwardEnd:
         self._reducer = reducer
 
     def end(self) -> None:
-        self._reducer._end()
-        call_at_backward_end(self.finish)
+        if not self._reducer.is_in_fork:  # which was made within this backward
+            self._reducer._end()
+            call_at_backward_end(self.finish)
 
     def finish(self) -> None:
-        self._reducer._finish()
+        if not self._reducer.is_in_fork:
+            self._reducer._finish()
 
 
-class Reducer:
+class Reducer(Inherited):
     """Averages the gradients of some parameters over the ranks of a group, during backward.
 
     ::
@@ -109,6 +113,7 @@ class Reducer:
         statistics: what happened when in the latest iteration.
         first_bucket_sizes: bytes of the buckets as they were first.
         seems_static: whether all backwards so far have left out the same parameters.
+        is_in_fork: whether this process is a fork of the rank: its backwards add to its own gradients, as without a reducer.
 
     Extra memory: the buckets, as large as all gradients together, in which large gradients stay until the next backward; none
     with `gradient_as_bucket_view`.
@@ -169,6 +174,7 @@ class Reducer:
         self._has_accumulated = False
         self._counts_at_end = False
         self.seems_static = True
+        self.is_in_fork = False
         self.statistics = IterationStatistics(time.perf_counter())
         self._hooks = GradientHooks(
             self._parameters,
@@ -180,6 +186,7 @@ class Reducer:
         self._use(self._builder.build_first())
         self.first_bucket_sizes = [bucket.nbytes for bucket in self._buckets]
         weakref.finalize(self, self._hooks.close)
+        tell_in_forks(self)
 
     @property
     def buckets(self) -> Sequence[AnyBucket]:
@@ -284,14 +291,19 @@ class Reducer:
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
         """Call before each forward. After the first backward it rebuilds the buckets, which is a collective.
 
+        In a fork of the rank there is nothing to prepare, if the backward is not to be reduced.
+
         Args:
             synchronizes: whether the backward of this forward shall be reduced. If not, it adds to this rank's own gradients,
                 and a later one reduces what was added up. See `GradSyncPolicy` for several forwards before a backward.
 
         Raises:
+            GroupClosedError: the backward shall be reduced, and this process is a fork of the rank.
             MisuseError: the previous backward began to reduce and never ended, or another reducer has some of the parameters
                 and the same group, or one of both averages them in views of its buckets.
         """
+        if self.is_in_fork and not synchronizes:
+            return
         self._check_idle("prepare_for_backward")
         self._check_other_reducers()
         self._count_unsynchronized()
@@ -374,6 +386,13 @@ class Reducer:
     def check_finalized(self) -> None:
         """Raise a MisuseError if a backward has begun to reduce and has not ended."""
         self._check_idle("check_finalized")
+
+    @override
+    def in_fork(self) -> None:
+        """See `Inherited`."""
+        self.is_in_fork = True
+        self._hooks.close()
+        self._running = None
 
     def close(self) -> None:
         """Take the hooks off the parameters; their gradients stay. The end of the reducer's life does the same."""
@@ -550,6 +569,8 @@ class Reducer:
     # ---- checks ----
 
     def _check_idle(self, what: str) -> None:
+        if self.is_in_fork:
+            raise not_the_rank(what, self._group.place())
         if self._running is not None:
             raise error_messages.backward_never_ended(what, self._group.place())
 

@@ -29,6 +29,7 @@ from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, Sy
 from ..failures.detached_call import DetachedCall
 from ..failures.liveness import Liveness
 from ..failures.stall_watch import StatusPost
+from ..forks import in_forks
 from ..host.host_group import HostGroup
 from ..host.progress import all_idle, finish_all
 from ..host.transport import Request, Transport
@@ -51,6 +52,7 @@ _SCATTER_HALVES_FROM_BYTES = 64 * 1024
 _FIRST_LOOK_S, _LOOK_S = 0.1, 0.5
 _LARGEST_TAG = 2**31 - 1
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
+in_forks(_open.clear)
 
 
 class GlooTransport(Transport):
@@ -171,6 +173,11 @@ class GlooTransport(Transport):
         """
         _open.discard(self)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    @override
+    def leave_to_parent(self) -> None:
+        """The destructor would wait for threads that a fork does not have."""
+        self.abort()
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
         return None if block is None else list(block.view(self._group.size, part.numel()))

@@ -17,6 +17,7 @@ from ..contract.deadline import Deadline, seconds
 from ..contract.layout import untracked
 from ..contract.work import TensorsFuture, Work
 from ..errors import CollectiveTimeout, TransportError
+from ..forks import in_forks
 from ..host.transport import Request
 from ..torch_internals import source_rank
 
@@ -183,6 +184,7 @@ class _Delivery:
 _EXIT_S = 5.0
 _LET_GO_S = 0.02  # four times the interval after which a thread asks for the interpreter
 _deliveries: weakref.WeakSet[_Delivery] = weakref.WeakSet()
+in_forks(_deliveries.clear)
 
 
 @atexit.register

@@ -12,6 +12,7 @@ import torch
 from typing_extensions import override
 
 from ..errors import CollectiveTimeout
+from ..forks import generation, not_the_rank
 from .deadline import seconds
 
 if TYPE_CHECKING:
@@ -44,10 +45,13 @@ class GroupFuture(AnyFuture):
     def __init__(self, devices: Devices) -> None:
         super().__init__(devices=devices)
         self._devices = devices
+        self._generation = generation()
 
     @override
     def wait(self) -> Any:
         if not self.done():
+            if self._generation != generation():
+                raise not_the_rank("wait", "a future of a collective")
             _prepare_to_block(self.done)
         return super().wait()
 
@@ -215,6 +219,13 @@ class PendingWork(Work):
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
+
+    def leave_to_parent(self, error: BaseException) -> None:
+        """In a fork, where no thread finishes it: to wait for it raises `error`. See Note [Forks]."""
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._error = error
+        self._done.set()
 
     def succeed(self) -> None:
         """Finish well: wake the waiters, then run the future's callbacks on this thread."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from threading import get_ident
 
 from ..contract.work import before_blocking
+from ..forks import in_forks
 
 Task = Callable[[], None]
 
@@ -150,6 +151,13 @@ class Progress:
             finally:
                 self._changed.release()
 
+    def leave_to_parent(self) -> None:
+        """In a fork, which has no such thread, and in which a lock may be held for ever. Nothing runs any more."""
+        self.turn, self.running_on = threading.Lock(), None
+        self._changed = threading.Condition()
+        self._queue.clear()
+        self._stopping, self._thread = True, None
+
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is queued."""
         return not (self.turn.locked() or self._queue)
@@ -191,6 +199,7 @@ _EXIT_S = 5.0
 _started: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 before_blocking.append(_run_queues_here)
+in_forks(_started.clear)
 
 
 def all_idle() -> bool:

@@ -28,6 +28,7 @@ from ..failures.report import Reporter, reported
 from ..failures.report_signal import report_on_signal
 from ..failures.stall_watch import StallWatch, look_now_and_then
 from ..failures.watchdog import watch
+from ..forks import Inherited, not_the_rank, tell_in_forks
 from .call_verification import verify_call
 from .callback_order import CallbackOrder
 from .control_messages import TransportMessages
@@ -62,7 +63,7 @@ GIVEN_UP_KEPT = 16
 _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 
 
-class SerialGroup(ProcessGroup):
+class SerialGroup(ProcessGroup, Inherited):
     """Runs the blocking calls of a `Transport` in one total order; see Note [One total order] in `progress`.
 
     A collective with `async_op=False` runs on the caller's thread when nothing is in flight (a hop to another thread costs
@@ -110,6 +111,7 @@ class SerialGroup(ProcessGroup):
         self._callbacks = CallbackOrder()
         self._splits_made = itertools.count()
         self._closed = False
+        self._is_in_fork = False
         self._companions: list[ProcessGroup] = []
         self._first_failure: BaseException | None = None
         self._in_flight: set[PendingWork] = set()
@@ -126,6 +128,7 @@ class SerialGroup(ProcessGroup):
         )
         if liveness is not None:
             watch(self)
+        tell_in_forks(self)
 
     @property
     def backend_name(self) -> str:
@@ -281,6 +284,17 @@ class SerialGroup(ProcessGroup):
         for work in list(self._in_flight):
             work.fail(failure)
         self._progress.stop()
+
+    @override
+    def in_fork(self) -> None:
+        """As if it were closed, without a word to anybody. Without plans every call comes to `_check_open`."""
+        self._closed = self._is_in_fork = True
+        self._plans = {}
+        self._stall_watch = None
+        for work in list(self._in_flight):
+            work.leave_to_parent(not_the_rank("wait", self.place()))
+        self._progress.leave_to_parent()
+        self._transport.leave_to_parent()
 
     def _issue(
         self,
@@ -455,6 +469,8 @@ class SerialGroup(ProcessGroup):
         return get_ident() in self._callbacks.running
 
     def _check_open(self, call: Collective) -> None:
+        if self._is_in_fork:
+            raise not_the_rank(call.name, self.place())
         if self._closed:
             raise GroupClosedError(
                 f"{call.name} on {self.place()}: the group is closed; create it again with init_process_group or new_group"

@@ -193,6 +193,9 @@ class Transport(ABC):
     def give_up(self) -> None:  # noqa: B027 - most have no way to say it
         """A collective has failed here, and there will be no other: tell the ranks that wait, if possible. Must not block."""
 
+    def leave_to_parent(self) -> None:  # noqa: B027 - most objects can be dropped
+        """In a fork, which must neither use nor free what the library keeps for the parent; see Note [Forks] in `forks`."""
+
     def lost_ranks(self) -> Sequence[int]:
         """The ranks of which the library says that they have failed. Must not block."""
         return ()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..contract.deadline import DEFAULT_TIMEOUT_S, seconds
 from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError, LaunchError
+from ..forks import in_forks
 from ..startup.backend import ConnectRequest
 from ..startup.launch import Launch, detect_launch
 from ..startup.registry import load_backend
@@ -22,6 +23,7 @@ from ..stores import AsTorchStore
 from ..stores.over_group import GroupStore
 
 _open: list[GroupStore] = []
+in_forks(_open.clear)
 _numbers = itertools.count()  # the same on all ranks
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import faulthandler
 import functools
 import os
+import sys
 from importlib.util import find_spec
 
 from ...errors import BackendUnavailableError, LaunchError
+from ...forks import in_forks, is_fork_of_rank
 from ...host.host_group import HostGroup
 from ...startup.backend import Backend, ConnectRequest
 from ...startup.launch import detect_launch
@@ -24,12 +26,29 @@ _NO_LIBRARY = (
     "MPI4PY_LIBMPI to its libmpi.so; elsewhere `pip install 'syncline-collectives[mpich]'` brings one along"
 )
 
+_IN_FORK = (
+    "this process is a fork of a rank, and MPI is that rank's alone; start it by 'spawn', or choose backend 'gloo' with a rank, a "
+    "world_size and an init_method"
+)
+_parent_has_mpi = False
+
+
+def _note_mpi_of_parent() -> None:
+    global _parent_has_mpi
+    mpi = sys.modules.get("mpi4py.MPI")
+    _parent_has_mpi = _parent_has_mpi or (mpi is not None and bool(mpi.Is_initialized()))
+
+
+in_forks(_note_mpi_of_parent)
+
 
 class MPIBackend(Backend):
     """Ranks are the processes of MPI_COMM_WORLD."""
 
     def missing(self) -> str | None:
         """Whether mpi4py is there and finds an MPI library, which it must load to know."""
+        if _parent_has_mpi or is_fork_of_rank():
+            return _IN_FORK
         if find_spec("mpi4py") is None:
             return _NO_MPI4PY
         return srun_problem() or _library_problem()

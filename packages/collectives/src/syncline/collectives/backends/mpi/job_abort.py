@@ -11,12 +11,17 @@ dies of an exception waits there, silently, for ranks that wait for it in a coll
    tolerates the fault; the process then has `FINALIZE_S` seconds to end. If they do not come at once, it tells that it has
    left (see `DepartureNotices`). Whoever waits for that rank hears of it and fails, with words that say in which call: see Note
    [Who will not come] in `departures`.
+
+A fork of a rank is no rank: its exceptions, its status and its end are its own, and it leaves MPI alone. See Note [Forks] in
+`forks`.
 """
 
 from __future__ import annotations
 
 import atexit
 import builtins
+import gc
+import io
 import os
 import signal
 import socket
@@ -29,12 +34,14 @@ from contextlib import suppress
 from types import TracebackType
 
 from mpi4py import MPI
+from typing_extensions import override
 
 from ...errors import RankLostError
 from ...failures.exit_status import exit_status, watch_exit_status
 from ...failures.liveness import Liveness
 from ...failures.process_identity import own_identity
 from ...failures.stall_watch import look_now_and_then
+from ...forks import Inherited, generation, tell_in_forks
 from ...host.departures import Departures
 from ...host.progress import all_idle
 from .departure_notices import DepartureNotices
@@ -56,11 +63,12 @@ def abort_on_uncaught() -> None:
         sys.excepthook = _on_uncaught
 
 
+_generation = generation()  # of the process that has MPI
 _previous_hook: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if is_interactive():
+    if is_interactive() or generation() != _generation:
         _previous_hook[-1](kind, error, trace)
         return
     lines = "".join(traceback.format_exception(kind, error, trace))
@@ -73,7 +81,7 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "get_ipython")
 
 
-class ExitBarrier:
+class ExitBarrier(Inherited):
     """The second and the third guard. Making it is a collective of all processes of the job.
 
     Attributes:
@@ -95,6 +103,13 @@ class ExitBarrier:
         watch_exit_status()
         look_now_and_then(self)
         atexit.register(self._on_exit)
+        tell_in_forks(self)
+
+    @override
+    def in_fork(self) -> None:
+        """The guards are the rank's. mpi4py would end MPI at the very end; in a fork that never returns."""
+        atexit.unregister(self._on_exit)
+        atexit.register(_end_without_mpi)
 
     def look(self, _: float) -> None:
         """See `limit_s`."""
@@ -146,6 +161,21 @@ class ExitBarrier:
                 raise lost
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.01)
+
+
+def _end_without_mpi() -> None:
+    """End this process as Python does, but for functions in C that libraries have left for the very end.
+
+    What was registered later has been called. As Python does, call the rest, and write what files have not written yet.
+    """
+    atexit.unregister(_end_without_mpi)
+    atexit._run_exitfuncs()
+    status = exit_status() or int(getattr(sys, "last_value", None) is not None)  # of an exception that nobody caught
+    for thing in gc.get_objects():
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            with suppress(OSError, ValueError):  # it was closed, perhaps by the other side
+                thing.flush()
+    os._exit(status)
 
 
 def _end_within(limit_s: float) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from typing_extensions import override
 
 from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...contract.layout import untracked
 from ...errors import GroupClosedError, InvalidArgumentError, MisuseError, SynclineError, TransportError
 from ...failures.flight_recorder import Entry, FlightRecorder
+from ...forks import Inherited, not_the_rank, tell_in_forks
 from .accelerator import Event
 from .algorithms import Body
 from .batch import Batch
@@ -27,7 +29,7 @@ from .watchdog import Watchdog
 from .work import NcclWork
 
 
-class Engine:
+class Engine(Inherited):
     """Puts collectives on the group's stream; see Note [Order over NCCL] in `process_group`.
 
     Note [Callbacks and locks]
@@ -66,6 +68,8 @@ class Engine:
         )
         self._sequence = itertools.count()
         self._is_closed = False
+        self._is_in_fork = False
+        tell_in_forks(self)
         self._batch: Batch | None = None
         self._batch_work: NcclWork | None = None
 
@@ -342,7 +346,15 @@ class Engine:
         assert failure is not None
         return failure
 
+    @override
+    def in_fork(self) -> None:
+        """As if it were closed; the lock may be held for ever. CUDA does not work in a fork, so nothing is freed."""
+        self._lock = threading.Lock()
+        self._is_closed = self._is_in_fork = True
+
     def _check_usable(self, call: Collective) -> None:
+        if self._is_in_fork:
+            raise not_the_rank(call.name, self._place())
         if self._is_closed:
             raise GroupClosedError(
                 f"{call.name} on {self._place()}: the group is closed; create it again with init_process_group or new_group"
