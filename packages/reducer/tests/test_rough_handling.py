@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import select
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from syncline.collectives import MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import Reducer
+from test_support.forked import answer_of, in_fork
 
 pytestmark = pytest.mark.ranks
 
@@ -186,3 +190,69 @@ def test_hooks_on_nodes_do_not_pile_up_when_a_parameter_is_converted_in_each_ste
         assert len(reducer._hooks._handles) == 1
 
     run_ranks(1, body)
+
+
+# ---- forks of a rank; see Note [Forks] in `syncline.collectives.forks` ----
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_backward_in_a_fork_is_local(as_view: bool) -> None:
+    """Evaluation with gradients, test-time adaptation. The rank's own next backward is averaged as ever."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
+        for _ in range(2):
+            backward(reducer, parameters, group, (1.0, 2.0))
+        assert values(parameters) == [3.0, 6.0]
+
+        def in_child() -> list[object]:
+            for _, parameter in parameters:
+                parameter.grad = None
+            (parameters[0][1] * 7 + parameters[1][1] * 8).sum().backward()
+            reducer.prepare_for_backward(synchronizes=False)
+            (parameters[0][1] * 1).sum().backward()
+            return [values(parameters), answer_of(reducer.prepare_for_backward), answer_of(reducer.check_finalized)]
+
+        if group.rank == 0:
+            found, *refused = in_fork(in_child)
+            assert found == [8.0, 8.0]
+            for call, text in zip(("prepare_for_backward", "check_finalized"), refused, strict=True):
+                assert str(text).startswith(f"GroupClosedError: {call} on rank 0 of 2")
+        for _, parameter in parameters:
+            parameter.grad = None
+        backward(reducer, parameters, group, (3.0, 4.0))
+        assert values(parameters) == [4.5, 6.0]
+
+    run_ranks(2, body)
+
+
+def test_a_fork_within_a_backward_ends_it_alone() -> None:
+    """A user's hook starts a process, such as one that writes to a log."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        reducer = Reducer(parameters, group, bucket_cap_bytes=4)
+        backward(reducer, parameters, group, (1.0, 2.0))
+        forked: list[object] = []
+
+        def start_process(_: torch.Tensor) -> None:
+            if group.rank == 0 and not forked:
+                read, write = os.pipe()
+                forked.append(os.fork() or "fork")
+                forked.extend((read, write))
+
+        parameters[1][1].register_post_accumulate_grad_hook(start_process)
+        for _, parameter in parameters:
+            parameter.grad = None
+        found = answer_of(lambda: backward(reducer, parameters, group, (3.0, 4.0))) or values(parameters)
+        if forked and forked[0] == "fork":
+            os.write(forked[2], pickle.dumps(found))
+            os._exit(0)
+        assert found == [4.5, 6.0]
+        if forked:
+            assert select.select([forked[1]], [], [], 20)[0], "the fork hangs"
+            assert pickle.loads(os.read(forked[1], 1000)) == [3.0, 4.0]
+            os.waitpid(forked[0], 0)
+
+    run_ranks(2, body)

@@ -27,8 +27,8 @@ _NO_LIBRARY = (
 )
 
 _IN_FORK = (
-    "this process is a fork of a rank, and MPI is that rank's alone; start it by 'spawn', or choose backend 'gloo' with a rank, a "
-    "world_size and an init_method"
+    "this process is a fork of a rank, and MPI is that rank's alone; start it by 'spawn', or choose backend 'gloo' with a "
+    "rank, a world_size and an init_method"
 )
 _parent_has_mpi = False
 
