@@ -88,6 +88,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "command",
     ),
     f"{COLLECTIVES}.backends.mpi": (
+        "waiting",
         "library",
         "datatypes",
         "fault_tolerance",

@@ -25,6 +25,7 @@ from .node.node_transport import NodeTransport
 from .reconnector import MPIReconnector
 from .ring_all_reduce import largest_piece_bytes
 from .transport import MPITransport
+from .waiting import spin_for
 
 
 def connect(request: ConnectRequest) -> HostGroup:
@@ -32,6 +33,7 @@ def connect(request: ConnectRequest) -> HostGroup:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     abort_on_uncaught()
+    spin_for(request.spin_s)
     world = MPI.COMM_WORLD
     _check_threads()
     _check_sizes(request, world.Get_rank(), world.Get_size())

@@ -13,6 +13,7 @@ from ...contract.deadline import Deadline
 from ...errors import DisagreementError
 from ...host.transport import Request
 from .library import mpi_errors, wait
+from .waiting import MESSAGE_NAP_S
 
 
 class MPIRequest(Request):
@@ -35,7 +36,7 @@ class MPIRequest(Request):
     def wait(self, deadline: Deadline) -> None:
         if not self._over:
             with mpi_errors():
-                wait(self._request, deadline, self._status)
+                wait(self._request, deadline, self._status, longest_nap_s=MESSAGE_NAP_S)
             self._end()
 
     @override

@@ -27,6 +27,7 @@ from .ring_all_reduce import DTYPES as RING_DTYPES
 from .ring_all_reduce import RingAllReduce
 from .status_post import MPIStatusPost
 from .timeout_report import TimeoutReport
+from .waiting import ARRIVAL_NAP_S, MESSAGE_NAP_S, NO_NAP_S
 
 # MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes, or as one message made of them.
 PIECE_BYTES = 1 << 30
@@ -246,7 +247,7 @@ class MPITransport(Transport):
             for peer, part in enumerate(torch.split(tensor, list(input_counts))):
                 requests += [self._private.Isend((memory(p), MPI.BYTE), peer, Tag.PAIRWISE) for p in _pieces(part)]
         for request in requests:
-            self._verifier.run(call, lambda request=request: request)  # type: ignore[misc]
+            self._verifier.run(call, lambda request=request: request, longest_nap_s=MESSAGE_NAP_S)  # type: ignore[misc]
 
     @override
     def barrier(self, call: RunningCall) -> None:
@@ -395,7 +396,9 @@ class MPITransport(Transport):
                 getattr(self._communicator, name)(*arguments)
             return
         start = self._starters.get(name) or self._starter(name)
-        self._verifier.run(call, lambda: start(*arguments))
+        # After a presync all ranks are here, and only the library's own steps are waited for.
+        longest_nap_s = NO_NAP_S if nbytes >= PRESYNC_MIN_BYTES else ARRIVAL_NAP_S
+        self._verifier.run(call, lambda: start(*arguments), longest_nap_s=longest_nap_s)
 
     def _starter(self, name: str) -> Callable[..., MPI.Request]:
         """The communicator's non-blocking form of a collective."""
