@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .errors import GroupClosedError
 
 logger = logging.getLogger("syncline.collectives")
 
+_lock = threading.RLock()  # of the set, while threads run; reentrant, because the garbage collector may run anything
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
 _generation = 0
 _is_of_rank = False
@@ -45,7 +47,8 @@ class Inherited(ABC):
 
 def tell_in_forks(thing: Inherited) -> None:
     """Let something know of the forks of this process, as long as somebody holds it."""
-    _inherited.add(thing)
+    with _lock:
+        _inherited.add(thing)
 
 
 def in_forks(function: Callable[[], object]) -> None:
@@ -77,8 +80,8 @@ def not_the_rank(call: str, place: str) -> GroupClosedError:
     )
 
 
-def _each(action: Callable[[Inherited], object]) -> None:
-    for thing in list(_inherited):
+def _each(things: Iterable[Inherited], action: Callable[[Inherited], object]) -> None:
+    for thing in things:
         try:
             action(thing)
         except Exception:
@@ -86,14 +89,17 @@ def _each(action: Callable[[Inherited], object]) -> None:
 
 
 def _before() -> None:
-    _each(lambda thing: thing.before_fork())
+    with _lock:
+        things = list(_inherited)
+    _each(things, lambda thing: thing.before_fork())
 
 
 def _in_fork() -> None:
-    global _generation, _is_of_rank
+    global _generation, _is_of_rank, _lock
+    _lock = threading.RLock()  # another thread of the parent may hold it
     _generation += 1
     _is_of_rank = _is_of_rank or len(_inherited) > 0
-    _each(lambda thing: thing.in_fork())
+    _each(list(_inherited), lambda thing: thing.in_fork())
     _inherited.clear()
 
 
