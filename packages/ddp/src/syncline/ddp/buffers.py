@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -69,10 +69,8 @@ class Buffers:
     def broadcast(self, group: ProcessGroup, root: int) -> None:
         """Give every rank the root's, in place. A collective."""
         buffers = [buffer for _, buffer in self._state.buffers()]
-        if group.rank == root:  # only reads
-            broadcast_coalesced(writable(buffers), group=group, root=root)
-            return
-        with self._seen_by_autograd_if_changed(buffers):
+        only_reads = group.rank == root
+        with nullcontext() if only_reads else self._seen_by_autograd_if_changed(buffers):
             broadcast_coalesced(writable(buffers), group=group, root=root)
 
     def before_forward(self, group: ProcessGroup, root: int) -> list[AnyFuture]:
