@@ -4,7 +4,7 @@
 private to torch                    without it
 ==================================  ===================================================================================
 ``torch._C._dynamo.eval_frame``     ``torch.compiler.disable`` does the same, but loads all of torch.compile: seconds
-``Tensor._is_zerotensor``           no tensor goes the quick way of a plain CPU tensor; all go the way of the others
+``is_functorch_wrapped_tensor``     a tensor inside a transformation of torch.func is refused as one without memory
 ``torch._foreach_copy_``            tensors are copied one after the other
 ``dist.Work._source_rank``          a receive from any rank over a group of torch's is an error; name the sender
 ``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is not recognised, which is an error; use ours
@@ -42,8 +42,10 @@ _foreach_copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object
     torch, "_foreach_copy_", None
 )
 
-#: Whether a tensor is one of autograd's zero tensors, which have no memory. Unknown: true, so that nobody reads its memory.
-is_zero_tensor: Callable[[torch.Tensor], bool] = getattr(torch.Tensor, "_is_zerotensor", lambda _: True)
+#: Whether a tensor is one of those that torch.func hands to the function that it transforms.
+is_functorch_wrapped: Callable[[torch.Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False
+)
 
 
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:

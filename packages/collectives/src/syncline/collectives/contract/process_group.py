@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import BackendUnavailableError, InvalidArgumentError
+from . import checks
 from .group_collectives import GroupCollectives
 from .group_exchanges import GroupExchanges
 from .profiling import recorded
@@ -67,8 +68,10 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         Returns:
             The new group that this rank is in, or None without a color.
         """
-        if color is not None and color < 0:
-            self._refuse_if("split", f"expected a color of 0 or above, or None, found {color}")
+        if color is not None and not (checks.is_integer(color) and 0 <= color < 2**63):
+            self._refuse_if("split", f"expected a color of 0 or above (64 bits), or None, found {color!r}")
+        if key is not None and not (checks.is_integer(key) and -(2**63) <= key < 2**63):
+            self._refuse_if("split", f"expected a key that is an integer of 64 bits, or None, found {key!r}")
         return self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
 
     def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:

@@ -113,6 +113,37 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
     return joined
 
 
+def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyFuture:
+    """A future with the outcome of another one, for torch's C++ code, whose errors are errors there, too.
+
+    Note [Futures that fail]
+    ~~~~~~~~~~~~~~~~~~~~~~~~
+    torch's `Future.set_exception` stores the exception as the value, and lets the Python object raise it. C++ (the reducer of
+    torch's DDP, its communication hooks) sees the value alone: it takes the exception for a list of tensors, reads the first,
+    and dies by SIGSEGV. A future fails for C++ only if a function given to torch's own `then` raises. It fails with a
+    RuntimeError that has the text of what was raised, which names the call, the rank and the group.
+
+    Our futures keep the exception itself, which callers of ours catch by its class. So the future is exchanged where it goes
+    to torch: in the works that torch gets of our groups, and in what our hooks return to torch's DDP.
+
+    Callbacks that were attached before it is done run inside the callback of `future` that is attached here. So a group knows
+    them for callbacks of its collective, as it knows those of `future` (see Note [Late callbacks] in `host.callback_order`).
+
+    Args:
+        future: of ours or torch's.
+        tensors: those that `future` will hold.
+    """
+    is_over: AnyFuture = AnyFuture(devices=devices_of(tensors))
+
+    def outcome(_: object) -> Any:
+        _wait_as_torch_does(future)  # it is done; on CUDA, the current stream is ordered after it
+        return future.value()
+
+    given: AnyFuture = is_over.then(outcome)
+    future.add_done_callback(lambda _: is_over.set_result(None))
+    return given
+
+
 def devices_of(tensors: Sequence[torch.Tensor]) -> Devices:
     """The CUDA devices of tensors, as a future of torch wants to know them beforehand; None if there are none."""
     devices: list[int | str | torch.device] = list({tensor.device for tensor in tensors if tensor.is_cuda})
