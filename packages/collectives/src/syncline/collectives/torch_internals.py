@@ -5,6 +5,8 @@ private to torch                    without it
 ==================================  ===================================================================================
 ``torch._C._dynamo.eval_frame``     ``torch.compiler.disable`` does the same, but loads all of torch.compile: seconds
 ``is_functorch_wrapped_tensor``     a tensor inside a transformation of torch.func is refused as one without memory
+``AsyncCollectiveTensor``           a result of torch's functional collectives is refused by name: pass its ``wait()``
+``FakeTensor``                      a tensor of torch's fake mode is refused by name
 ``torch._foreach_copy_``            tensors are copied one after the other
 ``dist.Work._source_rank``          a receive from any rank over a group of torch's is an error; name the sender
 ``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is not recognised, which is an error; use ours
@@ -17,6 +19,7 @@ private to torch                    without it
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -46,6 +49,26 @@ _foreach_copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object
 is_functorch_wrapped: Callable[[torch.Tensor], bool] = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False
 )
+
+
+def awaited_value(value: object) -> torch.Tensor | None:
+    """The tensor that a functional collective of torch's writes, after a wait for it; None if `value` is no result of one."""
+    kind = _class_if_loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    if not isinstance(value, kind):
+        return None
+    awaited: torch.Tensor = value.trigger_wait()  # type: ignore[attr-defined]  # of torch's private class
+    return awaited
+
+
+def is_fake(value: object) -> bool:
+    """Whether this is a tensor without values, of somebody who asks for shapes."""
+    return isinstance(value, _class_if_loaded("torch._subclasses.fake_tensor", "FakeTensor"))
+
+
+def _class_if_loaded(module: str, name: str) -> type | tuple[()]:
+    """A class, for `isinstance`; no class if its module is not loaded, so that no object of the class can exist."""
+    found: type | tuple[()] = getattr(sys.modules.get(module), name, ())
+    return found
 
 
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..torch_internals import awaited_value, is_fake
 from .reduce_op import PremulSum, ReduceOp
 
 # What nearly all arguments are, which need no further look.
 _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, ReduceOp, PremulSum, int, bool, str, type(None)})
-
-#: Where torch has the class of the results of its eager functional collectives. Such a tensor exists only if that is loaded.
-_FUNCTIONAL = "torch.distributed._functional_collectives"
 
 
 def are_usual(values: Iterable[object]) -> bool:
@@ -48,14 +44,10 @@ def resolved(value: Any) -> Any:
     """
     if isinstance(value, list | tuple):
         return [resolved(entry) for entry in value]
-    awaited = getattr(sys.modules.get(_FUNCTIONAL), "AsyncCollectiveTensor", None)
-    while awaited is not None and isinstance(value, awaited):
-        value = value.trigger_wait()
-    return value
+    awaited = awaited_value(value)
+    return value if awaited is None else resolved(awaited)
 
 
 def has_fakes(values: Sequence[object]) -> bool:
     """Whether a tensor among the arguments, or in their lists, is one that does not exist."""
-    return any(
-        has_fakes(value) if isinstance(value, list | tuple) else isinstance(value, FakeTensor) for value in values
-    )
+    return any(has_fakes(value) if isinstance(value, list | tuple) else is_fake(value) for value in values)

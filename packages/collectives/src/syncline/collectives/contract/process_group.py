@@ -85,7 +85,12 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         Raises:
             InvalidArgumentError: a rank twice or outside the group, or not this one; or the backend needs all ranks (`split`).
         """
-        if len(set(members)) < len(members) or self.rank not in members or not all(0 <= rank < self.size for rank in members):
+        if (
+            not isinstance(members, Sequence)
+            or not all(checks.is_integer(rank) and 0 <= rank < self.size for rank in members)
+            or len(set(members)) < len(members)
+            or self.rank not in members
+        ):
             self._refuse_if("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
         return self._subset(list(members), name, self.timeout_s if timeout_s is None else timeout_s)
 

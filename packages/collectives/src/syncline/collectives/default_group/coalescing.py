@@ -75,7 +75,8 @@ def broadcast_coalesced(
         raise InvalidArgumentError(f"expected buffer_size_bytes of at least 1, found {buffer_size_bytes}")
     chosen = resolve_group(group)
     is_root = chosen.rank == root
-    tensors, are_fake = _checked("broadcast_coalesced", tensors, chosen, are_written=not is_root)
+    # On the root, too: a tensor that one rank cannot write is refused on all.
+    tensors, are_fake = _checked("broadcast_coalesced", tensors, chosen, are_written=chosen.size > 1)
     if are_fake:
         return
     pending: deque[_Pending] = deque()
