@@ -7,6 +7,9 @@ private to torch                    without it
 ``is_functorch_wrapped_tensor``     a tensor inside a transformation of torch.func is refused as one without memory
 ``AsyncCollectiveTensor``           a result of torch's functional collectives is refused by name: pass its ``wait()``
 ``FakeTensor``                      a tensor of torch's fake mode is refused by name
+``_len_torch_dispatch_stack``       under torch.distributed, tools such as CommDebugMode and make_fx see no collectives
+``get_proxy_mode``                  a tracer gets a program without the collectives that have no operator
+``_disable_current_modes``          a tool's mode sees what such a collective consists of
 ``torch._foreach_copy_``            tensors are copied one after the other
 ``dist.Work._source_rank``          a receive from any rank over a group of torch's is an error; name the sender
 ``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is not recognised, which is an error; use ours
@@ -21,6 +24,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -49,6 +53,25 @@ _foreach_copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object
 is_functorch_wrapped: Callable[[torch.Tensor], bool] = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False
 )
+
+
+#: How many modes watch the operators that this thread calls.
+modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+def is_traced() -> bool:
+    """Whether a tracer records what this thread calls."""
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    mode: Callable[[], object] = getattr(proxies, "get_proxy_mode", lambda: None)
+    return mode() is not None
+
+
+def modes_switched_off() -> AbstractContextManager[object]:
+    """A context in which no mode watches the operators that this thread calls."""
+    switched_off: Callable[[], AbstractContextManager[object]] = getattr(
+        torch.utils._python_dispatch, "_disable_current_modes", nullcontext
+    )
+    return switched_off()
 
 
 def awaited_value(value: object) -> torch.Tensor | None:
