@@ -237,12 +237,13 @@ class FinishedWork(Work):
 class PendingWork(Work):
     """A collective that another thread will finish, by calling `succeed` or `fail`; the first call counts."""
 
-    __slots__ = ("_describe", "_done", "_error", "_future", "_lock", "_tensors")
+    __slots__ = ("_describe", "_error", "_future", "_is_done", "_lock", "_tensors", "_waiting")
 
     def __init__(self, tensors: list[torch.Tensor], describe: Callable[[], str]) -> None:
         self._tensors = tensors
         self._describe = describe
-        self._done = threading.Event()
+        self._is_done = False
+        self._waiting: threading.Event | None = None  # made by the first thread that has to block: most find it done
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
@@ -258,11 +259,13 @@ class PendingWork(Work):
     def _finish(self, error: BaseException | None) -> None:
         """The first call counts: an abort may be faster than the thread that it gives up on."""
         with self._lock:
-            if self._done.is_set():
+            if self._is_done:
                 return
             self._error = error
-            self._done.set()
-            future = self._future
+            self._is_done = True
+            future, waiting = self._future, self._waiting
+        if waiting is not None:
+            waiting.set()
         if future is not None:
             self._settle(future)
 
@@ -275,7 +278,7 @@ class PendingWork(Work):
     @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         timeout_s = None if timeout is None else seconds(timeout)
-        if not self._done.wait(timeout_s):
+        if not (self._is_done or self._wait_until_done(timeout_s)):
             raise CollectiveTimeout(
                 f"{self._describe()} did not finish within the {timeout_s:g} s timeout given to wait(); it goes on, and its "
                 "tensors still belong to it. Wait again, or abort the group."
@@ -284,9 +287,18 @@ class PendingWork(Work):
             raise self._error
         return True
 
+    def _wait_until_done(self, timeout_s: float | None) -> bool:
+        with self._lock:
+            if self._is_done:
+                return True
+            if self._waiting is None:
+                self._waiting = threading.Event()
+            waiting = self._waiting
+        return waiting.wait(timeout_s)
+
     def is_completed(self) -> bool:
         """Whether `succeed` or `fail` was called."""
-        return self._done.is_set()
+        return self._is_done
 
     def exception(self) -> BaseException | None:
         """The error given to `fail`, or None."""
@@ -302,7 +314,7 @@ class PendingWork(Work):
             if self._future is not None:
                 return self._future
             future = self._future = self._new_future()
-            already_done = self._done.is_set()
+            already_done = self._is_done
         if already_done:
             self._settle(future)
         return future
