@@ -8,6 +8,8 @@ private to torch                    without it
 ``AsyncCollectiveTensor``           a result of torch's functional collectives is refused by name: pass its ``wait()``
 ``FakeTensor``                      a tensor of torch's fake mode is refused by name
 ``_len_torch_dispatch_stack``       under torch.distributed, tools such as CommDebugMode and make_fx see no collectives
+``_resolve_process_group``          the same
+``_create_work_from_future``        what torch.compile makes of FSDP's gathers cannot run over our groups
 ``get_proxy_mode``                  a tracer gets a program without the collectives that have no operator
 ``_disable_current_modes``          a tool's mode sees what such a collective consists of
 ``torch._foreach_copy_``            tensors are copied one after the other
@@ -53,6 +55,22 @@ _foreach_copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object
 is_functorch_wrapped: Callable[[torch.Tensor], bool] = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False
 )
+
+
+def group_named(name: str) -> object:
+    """The group of torch.distributed that torch's operators mean by a name.
+
+    Raises:
+        RuntimeError: torch knows none of that name.
+    """
+    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    return module._resolve_process_group(name)
+
+
+def work_of_cpp(future: object) -> Any:
+    """A work of torch's own that is over when a future is, for C++ to hold alone."""
+    module: Any = sys.modules["torch._C._distributed_c10d"]
+    return module._create_work_from_future(future)
 
 
 #: How many modes watch the operators that this thread calls.

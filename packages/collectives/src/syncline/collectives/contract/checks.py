@@ -90,6 +90,11 @@ def is_integer(value: object) -> bool:
     return hasattr(type(value), "__index__")
 
 
+def is_list_of_integers(value: object) -> bool:
+    """Whether something is a list, or another sequence, of nothing but integers."""
+    return isinstance(value, Sequence) and all(map(is_integer, value))
+
+
 def no_tensors(call_arguments: Mapping[str, object]) -> str | None:
     """Whether an argument is no tensor; for a name that ends in "s", no list of tensors. None stands for what is not given."""
     for name, given in call_arguments.items():
@@ -175,7 +180,7 @@ def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, si
     rows = tensor.shape[0]
     if splits is None:
         return None if rows % size == 0 else f"the {what} has {rows} rows, which {size} ranks cannot share evenly; pass splits"
-    if not isinstance(splits, Sequence) or not all(map(is_integer, splits)):
+    if not is_list_of_integers(splits):
         return f"expected the {what} splits to be a list of integers, found {splits!r}"
     if len(splits) != size or min(splits, default=0) < 0 or sum(splits) != rows:
         return f"expected {size} {what} splits, none below 0, that add up to its {rows} rows, found {list(splits)}"

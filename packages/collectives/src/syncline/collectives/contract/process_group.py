@@ -86,8 +86,8 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
             InvalidArgumentError: a rank twice or outside the group, or not this one; or the backend needs all ranks (`split`).
         """
         if (
-            not isinstance(members, Sequence)
-            or not all(checks.is_integer(rank) and 0 <= rank < self.size for rank in members)
+            not checks.is_list_of_integers(members)
+            or not all(0 <= rank < self.size for rank in members)
             or len(set(members)) < len(members)
             or self.rank not in members
         ):

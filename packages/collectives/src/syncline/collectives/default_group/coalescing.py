@@ -147,9 +147,7 @@ def all_gather_coalesced(
     """
     chosen = resolve_group(group)
     inputs, are_fake = _checked("all_gather_coalesced", input_tensor_list, chosen, are_written=False)
-    rows_and_fakes = [
-        _checked("all_gather_coalesced", tensors, chosen, are_written=True) for tensors in output_tensor_lists
-    ]
+    rows_and_fakes = [_checked("all_gather_coalesced", tensors, chosen, are_written=True) for tensors in output_tensor_lists]
     output_tensor_lists = [row for row, _ in rows_and_fakes]
     _check_lists(output_tensor_lists, inputs, chosen)
     everything = [tensor for outputs in output_tensor_lists for tensor in outputs]

@@ -126,7 +126,7 @@ class Progress:
             self._queue.popleft()()
 
     def help(self, is_done: Callable[[], bool]) -> None:
-        """On a thread that is about to wait: run queued tasks, in order, until `is_done` or until another thread has the turn."""
+        """On a thread that is about to wait: run queued tasks, in order, until `is_done` or another thread has the turn."""
         me = get_ident()
         while self._queue and not is_done() and self.turn.acquire(False):
             try:

@@ -1,7 +1,7 @@
 """Our MPI backend under the name "mpi", for libraries that take only names which they know.
 
-torch has this name, and code that makes such a group by `ProcessGroupMPI.create`. But the class is only in a torch that was built
-against an MPI, and no wheel of torch is. So `init_as_mpi` puts a class of that name in the empty place.
+torch has this name, and code that makes such a group by `ProcessGroupMPI.create`. But only a torch that was built against an MPI
+has the class, and no wheel of torch was. So `init_as_mpi` puts a class of that name in the empty place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -39,9 +39,11 @@ def init_as_mpi(timeout: timedelta | float | None = None) -> None:
         LaunchError: no MPI launcher started this process.
     """
     if dist.is_mpi_available() and getattr(distributed_c10d, "ProcessGroupMPI", None) is not ProcessGroupMPI:
-        raise MisuseError("this torch was built with MPI, and has a backend 'mpi' of its own; use the name 'syncline-mpi' for ours")
-    distributed_c10d.ProcessGroupMPI = ProcessGroupMPI  # type: ignore[attr-defined]  # the stubs know the wheels
-    distributed_c10d._MPI_AVAILABLE = True
+        raise MisuseError(
+            "this torch was built with MPI, and has a backend 'mpi' of its own; use the name 'syncline-mpi' for ours"
+        )
+    torchs: Any = distributed_c10d
+    torchs.ProcessGroupMPI, torchs._MPI_AVAILABLE = ProcessGroupMPI, True
     dist.init_process_group(NAME)
     group: Any = distributed_c10d._get_default_group()
     # torch gives no store to backend "mpi". Groups of another backend, such as "gloo", meet in the store of this group.
@@ -54,7 +56,7 @@ class ProcessGroupMPI:
     """What torch calls to make a group of backend "mpi"."""
 
     # Groups of the same ranks are made in the same order by all of these, so they agree on a number.
-    _numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
+    _numbers: ClassVar[defaultdict[tuple[int, ...], itertools.count[int]]] = defaultdict(itertools.count)
 
     @classmethod
     def create(cls, ranks: Sequence[int]) -> TorchProcessGroup:

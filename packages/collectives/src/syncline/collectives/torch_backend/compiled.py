@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..contract import checks
+from ..torch_internals import group_named, work_of_cpp
 from .call_issuer import CallIssuer
 
 _OPERATORS = "_c10d_functional"
@@ -29,7 +30,8 @@ def serve(device_types: frozenset[str]) -> None:
     for device in device_types - _served.keys():
         if not hasattr(torch.library, "get_kernel"):
             return
-        library = _served[device] = torch.library.Library(_OPERATORS, "IMPL")
+        library: Any = torch.library.Library(_OPERATORS, "IMPL")  # type: ignore[no-untyped-call]
+        _served[device] = library
         for name, ours in _KERNELS.items():
             torchs = torch.library.get_kernel(f"{_OPERATORS}::{name}", device.upper())
             library.impl(name, partial(_either, ours, torchs), device.upper(), with_keyset=True)
@@ -38,7 +40,7 @@ def serve(device_types: frozenset[str]) -> None:
 def _either(ours: Callable[..., Any], torchs: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
     """Call our kernel, if the group, the last argument, is ours."""
     *rest, named = args
-    group = dist.distributed_c10d._resolve_process_group(named) if isinstance(named, str) else dist.ProcessGroup.unbox(named)
+    group = group_named(named) if isinstance(named, str) else dist.ProcessGroup.unbox(named)
     if isinstance(group, CallIssuer):
         return ours(group, *rest, **kwargs)
     return torchs.call_boxed(keys, *args, **kwargs)
@@ -57,7 +59,7 @@ def _reduce_scatter_tensor_out(group: Any, tensor: torch.Tensor, word: str, _: i
 def _apart(tensor: torch.Tensor, out: torch.Tensor, group: Any) -> torch.Tensor:
     """The input, copied if it shares memory with the output in another way than as this rank's part.
 
-    The compiler keeps what it has compiled on disk, and one rank may find there what another one has made, with the other's part.
+    The compiler keeps programs on disk, and a rank may find there what another rank has compiled, with the part of that one.
     """
     part, block = (tensor, out) if tensor.numel() < out.numel() else (out, tensor)
     return tensor if checks.not_own_part(part, block, group.rank()) is None else tensor.clone()
@@ -76,8 +78,7 @@ def _batch_p2p_ops(
 
 def _registered(result: torch.Tensor, work: dist.Work) -> torch.Tensor:
     """The result, for which torch's `wait_tensor` waits; C++ holds the work alone, so it is one of C++."""
-    whole = torch._C._distributed_c10d._create_work_from_future(work.get_future())
-    torch._C._distributed_c10d._register_work(result, whole)
+    torch._C._distributed_c10d._register_work(result, work_of_cpp(work.get_future()))
     return result
 
 

@@ -63,7 +63,7 @@ def devices_there(devices: list[str]) -> list[str]:
     A backend that serves CUDA alone keeps it: without a device there is nothing else that it could be asked for.
     """
     # The count asks the driver's library, and starts CUDA only where that library is missing: forked children can still use it.
-    has_cuda = torch.backends.cuda.is_built() and torch.cuda.device_count() > 0
+    has_cuda = torch.cuda.device_count() > 0
     return [device for device in devices if device != "cuda" or has_cuda] or devices
 
 

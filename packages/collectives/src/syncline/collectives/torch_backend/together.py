@@ -34,7 +34,7 @@ def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op
     """
     tensors = resolved(some(tensors, "allreduce"))
     if has_fakes(tensors):
-        return FinishedWork(tensors)
+        return FinishedWork(list(tensors))
     for tensor in tensors:
         problem = checks.unusable(tensor, group.device_types, group.backend_name) or checks.unwritable(tensor)
         if problem is not None:

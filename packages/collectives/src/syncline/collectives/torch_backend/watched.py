@@ -24,7 +24,6 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 from ..contract import checks
@@ -33,7 +32,7 @@ from ..contract.layout import untracked
 from ..contract.process_group import ProcessGroup
 from ..contract.work import AnyFuture, FinishedWork, TensorsFuture, Work
 from ..errors import InvalidArgumentError, MisuseError
-from ..torch_internals import is_traced, modes_switched_off
+from ..torch_internals import group_named, is_traced, modes_switched_off
 
 
 class Seen(NamedTuple):
@@ -89,7 +88,7 @@ def issue(group: Any, title: str, seen: Seen | None, issue_unseen: Callable[[], 
         return _issue_seen(group.syncline_group, title, name, seen)
     if is_traced():
         raise MisuseError(
-            f"{title} on {group.syncline_group.place()} cannot be recorded by a tracer (make_fx), and its program would leave it "
+            f"{title} on {group.syncline_group.place()} cannot be recorded by a tracer (make_fx), whose program would leave it "
             "out; call it outside of what is traced, or use all_reduce, broadcast, all_gather_into_tensor, "
             "reduce_scatter_tensor or all_to_all_single"
         )
@@ -100,7 +99,7 @@ def issue(group: Any, title: str, seen: Seen | None, issue_unseen: Callable[[], 
 def _is_known(name: str, group: object) -> bool:
     """Whether operators find the group by its name: torch knows those that it made itself."""
     try:
-        return dist.distributed_c10d._resolve_process_group(name) is group
+        return group_named(name) is group
     except (RuntimeError, LookupError):
         return False
 
@@ -110,7 +109,8 @@ def _issue_seen(group: ProcessGroup, title: str, name: str, seen: Seen) -> Work:
     if seen.gathers or seen.scatters:
         _check_sizes(group, title, inputs, outputs, seen)
         inputs = [tensor.reshape(-1) for tensor in inputs]  # the operators divide, and multiply, the first dimension
-    _here.issued = issued = []
+    issued: list[Work] = []
+    _here.issued = issued
     try:
         with torch.no_grad():
             results = _called(seen.operator, [tensor.contiguous() for tensor in inputs], (*seen.words, name))
@@ -119,9 +119,7 @@ def _issue_seen(group: ProcessGroup, title: str, name: str, seen: Seen) -> Work:
     return SeenWork(issued[0] if issued else FinishedWork(outputs), outputs, results)
 
 
-def _check_sizes(
-    group: ProcessGroup, title: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], seen: Seen
-) -> None:
+def _check_sizes(group: ProcessGroup, title: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], seen: Seen) -> None:
     """The operator makes results of the right size; the copy into an output of another size might stretch one in silence."""
     for tensor, output in zip(inputs, outputs, strict=True):
         large, small, what = (output, tensor, "output") if seen.gathers else (tensor, output, "input")
