@@ -9,7 +9,7 @@ private to torch                    without it
 ``FakeTensor``                      a tensor of torch's fake mode is refused by name
 ``_len_torch_dispatch_stack``       under torch.distributed, tools such as CommDebugMode and make_fx see no collectives
 ``_resolve_process_group``          the same
-``_create_work_from_future``        what torch.compile makes of FSDP's gathers cannot run over our groups
+``PythonCallbackWork``              what torch.compile makes of FSDP's gathers cannot run over our groups
 ``get_proxy_mode``                  a tracer gets a program without the collectives that have no operator
 ``_disable_current_modes``          a tool's mode sees what such a collective consists of
 ``torch._foreach_copy_``            tensors are copied one after the other
@@ -27,6 +27,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -67,10 +68,10 @@ def group_named(name: str) -> object:
     return module._resolve_process_group(name)
 
 
-def work_of_cpp(future: object) -> Any:
-    """A work of torch's own that is over when a future is, for C++ to hold alone."""
+def work_of_cpp(wait: Callable[[timedelta], bool]) -> Any:
+    """A work of torch's own, for C++ to hold alone; who waits for it calls `wait` with a limit, where 0 is none."""
     module: Any = sys.modules["torch._C._distributed_c10d"]
-    return module._create_work_from_future(future)
+    return module.PythonCallbackWork(wait)
 
 
 #: How many modes watch the operators that this thread calls.

@@ -102,6 +102,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         Returns:
             A flat, uninitialised tensor of `numel` elements. The default is `torch.empty`.
         """
+        self._refuse_if("allocate", checks.no_size(numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
 
     # ---- what it does ----

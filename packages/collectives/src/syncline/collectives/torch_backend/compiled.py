@@ -77,8 +77,8 @@ def _batch_p2p_ops(
 
 
 def _registered(result: torch.Tensor, work: dist.Work) -> torch.Tensor:
-    """The result, for which torch's `wait_tensor` waits; C++ holds the work alone, so it is one of C++."""
-    torch._C._distributed_c10d._register_work(result, work_of_cpp(work.get_future()))
+    """The result, for which torch's `wait_tensor` waits. C++ holds the work alone, so it is a work of C++."""
+    torch._C._distributed_c10d._register_work(result, work_of_cpp(work.wait))
     return result
 
 
