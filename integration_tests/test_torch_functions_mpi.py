@@ -373,7 +373,7 @@ def test_other_tensors_without_memory_are_refused_by_name() -> None:
 
     with pytest.raises(InvalidArgumentError, match="expected a plain tensor, found Wrapping, whose values lie elsewhere"):
         dist.all_reduce(Wrapping(mine()))
-    with pytest.raises(InvalidArgumentError, match="inside a transformation of torch.func"):
+    with pytest.raises(InvalidArgumentError, match=r"inside a transformation of torch\.func"):
         torch.vmap(lambda row: dist.all_reduce(row) or row)(torch.ones(2, 3))
     tensor = mine()
     dist.all_reduce(tensor)
@@ -490,8 +490,9 @@ def test_a_tracer_refuses_what_its_program_would_leave_out() -> None:
         dist.reduce(tensor, 0)
         return tensor
 
-    with pytest.raises(MisuseError, match=r"reduce on rank .* cannot be recorded by a tracer"):
-        make_fx(program)(torch.ones(4))
+    for trace in (make_fx(program), lambda tensor: torch.jit.trace(program, (tensor,))):
+        with pytest.raises(MisuseError, match=r"reduce on rank .* cannot be recorded by a tracer"):
+            trace(torch.ones(4))
 
 
 def test_operators_that_compiled_programs_call() -> None:

@@ -10,6 +10,7 @@ private to torch                    without it
 ``_len_torch_dispatch_stack``       under torch.distributed, tools such as CommDebugMode and make_fx see no collectives
 ``_resolve_process_group``          the same
 ``PythonCallbackWork``              what torch.compile makes of FSDP's gathers cannot run over our groups
+``_get_tracing_state``              torch.jit.trace makes a program without its collectives
 ``get_proxy_mode``                  a tracer gets a program without the collectives that have no operator
 ``_disable_current_modes``          a tool's mode sees what such a collective consists of
 ``torch._foreach_copy_``            tensors are copied one after the other
@@ -78,8 +79,14 @@ def work_of_cpp(wait: Callable[[timedelta], bool]) -> Any:
 modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
+#: What torch.jit.trace records on this thread; None if it does not.
+jit_trace: Callable[[], object] = getattr(torch._C, "_get_tracing_state", lambda: None)
+
+
 def is_traced() -> bool:
     """Whether a tracer records what this thread calls."""
+    if jit_trace() is not None:
+        return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode: Callable[[], object] = getattr(proxies, "get_proxy_mode", lambda: None)
     return mode() is not None

@@ -34,8 +34,8 @@ class Progress:
     4. A callback that waits for a task still in the queue, for its work or for a future that depends on it, runs the queue
        up to that task (`run_until`). Not so for a future of torch's own, such as that of `torch.futures.collect_all`.
     5. Whoever waits for a work outside of a callback takes the turn, if it is free, and runs the queue up to that task on its
-       own thread (`help`): to wake another thread takes longer than a small collective. The callbacks of what was run so are the
-       next task (`hand_over`), for which that thread does not wait: they may want a lock that it holds.
+       own thread (`help`): to wake another thread takes longer than a small collective. The callbacks of what was run so are
+       the next task (`hand_over`), for which that thread does not wait: they may want a lock that it holds.
 
     So if every rank issues the same collectives from its main thread, and attaches to each the same callbacks before it
     issues the next, the order is the same on every rank, however the threads are scheduled: the children of a collective

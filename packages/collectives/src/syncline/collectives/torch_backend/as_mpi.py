@@ -1,6 +1,6 @@
 """Our MPI backend under the name "mpi", for libraries that take only names which they know.
 
-torch has this name, and code that makes such a group by `ProcessGroupMPI.create`. But only a torch that was built against an MPI
+torch has this name, and code that makes such a group by `ProcessGroupMPI.create`. But only a torch that was built against MPI
 has the class, and no wheel of torch was. So `init_as_mpi` puts a class of that name in the empty place.
 """
 

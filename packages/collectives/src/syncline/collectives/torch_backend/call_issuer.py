@@ -14,7 +14,7 @@ from ..contract.process_group import ProcessGroup
 from ..contract.profiling import record
 from ..contract.work import FinishedWork, Work
 from ..errors import MisuseError
-from ..torch_internals import modes_active, profiler_runs
+from ..torch_internals import jit_trace, modes_active, profiler_runs
 from . import watched
 from .options import time_limit_s
 from .watched import Seen
@@ -68,7 +68,7 @@ class CallIssuer(dist.ProcessGroup):
         is_async = getattr(opts, "asyncOp", True)
         limit_s = time_limit_s(getattr(opts, "timeout", None) if timeout is None else timeout)
         starts_only = is_async or limit_s is not None or self._coalesced is not None
-        if modes_active():
+        if modes_active() or jit_trace() is not None:
             # What is coalesced is waited for without its own work, which would copy the results.
             shown = None if seen is None or self._coalesced is not None else seen()
             work = watched.issue(self, title, shown, lambda: self._issued(title, inputs, issue, starts_only))

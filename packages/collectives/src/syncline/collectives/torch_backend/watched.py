@@ -32,7 +32,7 @@ from ..contract.layout import untracked
 from ..contract.process_group import ProcessGroup
 from ..contract.work import AnyFuture, FinishedWork, TensorsFuture, Work
 from ..errors import InvalidArgumentError, MisuseError
-from ..torch_internals import group_named, is_traced, modes_switched_off
+from ..torch_internals import group_named, is_traced, jit_trace, modes_switched_off
 
 
 class Seen(NamedTuple):
@@ -84,13 +84,13 @@ def issue(group: Any, title: str, seen: Seen | None, issue_unseen: Callable[[], 
         MisuseError: a tracer would leave the collective out.
     """
     name = group.getGroupName()
-    if seen is not None and None not in seen.words and _is_known(name, group):
+    if seen is not None and jit_trace() is None and None not in seen.words and _is_known(name, group):
         return _issue_seen(group.syncline_group, title, name, seen)
     if is_traced():
         raise MisuseError(
-            f"{title} on {group.syncline_group.place()} cannot be recorded by a tracer (make_fx), whose program would leave it "
-            "out; call it outside of what is traced, or use all_reduce, broadcast, all_gather_into_tensor, "
-            "reduce_scatter_tensor or all_to_all_single"
+            f"{title} on {group.syncline_group.place()} cannot be recorded by a tracer, whose program would leave it out; "
+            "call it outside of what is traced. make_fx records all_reduce, broadcast, all_gather_into_tensor, "
+            "reduce_scatter_tensor and all_to_all_single"
         )
     with modes_switched_off():
         return issue_unseen()
