@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from syncline.collectives import (
     BackendUnavailableError,
@@ -78,6 +79,22 @@ def test_another_package_has_the_scheme(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers, "mpi", pytest.fail)
     with pytest.raises(MisuseError, match="rendezvous scheme 'mpi://'"):
         register()
+
+
+@pytest.mark.parametrize(
+    ("count", "devices", "claimed"),
+    [(0, ["cpu", "cuda"], ["cpu"]), (2, ["cpu", "cuda"], ["cpu", "cuda"]), (0, ["cuda"], ["cuda"])],
+)
+def test_only_devices_that_are_there_are_claimed(
+    count: int, devices: list[str], claimed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert registration.devices_there(devices) == claimed
+
+
+def test_the_backends_claim_what_this_machine_has() -> None:
+    there = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
+    assert dist.Backend.backend_capability["syncline-mpi"] == dist.Backend.backend_capability["syncline"] == there
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.15.0+cpu", "3.0.0a0"])
@@ -229,10 +246,14 @@ def test_our_group_ends_with_torchs() -> None:
 def test_several_tensors_are_reduced_together() -> None:
     group = init()
     first, second = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
-    group.allreduce([first, second]).wait()
+    group.allreduce([first, AsyncCollectiveTensor(second)]).wait()
     assert (first.tolist(), second.tolist()) == ([11.0, 22.0], [11.0, 22.0])
     with pytest.raises(InvalidArgumentError, match="alike in shape and dtype"):
         group.allreduce([torch.ones(1), torch.ones(2)])
+    freed = torch.ones(2)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgumentError, match="its storage was freed"):
+        group.allreduce([first, freed])
     with pytest.raises(InvalidArgumentError, match="does not scale, found AVG"):
         group.allreduce([first, second], op=dist.ReduceOp.AVG)
 

@@ -6,6 +6,7 @@ from .contract.object_exchange import all_gather_bytes, are_same_on_all_ranks, b
 from .contract.process_group import DEFAULT_SILENCE_TIMEOUT_S
 from .contract.reduce_op import Reduction
 from .contract.reserved_tags import TRACE_CLOCK
+from .contract.work import future_for_torch
 from .default_group.coalescing import DEFAULT_BUFFER_BYTES
 from .default_group.default_group import replace_default_group
 from .forks import Inherited, not_the_rank, tell_in_forks
@@ -28,6 +29,7 @@ __all__ = [
     "disable_dynamo",
     "disable_dynamo_here",
     "expect_losses",
+    "future_for_torch",
     "in_plain_order",
     "mark_written",
     "not_the_rank",

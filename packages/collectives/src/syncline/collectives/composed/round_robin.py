@@ -55,7 +55,7 @@ class RoundRobinGroup(DelegatingGroup):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         """Plain memory: whose turn it will be is not known."""
-        return torch.empty(numel, dtype=dtype, device=device)
+        return super().allocate(numel, dtype, device)
 
     @override
     def set_timeout(self, timeout_s: float) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import BackendUnavailableError, InvalidArgumentError
+from . import checks
 from .group_collectives import GroupCollectives
 from .group_exchanges import GroupExchanges
 from .profiling import recorded
@@ -71,8 +72,10 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         Returns:
             The new group that this rank is in, or None without a color.
         """
-        if color is not None and color < 0:
-            self._refuse_if("split", f"expected a color of 0 or above, or None, found {color}")
+        if color is not None and not (checks.is_integer(color) and 0 <= color < 2**63):
+            self._refuse_if("split", f"expected a color of 0 or above (64 bits), or None, found {color!r}")
+        if key is not None and not (checks.is_integer(key) and -(2**63) <= key < 2**63):
+            self._refuse_if("split", f"expected a key that is an integer of 64 bits, or None, found {key!r}")
         return self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
 
     def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
@@ -86,7 +89,12 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         Raises:
             InvalidArgumentError: a rank twice or outside the group, or not this one; or the backend needs all ranks (`split`).
         """
-        if len(set(members)) < len(members) or self.rank not in members or not all(0 <= rank < self.size for rank in members):
+        if (
+            not checks.is_list_of_integers(members)
+            or not all(0 <= rank < self.size for rank in members)
+            or len(set(members)) < len(members)
+            or self.rank not in members
+        ):
             self._refuse_if("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
         return self._subset(list(members), name, self.timeout_s if timeout_s is None else timeout_s)
 
@@ -98,6 +106,7 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         Returns:
             A flat, uninitialised tensor of `numel` elements. The default is `torch.empty`.
         """
+        self._refuse_if("allocate", checks.no_size(numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
 
     # ---- what it does ----

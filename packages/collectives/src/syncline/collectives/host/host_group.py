@@ -34,6 +34,7 @@ class HostGroup(HostExchanges):
         """On the CPU, memory of the transport's; it has a place in the total order."""
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
+        self._refuse_if("allocate", checks.no_size(numel, dtype))
         call = Collective("allocate", detail=f"numel={numel}, dtype={dtype}")
         made: list[torch.Tensor] = []
 

@@ -18,6 +18,7 @@ from ..startup.backend_choice import choose_backend
 from ..startup.launch import detect_launch
 from ..startup.registry import load_backend
 from ..startup.settings import load_settings
+from . import compiled
 from .rendezvous import store_over
 from .torch_process_group import TorchProcessGroup
 
@@ -83,6 +84,7 @@ def create(torch_name: str, backend: str | None, devices: list[str], options: An
     else:
         ours = _root(torch_name, members).subset(members, options.group_id, timeout_s=timeout_s)
     _check_device(torch_name, devices, options, ours)
+    compiled.serve(ours.device_types)
     is_root = torch_name not in _everybody and ours.size == _world_size(ours)
     if is_root:
         _everybody[torch_name] = ours

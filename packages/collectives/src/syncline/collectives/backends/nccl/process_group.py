@@ -104,9 +104,7 @@ class NcclGroup(ProcessGroup):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str | None = None) -> torch.Tensor:
         """Memory of torch's allocator, by default on the current GPU. CuPy (14) offers no way to register it with NCCL."""
-        return torch.empty(
-            numel, dtype=dtype, device=self._connector.accelerator.current_device() if device is None else device
-        )
+        return super().allocate(numel, dtype, self._connector.accelerator.current_device() if device is None else device)
 
     def report_to(self, reporter: Reporter | None) -> None:
         """Let the failure of this group, and of groups made of it from now on, be reported; None: not."""
