@@ -97,6 +97,8 @@ def test_libraries_that_ask_torch_whether_they_are_alone(run_job) -> None:
     assert job.status == 0, job.output
     assert "rank 0: 4.0 True [0, 2]" in job.output
     assert "rank 1: 4.0 False [1, 3]" in job.output
+
+
 # Rank 1 makes one step more than rank 0, which calls something else, over a group for each kind of hook.
 FAILED_GRADIENTS = """
 import torch

@@ -146,8 +146,8 @@ def test_all_tensors_are_looked_at_before_the_first_is_sent(wrong: str) -> None:
         if group.rank == 0:
             with pytest.raises(InvalidArgumentError):
                 all_reduce_coalesced([torch.ones(2), second], op, group=group)
+            rows = [[torch.ones(2), second] for _ in range(group.size + (wrong == "reduction"))]
             with pytest.raises(InvalidArgumentError):
-                rows = [[torch.ones(2), second] for _ in range(group.size + (wrong == "reduction"))]
                 all_gather_coalesced(rows, [torch.ones(2), torch.ones(3, dtype=torch.bool)], group=group)
         tensor = torch.arange(3.0) + group.rank
         group.all_reduce(tensor)

@@ -255,9 +255,9 @@ class PendingWork(Work):
     def leave_to_parent(self, error: BaseException) -> None:
         """In a fork, where no thread finishes it: to wait for it raises `error`. See Note [Forks]."""
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._waiting = None
         self._error = error
-        self._done.set()
+        self._is_done = True
 
     def succeed(self) -> None:
         """Finish well: wake the waiters, then run the future's callbacks on this thread."""
