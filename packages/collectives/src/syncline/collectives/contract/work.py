@@ -128,7 +128,10 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     RuntimeError that has the text of what was raised, which names the call, the rank and the group.
 
     Our futures keep the exception itself, which callers of ours catch by its class. So the future is exchanged where it goes
-    to torch: in the works that torch gets of our groups, and in what our hooks return to torch's DDP.
+    to torch: in the works that torch gets of our groups, and in what our hooks return to torch's DDP. A callback that asks a
+    work for its future gets ours, for it may wait for that (see `GroupFuture.wait`); if the callback raises the error, it fails
+    the exchanged future that it was attached to. A callback must not wait for an exchanged future that it did not ask for
+    itself: it waits for the work.
 
     Callbacks that were attached before it is done run inside the callback of `future` that is attached here. So a group knows
     them for callbacks of its collective, as it knows those of `future` (see Note [Late callbacks] in `host.callback_order`).

@@ -232,6 +232,11 @@ before_blocking.append(_run_queues_here)
 in_forks(_started.clear)
 
 
+def a_queue_runs_here() -> bool:
+    """Whether this thread is inside a callback of some group's collective, or inside the collective itself."""
+    return any(progress.is_running_here() for progress in tuple(_started))
+
+
 def all_idle() -> bool:
     """Whether no group of this process has a collective in flight on a thread of its own."""
     return all(progress.is_idle() for progress in list(_started))
