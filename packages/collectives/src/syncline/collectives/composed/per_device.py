@@ -37,6 +37,16 @@ class PerDeviceGroup(DelegatingGroup):
         return ",".join(f"{device_type}:{group.backend_name}" for device_type, group in self.groups.items())
 
     @property
+    @override
+    def has_total_order(self) -> bool:
+        return all(group.has_total_order for group in self.groups.values())
+
+    @property
+    @override
+    def can_split(self) -> bool:
+        return all(group.can_split for group in self.groups.values())
+
+    @property
     def device_types(self) -> frozenset[str]:
         """Those that have a group."""
         return frozenset(self.groups)

@@ -45,6 +45,16 @@ class RoundRobinGroup(DelegatingGroup):
         return f"round_robin({', '.join(group.backend_name for group in self.groups)})"
 
     @property
+    @override
+    def has_total_order(self) -> bool:
+        return False
+
+    @property
+    @override
+    def can_split(self) -> bool:
+        return all(group.can_split for group in self.groups)
+
+    @property
     def device_types(self) -> frozenset[str]:
         """What all of them serve."""
         return frozenset.intersection(*(group.device_types for group in self.groups))

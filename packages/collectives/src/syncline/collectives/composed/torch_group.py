@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from ..contract.deadline import DEFAULT_TIMEOUT_S
 from ..contract.layout import bytes_of, in_plain_order
@@ -57,7 +58,17 @@ class TorchGroup(ProcessGroup):
         self, torch_group: dist.ProcessGroup | TorchBackend, *, name: str = "torch", timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s)
-        self.torch_group: Any = torch_group  # the stub of Backend has no collectives
+        self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
+
+    @property
+    @override
+    def has_total_order(self) -> bool:
+        return False
+
+    @property
+    @override
+    def can_split(self) -> bool:
+        return False
 
     @property
     def backend_name(self) -> str:

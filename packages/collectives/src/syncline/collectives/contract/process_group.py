@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -47,7 +48,11 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         ranks: for each rank of this group its rank in the default group.
         name: how messages call the group.
         timeout_s: how long one collective may take, in seconds.
+        torch_group: the group of torch.distributed that this one stands for; None if it stands for none. It is made anew
+            whenever a torch group is handed in, so this says which of them are the same.
     """
+
+    torch_group: Any = None
 
     # ---- no tensor ----
 
@@ -95,6 +100,21 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
             A flat, uninitialised tensor of `numel` elements. The default is `torch.empty`.
         """
         return torch.empty(numel, dtype=dtype, device=device)
+
+    # ---- what a group is: questions of those who would otherwise ask for its type ----
+
+    @property
+    def has_total_order(self) -> bool:
+        """Whether what a future's callback issues has the same place among this group's collectives on every rank.
+
+        If not, only the thread that issues the others may issue a collective that depends on one.
+        """
+        return True
+
+    @property
+    def can_split(self) -> bool:
+        """Whether `split` makes groups; if not, whoever made this group makes its parts."""
+        return True
 
     # ---- what it does ----
 
