@@ -182,7 +182,7 @@ def test_hooks_on_nodes_do_not_pile_up_when_a_parameter_is_converted_in_each_ste
             parameters[0][1].data = parameters[0][1].data.float()
             parameters[0][1].grad = None
             backward(reducer, parameters, group, (1.0,))
-        assert len(reducer._hooks._nodes) == 1
+        assert len(reducer._hooks._hooked) == 1
         assert len(reducer._hooks._handles) == 1
 
     run_ranks(1, body)

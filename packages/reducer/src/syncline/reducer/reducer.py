@@ -18,21 +18,21 @@ from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 
 from . import error_messages
 from .arrival_order import ArrivalOrder
-from .awaiting_hooks import AwaitingHooks
 from .backward_reduction import BackwardReduction
 from .bucket_building import BucketBuilder, gradients_as_views
 from .bucket_reduction import BucketReduction, CommunicationHook
 from .delayed_usage import DelayedUsage
 from .dynamic_usage import DynamicUsage
 from .finalize import AnyFuture, OnDelivery
-from .gradient_hooks import GradientHooks, PendingGradients
+from .gradient_hooks import GradientHooks
 from .named_parameters import NamedParameters
+from .pending_gradients import PendingBucket, PendingGradients
 from .readiness import MarkedTwiceError, Readiness
 from .sparse_bucket import AnyBucket
 from .static_usage import StaticUsage
 from .statistics import IterationStatistics
 from .sync_policy import GradSyncPolicy
-from .torch_internals import call_at_backward_end
+from .torch_internals import call_at_backward_end, current_backward
 from .usage import CompleteUsage, UnexpectedGradientError, UsageModel
 
 logger = logging.getLogger("syncline.reducer")
@@ -156,7 +156,6 @@ class Reducer:
         self._reduction = BucketReduction(group)
         self._sync_policy = GradSyncPolicy()
         self._arrival_order = ArrivalOrder(len(self._parameters))
-        self._awaiting_hooks = AwaitingHooks()
         self._lock = threading.Lock()
         # The backward that is being reduced, and what autograd calls at its end; None and dead between iterations.
         self._running: BackwardReduction | None = None
@@ -382,7 +381,7 @@ class Reducer:
     # ---- during backward ----
 
     @_noting_errors
-    def _on_wake(self, pending: PendingGradients) -> None:
+    def _on_wake(self, bucket: PendingBucket) -> None:
         """Called inside a hook, on the thread of backward; see Notes [What one gradient costs], [After all users' hooks]."""
         self._has_accumulated = True
         if not self._sync_policy.is_due:
@@ -395,26 +394,24 @@ class Reducer:
                 self._begin()
             elif self._backward_end() is None:
                 raise error_messages.backward_never_ended("a gradient came", self._group.place())
-            for done in self._awaiting_hooks.pop_done():
-                self._take(done, but_last=done is pending)
             if self._learns_order:
-                self._arrival_order.arrived(pending.indices[-1])
-            if pending.are_enough:
-                self._awaiting_hooks.add(pending)
+                self._arrival_order.arrived(bucket.indices[-1])
+            self._look_at(self._pending.came(bucket, (threading.get_ident(), current_backward())))
 
     @_noting_errors
-    def _on_node_done(self, index: int, pending: PendingGradients) -> None:
+    def _on_node_done(self, index: int, bucket: PendingBucket) -> None:
         """Called on the thread of backward when all hooks on a parameter have run that was expected to complete its bucket."""
         with self._lock:
-            if self._awaiting_hooks.node_done(pending, index):
-                self._process(pending.take())
+            taken = self._pending.node_done(bucket, index)
+            if taken:
+                self._process(taken)
 
-    def _take(self, pending: PendingGradients, *, but_last: bool = False) -> None:
-        """Look at a bucket whose latest gradient was not the expected one; from the next backward on it is."""
-        taken = pending.take(but_last=but_last)
-        if taken:
-            self._hooks.hook_node(taken[-1], pending)
-            self._process(taken)
+    def _look_at(self, buckets: Sequence[tuple[PendingBucket, list[int]]]) -> None:
+        """Look at buckets whose latest gradient was not the expected one; from the next backward on it is."""
+        for bucket, taken in buckets:
+            if taken:
+                self._hooks.hook_node(taken[-1], bucket)
+                self._process(taken)
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before any is marked."""
@@ -449,9 +446,8 @@ class Reducer:
         """Gradients of a backward that is not reduced, at its end: they count for a later one."""
         with self._lock:
             self._counts_at_end = False
-            for pending in self._pending:
-                if pending.indices:
-                    self._tell_usage(self._usage.accumulated, pending.take())
+            for _, taken in self._pending.take_all():
+                self._tell_usage(self._usage.accumulated, taken)
 
     def _tell_usage(self, method: Callable[[Sequence[int], Collection[int]], T], indices: Sequence[int]) -> T:
         """Tell the usage model which gradients came, and which of these are None after all."""
@@ -480,8 +476,7 @@ class Reducer:
             MisuseError: gradients are missing.
         """
         with self._lock:
-            for pending in self._pending:
-                self._take(pending)
+            self._look_at(self._pending.take_all())
             self._mark_ready(self._usage.ended())
         if not self._readiness.is_complete:
             names = [self._named.names[index] for index in self._readiness.missing()]
@@ -501,7 +496,6 @@ class Reducer:
             self._on_iteration(self.statistics)
 
     def _reset(self) -> None:
-        self._awaiting_hooks.clear()
         self._arrival_order.forget_arrivals()
         self._readiness.reset()
         self._usage.reset()
@@ -513,7 +507,8 @@ class Reducer:
         self._buckets = buckets
         members = [bucket.indices for bucket in buckets]
         self._readiness = Readiness(members)
-        self._pending = self._hooks.register(members)
+        self._pending = PendingGradients(members)
+        self._hooks.register(self._pending)
 
     def _rebuild_if_due(self) -> None:
         """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective.
