@@ -60,8 +60,9 @@ class ReducerNames:
     def prepare_for_forward(self) -> None:
         """Nothing: the wrapped module's forward prepares."""
 
-    def prepare_for_backward(self, tensors: Any) -> None:
-        """Nothing: autograd says which parameters a backward reaches."""
+    def prepare_for_backward(self, tensors: Any) -> None:  # noqa: ARG002 - torch's
+        """Let the next backward be averaged. Which parameters it reaches, autograd says."""
+        self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
         """Build the buckets in the order in which gradients arrived, if that is due: a collective. Whether it was."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.utils import _to_kwargs
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
 from syncline.reducer import GradBucket, IterationStatistics, Reducer, verify_same_options
 
@@ -102,6 +102,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     """
 
     _uneven_inputs: UnevenInputs | None = None
+    _requires_grad_sync = True
 
     def __init__(
         self,
@@ -161,7 +162,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.device = parameters[0][1].device
         self.device_ids = None if self._input_device is None else [self._input_device.index]
         self.output_device = None if self._input_device is None else self._input_device.index
-        self.require_backward_grad_sync = True
         self._buffer_sync = Buffers(self._state, enabled=forward_sync_buffers)
         self._builtin_hook: dist.BuiltinCommHookType | None = None
         self._runtime = logging_data.RuntimeSamples()
@@ -202,6 +202,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards of forwards from now on are averaged; `no_sync` sets it."""
+        return self._requires_grad_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._requires_grad_sync = value
+        self._reducer.keep_local(not value)
+
     # A compiler, in torch.compile(ddp), gets the module; what is around it communicates and cannot be traced.
     @disable_dynamo_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -229,11 +239,14 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
         """Inputs on their device, and what the end of backward shall wait for."""
-        root = self._sync_with_joined_ranks(will_reduce)
-        pending = self._buffer_sync.before_forward(self._group, root)
-        if has_backward:
-            self._adopt_optimizers()
-            self._reducer.prepare_for_backward(synchronizes=will_reduce)
+        try:
+            root = self._sync_with_joined_ranks(will_reduce)
+            pending = self._buffer_sync.before_forward(self._group, root)
+            if has_backward:
+                self._adopt_optimizers()
+                self._reducer.prepare_for_backward(synchronizes=will_reduce)
+        except DisagreementError as error:
+            raise self._reducer.explained(error, "a forward of the wrapped module") from error.__cause__
         if self._input_device is not None:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]
@@ -259,7 +272,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """The backwards of forwards within it add to each rank's own gradients and do not communicate.
 
         The first forward after it has a backward that reduces what was added up. What counts is where the forward is, as in
-        torch. May be nested.
+        torch. A backward within it that belongs to no forward of this wrapper (one of the bare module, such as for a saliency
+        map on one rank) stays this rank's own, too. May be nested.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -517,6 +531,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             delayed=self._delayed,
             delayed_until=self._delayed_until,
         )
+        reducer.keep_local(not self._requires_grad_sync)
         reducer.on_delivery(self.fused_optimizer.step)
         reducer.on_iteration(self._listeners if self._listeners else None)
         if self._wire_dtype is not None:

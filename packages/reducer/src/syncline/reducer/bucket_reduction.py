@@ -49,7 +49,7 @@ class BucketReduction:
 
         Whether it is the last is asked for a hook only, because the answer may have to be waited for.
         """
-        with naming_parameters(bucket.names):
+        with naming_parameters(lambda: bucket.names):
             if self.hook is not None:
                 shown = GradBucket(bucket, number, is_last(), self._group)
                 return HookReduction(bucket, times, self._future(self.hook, shown), shown, self._group)
@@ -87,9 +87,9 @@ class PendingReduction(ABC):
         """Block until the reduction is over, and return its result: the flat tensor, if a hook keeps its contract.
 
         Raises:
-            TransportError: of the type that the group raised; names the parameters, too.
+            TransportError, DisagreementError: of the type that the group raised; names the parameters, too.
         """
-        with naming_parameters(self.bucket.names):
+        with naming_parameters(lambda: self.bucket.names):
             return self._wait()
 
     @abstractmethod

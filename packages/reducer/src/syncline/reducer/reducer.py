@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
 
 from . import error_messages
 from .arrival_order import ArrivalOrder
@@ -210,6 +210,11 @@ class Reducer:
         """Type and text of the latest error that was raised here or noted; None if there was none."""
         return self._latest_error
 
+    def explained(self, error: DisagreementError, where: str) -> DisagreementError:
+        """An error of a collective beside the buckets; with the remedy, if another rank was in a stray backward meanwhile."""
+        is_stray = error_messages.is_of_a_stray_backward(str(error))
+        return error_messages.disagreement(error, where) if is_stray else error
+
     def note_error(self, error: Exception) -> None:
         """Remember type and text of an error."""
         self._latest_error = f"{type(error).__name__}: {error}"
@@ -336,6 +341,10 @@ class Reducer:
         self._count_unsynchronized()
         self._sync_policy.cancel_forward()
 
+    def keep_local(self, is_local: bool) -> None:
+        """Whether a backward that runs from now on, and for which no forward waits, adds to this rank's own gradients only."""
+        self._sync_policy.keep_local(is_local)
+
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
         """Let the end of the next backward that is reduced wait for these, too."""
         self._extra_futures += futures
@@ -357,6 +366,7 @@ class Reducer:
         if self.needs_everyone:
             raise error_messages.needs_everyone(self._group.place())
         self._count_unsynchronized()
+        self._sync_policy.forward(reduces=True)
         self._rebuild_if_due()
         with self._lock:
             self.statistics = IterationStatistics(time.perf_counter())
@@ -437,7 +447,9 @@ class Reducer:
         return self._usage.order_recurs and not self._arrival_order.is_used
 
     def _make_running(self) -> BackwardReduction:
-        return BackwardReduction(self._buckets, self._usage, self._reduction, self._group, self.statistics)
+        return BackwardReduction(
+            self._buckets, self._usage, self._reduction, self._group, self.statistics, self._sync_policy.mark
+        )
 
     def _process(self, indices: Sequence[int]) -> None:
         self._mark_ready(self._tell_usage(self._usage.arrived, indices))

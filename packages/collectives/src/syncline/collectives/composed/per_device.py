@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import torch
 from typing_extensions import override
@@ -73,6 +74,14 @@ class PerDeviceGroup(DelegatingGroup):
     def verify_calls(self, *, async_op: bool = False) -> Work | None:
         works = [work for group in self.groups.values() if (work := group.verify_calls(async_op=async_op)) is not None]
         return works[0] if works else None  # only groups of the host compare later, and there is one
+
+    @contextmanager
+    @override
+    def marked(self, mark: str) -> Iterator[None]:
+        with ExitStack() as marks:
+            for group in self.groups.values():
+                marks.enter_context(group.marked(mark))
+            yield
 
     # ---- after a loss: the group of the host finds out who is left, and the others meet in it ----
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 
 from ..errors import BackendUnavailableError, InvalidArgumentError
+from .collective import Collective
 from .group_collectives import GroupCollectives
 from .group_exchanges import GroupExchanges
 from .profiling import recorded
@@ -169,6 +172,30 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
             DisagreementError: the ranks called different collectives, and results are wrong; on all ranks.
         """
         return None
+
+    @contextmanager
+    def marked(self, mark: str) -> Iterator[None]:
+        """A context in which the first call that this thread issues says more of itself than its arguments tell.
+
+        The mark must be the same on every rank, as the rest of the call: "backward 1 since forward 12", say. Where calls are
+        compared, marks are compared with them, and errors show them. A group that compares each call before it runs has the
+        ranks meet once more before a call that is marked, which costs microseconds; others pay nothing.
+
+        Only the first call: what a callback issues may run on this thread on one rank, and on another thread elsewhere.
+
+        Args:
+            mark: a few words, without a comma.
+        """
+        self._marks[get_ident()] = mark
+        try:
+            yield
+        finally:
+            self._marks.pop(get_ident(), None)
+
+    def _with_mark(self, call: Collective) -> Collective:
+        """The call as it is compared; see `marked`."""
+        mark = self._marks.pop(get_ident(), None)
+        return call if mark is None else call._replace(detail=f"{call.detail}, {mark}" if call.detail else mark)
 
     def end_together(self, companion: ProcessGroup) -> None:
         """Close another group of the same ranks when this one is closed, and abort it when this one is aborted.
