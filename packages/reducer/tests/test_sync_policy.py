@@ -7,7 +7,7 @@ import pytest
 from syncline.reducer.sync_policy import GradSyncPolicy
 
 # Forwards that announce a reduction (F) or none (f), forwards that raise (X, x), and backwards: reduced (R) or not (-).
-# What is in parentheses runs within `no_sync`, but for forwards, which say so themselves. O: another reducer takes over.
+# What is in parentheses runs within `no_sync`, but for forwards, which say so themselves.
 HISTORIES = [
     pytest.param("R", id="no forward at all"),
     pytest.param("FRFR", id="one after the other"),
@@ -26,8 +26,6 @@ HISTORIES = [
     pytest.param("F(R-)R", id="one that belongs to a forward is reduced within no_sync, too"),
     pytest.param("(-)R", id="before any forward"),
     pytest.param("f(-)-FR", id="after a silent forward"),
-    pytest.param("FRO-fO-FR", id="nothing after another reducer took over, until the next forward"),
-    pytest.param("FOR", id="no other takes over while a forward waits for its backward"),
 ]
 
 
@@ -41,8 +39,6 @@ def test_which_backward_is_reduced(history: str) -> None:
                 policy.cancel_forward()
         elif event in "()":
             policy.keep_local(event == "(")
-        elif event == "O":
-            policy.retire()
         else:
             assert ("R" if policy.is_due else "-") == event
             if policy.is_due:

@@ -271,6 +271,7 @@ def test_a_parameter_that_was_converted_is_named(converted_after: int, static: b
     def body(group: ProcessGroup) -> None:
         parameters = make_parameters()
         reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, static_graph=static)
+        reducer.rebuild_buckets()
         train(reducer, parameters, group, [REVERSED] * converted_after)
         for _, parameter in parameters:
             parameter.grad = None

@@ -185,6 +185,11 @@ class TorchNames:
         return dict(self._state.buffers())
 
     @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the buckets will stay as they are; an optimizer that overlaps with backward (ZeRO) waits for it."""
+        return self._reducer.has_rebuilt_buckets
+
+    @property
     def reducer(self) -> ReducerNames:
         """The reducer, under torch's names."""
         return ReducerNames(self._reducer)

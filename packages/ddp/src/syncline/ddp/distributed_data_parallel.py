@@ -93,6 +93,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         lazy_bucket_allocation: of torch 2.15; accepted with a warning: buckets are kept between backwards either way.
 
     Constructing it is a collective: two all-gathers of 32 bytes and one broadcast of the module's state, in buffers of 250 MiB.
+    So is the first forward whose backward is reduced: it allocates the buckets. Copying it (`copy.deepcopy`, `pickle`) is none.
 
     Raises:
         MisuseError: a parameter is uninitialised or on a device that the group does not serve, or none needs a gradient.
@@ -583,7 +584,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the default group of this process, and build a reducer: a collective, like construction."""
+        """Take the default group of this process. No collective: the first reduced forward allocates the buckets."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = choose_default_group()
         self._group = as_ours(self.process_group)

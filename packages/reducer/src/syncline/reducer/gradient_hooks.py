@@ -33,6 +33,9 @@ class GradientHooks:
         wake: called on the thread of backward, inside a hook, when a bucket is worth a look. A method, held
             weakly: hooks do not keep the reducer alive.
         node_done: the same, called when all hooks on a parameter have run that `hook_node` was given, with what that was given.
+        retire: the same, called when another reducer of some of the parameters is about to be used, which this one would
+            disturb: whether it may, because no backward of this one is under way or expected. Then these hooks are off until
+            `register` is called again.
     """
 
     def __init__(
@@ -43,15 +46,17 @@ class GradientHooks:
         reads_in_place: bool,
         wake: Callable[[PendingBucket], None],
         node_done: Callable[[int, PendingBucket], None],
+        retire: Callable[[], bool],
     ) -> None:
         self._parameters = parameters
         self._group = group
         self._wake = weakref.WeakMethod(wake)
         self._node_done = weakref.WeakMethod(node_done)
+        self._retire = weakref.WeakMethod(retire)
         self._handles: list[Any] = []
         self._nodes: list[GraphNode] = []
         self._hooked: dict[int, tuple[GraphNode, Any]] = {}
-        self._is_closed = False
+        self._is_closed = self.are_off = False
         self.reads_in_place = reads_in_place
         self._others: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
         _introduce(self)
@@ -68,6 +73,7 @@ class GradientHooks:
         would leave the nodes on two streams, and nothing would order the others' gradients before the collection.
         """
         self._remove()
+        self.are_off = self._is_closed
         if self._is_closed:
             return
         # The CPU has no streams. There a new node serves better: it knows the shape of a parameter that was resized, so the
@@ -95,20 +101,32 @@ class GradientHooks:
 
         self._hooked[index] = node, node.register_hook(tell)
 
-    @property
-    def conflicts_with_another_reducer(self) -> bool:
-        """Whether another reducer has hooks on some of the parameters, and one would disturb the other.
+    def take_over(self) -> bool:
+        """Take the hooks of all others off that would disturb this reducer; whether all of them could be taken off.
 
-        It does if one of them averages gradients in place. It does, too, if both use one group: gradients may come in another
-        order on each rank, and then the buckets of the two would mix.
+        Another reducer with hooks on some of the parameters disturbs this one if one of them averages gradients in place. It
+        does, too, if both use one group: gradients may come in another order on each rank, and then the buckets of the two
+        would mix. If neither a forward nor a backward of it is open, it has no part in what comes next: a wrapper of the same
+        module that is not used any more, say.
         """
+        if not self._others:
+            return True
         with _lock:
-            others = [other for other in self._others if not other._is_closed]
-        return any(self.reads_in_place or other.reads_in_place or self._group is other._group for other in others)
+            others = [other for other in self._others if not other.are_off]
+        disturbing = [one for one in others if self.reads_in_place or one.reads_in_place or self._group is one._group]
+        return [one for one in disturbing if not one._step_aside()] == []  # each is asked
+
+    def _step_aside(self) -> bool:
+        retire = self._retire()
+        if retire is not None and not retire():
+            return False
+        self._remove()
+        self.are_off = True
+        return True
 
     def close(self) -> None:
         """Take all hooks off, for good."""
-        self._is_closed = True
+        self._is_closed = self.are_off = True
         self._remove()
 
     def _hook_parameter(self, index: int, bucket: PendingBucket) -> None:

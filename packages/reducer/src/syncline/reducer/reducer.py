@@ -88,7 +88,8 @@ class Reducer:
 
     Args:
         named_parameters: names and parameters; with `requires_grad`; the same on all ranks. Names appear in errors.
-        group: whose ranks average. Constructing a reducer is a collective of this group.
+        group: whose ranks average. The buckets are allocated, which is a collective of this group, by the first forward whose
+            backward is reduced, or else by the first backward.
         bucket_cap_bytes: a bucket is closed when it has reached this size; or the sizes for the first, second, ... bucket,
             of which the last holds for all further ones.
         first_bucket_cap_bytes: the same for the first bucket, which is small so that communication starts early; means
@@ -107,7 +108,7 @@ class Reducer:
 
     Attributes:
         statistics: what happened when in the latest iteration.
-        first_bucket_sizes: bytes of the buckets as they were first.
+        first_bucket_sizes: bytes of the buckets as they are built first.
         seems_static: whether all backwards so far have left out the same parameters.
 
     Extra memory: the buckets, as large as all gradients together, in which large gradients stay until the next backward; none
@@ -169,21 +170,24 @@ class Reducer:
         self._counts_at_end = False
         self.seems_static = True
         self.statistics = IterationStatistics(time.perf_counter())
+        self._buckets: list[AnyBucket] | None = None
         self._hooks = GradientHooks(
             self._parameters,
             group,
             reads_in_place=gradient_as_bucket_view,
             wake=self._on_wake,
             node_done=self._on_node_done,
+            retire=self._may_retire,
         )
-        self._use(self._builder.build_first())
-        self.first_bucket_sizes = [bucket.nbytes for bucket in self._buckets]
+        members = self._builder.assign_first()
+        self.first_bucket_sizes = [self._builder.nbytes(of_bucket) for of_bucket in members]
+        self._watch(members)
         weakref.finalize(self, self._hooks.close)
 
     @property
     def buckets(self) -> Sequence[AnyBucket]:
-        """The buckets, in the order in which they are reduced."""
-        return self._buckets
+        """The buckets, in the order in which they are reduced; none before they are allocated."""
+        return self._buckets or ()
 
     @property
     def names(self) -> Sequence[str]:
@@ -286,34 +290,37 @@ class Reducer:
 
     @_noting_errors
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
-        """Call before each forward. After the first backward it rebuilds the buckets, which is a collective.
+        """Call before each forward. The first time and after the first backward it builds the buckets, which is a collective.
 
         Args:
             synchronizes: whether the backward of this forward shall be reduced. If not, it adds to this rank's own gradients,
                 and a later one reduces what was added up. See `GradSyncPolicy` for several forwards before a backward.
 
         Raises:
-            MisuseError: the previous backward began to reduce and never ended, or another reducer has some of the parameters
-                and the same group, or one of both averages them in views of its buckets.
+            MisuseError: the previous backward began to reduce and never ended; or a forward or backward is open of another
+                reducer that would disturb this one: it has some of the parameters, and the same group, or one of the two
+                averages them in views of its buckets.
         """
         self._check_idle("prepare_for_backward")
-        self._check_other_reducers()
+        self._take_over()
         self._count_unsynchronized()
         self._sync_policy.forward(synchronizes)
         if synchronizes:
-            self._rebuild_if_due()
+            self._build_if_due()
             self.statistics = IterationStatistics(time.perf_counter())
 
     def rebuild_buckets(self) -> bool:
-        """Build the buckets in the order in which gradients arrived, if that is due; the next forward would. A collective.
+        """Build the buckets if that is due: the first time, or in the order in which gradients arrived. The next forward would.
+
+        A collective.
 
         Returns:
-            Whether it was due.
+            Whether they were built in the order of the gradients.
         """
         self._check_idle("rebuild_buckets")
-        before = self._buckets
-        self._rebuild_if_due()
-        return self._buckets is not before
+        before = self.has_rebuilt_buckets
+        self._build_if_due()
+        return self.has_rebuilt_buckets and not before
 
     def change_bucket_caps(self, caps_bytes: Sequence[int]) -> None:
         """Build the buckets once more, with other sizes, at the next forward that is reduced.
@@ -367,7 +374,7 @@ class Reducer:
             raise error_messages.needs_everyone(self._group.place())
         self._count_unsynchronized()
         self._sync_policy.forward(reduces=True)
-        self._rebuild_if_due()
+        self._build_if_due()
         with self._lock:
             self.statistics = IterationStatistics(time.perf_counter())
             self.statistics.backward_started = self.statistics.forward_started
@@ -377,7 +384,7 @@ class Reducer:
         self._running.finish()
         self._sync_policy.reduced()
         if self._learns_order:
-            self._arrival_order.learned = [index for bucket in self._buckets for index in bucket.indices]
+            self._arrival_order.learned = [index for bucket in self.buckets for index in bucket.indices]
         self._reset()
 
     def check_finalized(self) -> None:
@@ -425,6 +432,10 @@ class Reducer:
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before any is marked."""
+        if not self._sync_policy.has_forward:
+            self._take_over()
+        if self._buckets is None:  # no forward came before
+            self._buckets = self._builder.build([bucket.members for bucket in self._pending])
         if not self._buckets:
             raise error_messages.no_buckets(self._group.place())
         backward_end = _BackwardEnd(self)
@@ -448,7 +459,7 @@ class Reducer:
 
     def _make_running(self) -> BackwardReduction:
         return BackwardReduction(
-            self._buckets, self._usage, self._reduction, self._group, self.statistics, self._sync_policy.mark
+            self.buckets, self._usage, self._reduction, self._group, self.statistics, self._sync_policy.mark
         )
 
     def _process(self, indices: Sequence[int]) -> None:
@@ -515,18 +526,23 @@ class Reducer:
 
     # ---- buckets ----
 
-    def _use(self, buckets: list[AnyBucket]) -> None:
-        self._buckets = buckets
-        members = [bucket.indices for bucket in buckets]
+    def _watch(self, members: list[list[int]]) -> None:
+        """From now on note gradients for buckets with these members."""
         self._readiness = Readiness(members)
         self._pending = PendingGradients(members)
         self._hooks.register(self._pending)
 
-    def _rebuild_if_due(self) -> None:
-        """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective.
+    def _build_if_due(self) -> None:
+        """Build the buckets for the first time, and once more in the order in which rank 0's gradients arrived. A collective.
 
-        The old ones are given up first: to have both for a moment was the peak of a whole training's memory.
+        Not at construction: a copy of a wrapped module on one rank (an average of its weights, say) needs no buckets, and must
+        not wait for the other ranks.
         """
+        if self._buckets is None:
+            members = self._builder.assign_first()
+            if members != [bucket.members for bucket in self._pending]:  # parameters were converted since construction
+                self._watch(members)
+            self._buckets = self._builder.build(members)
         order_here = self._arrival_order.learned
         if not self._learns_order or order_here is None:
             return
@@ -535,13 +551,16 @@ class Reducer:
         self._group.broadcast(order, 0)
         self._release_gradients()
         kept = gradients_as_views(self._buckets)
+        # The old ones are given up first: to have both for a moment was the peak of a whole training's memory.
         self._buckets = []
-        self._use(self._builder.build(order.tolist(), kept))
+        members = self._builder.assign(order.tolist())
+        self._buckets = self._builder.build(members, kept)
+        self._watch(members)
         self._arrival_order.is_used = True
         logger.debug("rebuilt the buckets in the order of rank 0's gradients: %d buckets", len(self._buckets))
 
     def _release_gradients(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.release_gradients()
 
     # ---- the usage model ----
@@ -560,14 +579,25 @@ class Reducer:
         if self._running is not None:
             raise error_messages.backward_never_ended(what, self._group.place())
 
-    def _check_other_reducers(self) -> None:
+    def _take_over(self) -> None:
+        """Have other reducers of some of the parameters step aside; of several wrappers, the one that is used averages."""
         for pause_s in (0.0, 0.01, 0.05, 0.25):
-            if not self._hooks.conflicts_with_another_reducer:
-                return
+            if self._hooks.take_over():
+                break
             time.sleep(pause_s)  # another thread may be collecting garbage: then this returns at once
             gc.collect()  # the other one may be garbage
-        if self._hooks.conflicts_with_another_reducer:
-            raise error_messages.another_reducer(self._group.place())
+        else:
+            if not self._hooks.take_over():
+                raise error_messages.another_reducer(self._group.place())
+        if self._hooks.are_off:
+            self._pending.take_all()  # what came meanwhile was another's
+            self._hooks.register(self._pending)
+
+    def _may_retire(self) -> bool:
+        """Whether no backward of this reducer is under way or expected; one that has failed will not go on."""
+        if self._running is not None:
+            return self._backward_end() is None
+        return not self._sync_policy.has_forward
 
 
 def _caps_bytes(cap_bytes: int | Sequence[int], first_cap_bytes: int) -> list[int]:

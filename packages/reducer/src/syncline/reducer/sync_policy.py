@@ -27,14 +27,13 @@ class GradSyncPolicy:
     def __init__(self) -> None:
         self._announced, self._latest = False, True
         self._before = (False, True)
-        self._is_local = self._is_retired = False
+        self._is_local = False
         self._forwards = self._backwards = 0
         self.is_due = True
 
     def forward(self, reduces: bool) -> None:
         """Note a forward: shall its backward be reduced?"""
         self._before = (self._announced, self._latest)
-        self._is_retired = False
         self._set(self._announced or reduces, reduces)
 
     def cancel_forward(self) -> None:
@@ -51,11 +50,10 @@ class GradSyncPolicy:
         self._is_local = is_local
         self._set(self._announced, self._latest)
 
-    def retire(self) -> bool:
-        """Reduce nothing before the next forward, if no forward waits for its backward; whether that is so."""
-        self._is_retired = not self._announced
-        self._set(self._announced, self._latest)
-        return self._is_retired
+    @property
+    def has_forward(self) -> bool:
+        """Whether a forward waits for its backward, which is to be reduced."""
+        return self._announced
 
     @property
     def mark(self) -> str:
@@ -68,4 +66,4 @@ class GradSyncPolicy:
 
     def _set(self, announced: bool, latest: bool) -> None:
         self._announced, self._latest = announced, latest
-        self.is_due = not self._is_retired and (announced or (latest and not self._is_local))
+        self.is_due = announced or (latest and not self._is_local)
