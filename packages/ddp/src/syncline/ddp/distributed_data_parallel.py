@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,8 @@ from .hook_annotations import check_hook
 from .iteration_listeners import IterationListeners, Listener
 from .join import Join, Joinable
 from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
-from .module_state import ModuleState
+from .model_watch import ModelWatch
+from .module_state import ModuleState, broadcast_tensors
 from .process_groups import as_ours, choose_default_group, choose_group
 from .stragglers import StragglerWatch, checked_every, every_from
 from .tracing import TraceRecording, TraceSettings, settings_from
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.nn.parallel.distributed import _MixedPrecision
 
+logger = logging.getLogger("syncline.ddp")
 
 # What stays behind when a model is copied or pickled.
 _OF_THIS_PROCESS = frozenset(
@@ -42,6 +45,7 @@ _OF_THIS_PROCESS = frozenset(
         "process_group",
         "_group",
         "_reducer",
+        "_watch",
         "_join",
         "_uneven_inputs",
         "_listeners",
@@ -169,10 +173,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.fused_optimizer = FusedOptimizer()
         self._has_adopted_optimizers = False
         trace_settings, stragglers_every = settings_from(os.environ), every_from(os.environ)
+        self._sync_buffers_at_first = sync_buffers_at_first
         if init_sync:
             self._verify_options(sync_buffers_at_first, trace_settings, stragglers_every)
             self._state.verify(self._group, buffers=sync_buffers_at_first)
             self._state.broadcast(self._group, 0, buffers=sync_buffers_at_first)
+        self._init_sync = init_sync
         self._low_precision = lower_precision(self.mixed_precision, module, self._state)
         self._listeners = IterationListeners()
         self._recordings: list[TraceRecording] = []
@@ -240,6 +246,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
         """Inputs on their device, and what the end of backward shall wait for."""
+        if has_backward and self._watch.is_due(self._reducer.reductions):
+            self._follow_module()
         try:
             root = self._sync_with_joined_ranks(will_reduce)
             pending = self._buffer_sync.before_forward(self._group, root)
@@ -252,6 +260,69 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]
         return inputs, kwargs, pending
+
+    def _follow_module(self) -> None:
+        """If the module has changed since it was wrapped, average the parameters that it has now: then a collective.
+
+        The ranks compare the module, and get rank 0's values of what is new.
+        """
+        self._state.module = self.module
+        watch = self._watch
+        if not watch.has_changed():
+            if watch.has_sign:  # it was converted there and back, perhaps
+                watch.has_sign = False
+                self._reducer.find_nodes_again()
+            return
+        parameters = [(name, parameter) for name, parameter in self._state.parameters() if parameter.requires_grad]
+        if not parameters:  # all are frozen for a while: nothing will be averaged, and the sign stays
+            return
+        new = watch.new()
+        names = ", ".join(f"'{name}'" for name, _ in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+        what = f"the module has changed since it was wrapped ({f'new parameters: {names}' if new else 'none are new'})"
+        if self._join is not None:
+            raise MisuseError(
+                f"{what}, within join() on {self._group.place()}: ranks without inputs cannot follow. Change it before"
+            )
+        self._state.check(self._group)
+        if self._init_sync:
+            try:
+                self._share_new(new)
+            except DisagreementError as error:
+                raise error.reworded(
+                    f"{what} on {self._group.place()}: make the same change on every rank, before the same forward.\n{error}"
+                ) from error.__cause__
+        logger.info("%s: buckets are built anew", what)
+        sparse = self._state.sparse_parameters()
+        if self._tunes_buckets:
+            self._bucket_caps_bytes = measuring_caps(sum(parameter.nbytes for _, parameter in parameters))
+        self._reducer.change_parameters(
+            parameters, sparse=[id(p) in sparse for _, p in parameters], bucket_cap_bytes=self._bucket_caps_bytes
+        )
+        self._low_precision = lower_precision(self.mixed_precision, self.module, self._state)
+        self._has_adopted_optimizers = False
+        self._buffer_sync.look_again()
+        self.device = parameters[0][1].device
+        watch.take_note()
+        self._tune_buckets()
+
+    def _share_new(self, new: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Compare the modules, and give all ranks rank 0's values of new parameters, and buffers. A collective."""
+        syncs_buffers = self._sync_buffers_at_first
+        with self._group.marked("the module has changed"):
+            self._state.verify(self._group, buffers=syncs_buffers)
+        sparse = self._state.sparse_parameters()
+        options = {
+            "new parameters": [name for name, _ in new],
+            "sparse=True (in embeddings)": [name for name, parameter in self._state.parameters() if id(parameter) in sparse],
+        }
+        verify_same_options(options, group=self._group)
+        broadcast_tensors([*new, *(self._watch.new_buffers() if syncs_buffers else [])], self._group, 0)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DistributedDataParallel:
+        """As torch's; parameters may be other objects afterwards, and autograd has other nodes for them."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        self._watch.has_sign = True
+        return self
 
     @disable_dynamo
     def _cancel_forward(self) -> None:
@@ -532,6 +603,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             delayed=self._delayed,
             delayed_until=self._delayed_until,
         )
+        self._watch = ModelWatch(self._state, self)
         reducer.keep_local(not self._requires_grad_sync)
         reducer.on_delivery(self.fused_optimizer.step)
         reducer.on_iteration(self._listeners if self._listeners else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -17,26 +19,28 @@ class ModuleState:
     Args:
         module: the module.
         ignored: names of parameters and buffers that each rank keeps to itself.
+
+    Attributes:
+        module: the same; may be replaced.
     """
 
     def __init__(self, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
-        self._module = module
+        self.module = module
         self._ignored = ignored
 
     def parameters(self) -> NamedParameters:
         """All parameters, each once, by name, in order of definition."""
-        return [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
+        return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """All buffers, each once, by name."""
-        return [(name, b) for name, b in self._module.named_buffers() if name not in self._ignored]
+        return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
-    def trainable_parameters(self, group: ProcessGroup) -> NamedParameters:
-        """The parameters that need a gradient.
+    def check(self, group: ProcessGroup) -> None:
+        """Raise if the group cannot average some of the parameters.
 
         Raises:
-            MisuseError: a parameter is not initialised yet (lazy modules), lies on a device that the group does not serve, or
-                none needs a gradient.
+            MisuseError: a parameter is not initialised yet (lazy modules), or lies on a device that the group does not serve.
         """
         for name, parameter in self.parameters():
             if is_lazy(parameter):
@@ -48,6 +52,14 @@ class ModuleState:
                     f"parameter '{name}' is on {parameter.device}, but backend '{group.backend_name}' moves tensors on "
                     f"{', '.join(sorted(group.device_types))}; move the module, or choose a backend for that device"
                 )
+
+    def trainable_parameters(self, group: ProcessGroup) -> NamedParameters:
+        """The parameters that need a gradient.
+
+        Raises:
+            MisuseError: as `check`; or none needs a gradient.
+        """
+        self.check(group)
         trainable = [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
         if not trainable:
             raise MisuseError(
@@ -58,7 +70,7 @@ class ModuleState:
 
     def sparse_parameters(self) -> set[int]:
         """The `id`s of the parameters whose gradients are sparse: those of embeddings that say so."""
-        embeddings = (m for m in self._module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
+        embeddings = (m for m in self.module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
         return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
     def verify(self, group: ProcessGroup, *, buffers: bool) -> None:
@@ -69,4 +81,9 @@ class ModuleState:
     def broadcast(self, group: ProcessGroup, root: int, *, buffers: bool) -> None:
         """Give every rank the parameters, and buffers, of the root, in place. A collective."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
-        broadcast_coalesced([tensor.detach() for _, tensor in named], group=group, root=root)
+        broadcast_tensors(named, group, root)
+
+
+def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessGroup, root: int) -> None:
+    """Give every rank the root's tensors, in place. A collective."""
+    broadcast_coalesced([tensor.detach() for _, tensor in named], group=group, root=root)

@@ -110,6 +110,7 @@ class Reducer:
         statistics: what happened when in the latest iteration.
         first_bucket_sizes: bytes of the buckets as they are built first.
         seems_static: whether all backwards so far have left out the same parameters.
+        reductions: how many backwards were reduced; the same on all ranks.
 
     Extra memory: the buckets, as large as all gradients together, in which large gradients stay until the next backward; none
     with `gradient_as_bucket_view`.
@@ -135,28 +136,18 @@ class Reducer:
         delayed: Sequence[str] = (),
         delayed_until: str | None = None,
     ) -> None:
-        self._named = named = NamedParameters(named_parameters, sparse)
-        self._parameters = named.parameters
-        self._group = group
         if delayed_until is not None and not delayed:
             raise InvalidArgumentError(f"delayed_until='{delayed_until}' without delayed: name what waits, or leave it out")
-        self._delayed = [named.index(name) for name in delayed]
-        self._delayed_until = None if delayed_until is None else named.index(delayed_until)
-        self._usage = self._make_usage(
-            find_unused=find_unused_parameters, skip_unused=skip_all_reduce_unused_params, static=static_graph
+        self._group = group
+        self._find_unused, self._skip_unused, self._is_static = (
+            find_unused_parameters,
+            skip_all_reduce_unused_params,
+            static_graph,
         )
-        self._builder = BucketBuilder(
-            named.names,
-            named.parameters,
-            group,
-            caps_bytes=_caps_bytes(bucket_cap_bytes, first_bucket_cap_bytes),
-            sparse=named.sparse,
-            delayed=self._delayed,
-            as_view=gradient_as_bucket_view,
-        )
+        self._as_view = gradient_as_bucket_view
+        self._delayed_names, self._delayed_until_name = delayed, delayed_until
         self._reduction = BucketReduction(group)
         self._sync_policy = GradSyncPolicy()
-        self._arrival_order = ArrivalOrder(len(self._parameters))
         self._lock = threading.Lock()
         # The backward that is being reduced, and what autograd calls at its end; None and dead between iterations.
         self._running: BackwardReduction | None = None
@@ -164,25 +155,45 @@ class Reducer:
         self._on_delivery: OnDelivery | None = None
         self._on_iteration: Callable[[IterationStatistics], None] | None = None
         self._extra_futures: list[AnyFuture] = []
-        self._absent: Sequence[int] | None = None
         self._latest_error: str | None = None
         self._has_accumulated = False
         self._counts_at_end = False
-        self.seems_static = True
         self.statistics = IterationStatistics(time.perf_counter())
+        self.reductions = 0
+        self._set_up(NamedParameters(named_parameters, sparse), _caps_bytes(bucket_cap_bytes, first_bucket_cap_bytes))
+
+    def _set_up(self, named: NamedParameters, caps_bytes: Sequence[int]) -> None:
+        """All that depends on which parameters there are. No collective."""
+        self._named = named
+        self._parameters = named.parameters
+        self._delayed = [named.index(name) for name in self._delayed_names]
+        self._delayed_until = None if self._delayed_until_name is None else named.index(self._delayed_until_name)
+        self._usage = self._make_usage()
+        self._builder = BucketBuilder(
+            named.names,
+            named.parameters,
+            self._group,
+            caps_bytes=caps_bytes,
+            sparse=named.sparse,
+            delayed=self._delayed,
+            as_view=self._as_view,
+        )
+        self._arrival_order = ArrivalOrder(len(self._parameters))
+        self._absent: Sequence[int] | None = None
+        self.seems_static = True
         self._buckets: list[AnyBucket] | None = None
         self._hooks = GradientHooks(
             self._parameters,
-            group,
-            reads_in_place=gradient_as_bucket_view,
+            self._group,
+            reads_in_place=self._as_view,
             wake=self._on_wake,
             node_done=self._on_node_done,
             retire=self._may_retire,
         )
+        self._close_hooks = weakref.finalize(self, self._hooks.close)
         members = self._builder.assign_first()
         self.first_bucket_sizes = [self._builder.nbytes(of_bucket) for of_bucket in members]
         self._watch(members)
-        weakref.finalize(self, self._hooks.close)
 
     @property
     def buckets(self) -> Sequence[AnyBucket]:
@@ -247,7 +258,8 @@ class Reducer:
                 f"set_static_graph on {self._group.place()} should be called before training loop starts: a backward has given "
                 "gradients. Call it before the first backward, or pass static_graph=True at construction"
             )
-        self._usage = self._make_usage(static=True)
+        self._is_static = True
+        self._usage = self._make_usage()
 
     def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
         """Let `hook(state, bucket)` reduce each bucket instead of `all_reduce(AVG)`; None returns to that.
@@ -343,6 +355,44 @@ class Reducer:
         self._builder = replace(self._builder, caps_bytes=list(caps_bytes))
         self._arrival_order.is_used = False
 
+    def change_parameters(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        *,
+        sparse: Sequence[bool] | None = None,
+        bucket_cap_bytes: Sequence[int],
+    ) -> None:
+        """From now on average the gradients of these parameters: the model has changed. Every rank calls it, before a forward.
+
+        The next backward is a first one: buckets are built anew, and a static graph is learnt anew. Gradients that are there
+        stay, and count for it.
+
+        Args:
+            named_parameters: as at construction.
+            sparse: as at construction.
+            bucket_cap_bytes: as at construction, a list of sizes.
+
+        Raises:
+            MisuseError: a backward is under way, or has failed.
+            InvalidArgumentError: one of the delayed parameters is not among them.
+        """
+        self._check_idle("change_parameters")
+        named = NamedParameters(named_parameters, sparse)
+        self._count_unsynchronized()
+        self._release_gradients()
+        self._close_hooks()
+        self._set_up(named, bucket_cap_bytes)
+        there = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
+        self._usage.accumulated(there, ())
+
+    def find_nodes_again(self) -> None:
+        """Parameters were converted to another dtype or device and back: autograd has other nodes for them."""
+        self._check_idle("find_nodes_again")
+        self._count_unsynchronized()
+        self._usage.find_nodes_again()
+        if not self._hooks.are_off:
+            self._hooks.register(self._pending)
+
     def cancel_forward(self) -> None:
         """The forward that was prepared for last raised an error, and there will be no backward."""
         self._count_unsynchronized()
@@ -383,6 +433,7 @@ class Reducer:
             self._running.start_empty()
         self._running.finish()
         self._sync_policy.reduced()
+        self.reductions += 1
         if self._learns_order:
             self._arrival_order.learned = [index for bucket in self.buckets for index in bucket.indices]
         self._reset()
@@ -514,6 +565,7 @@ class Reducer:
             self._arrival_order.learn()
         self._extra_futures = []
         self._sync_policy.reduced()
+        self.reductions += 1
         self._reset()
         if self._on_iteration is not None:
             self._on_iteration(self.statistics)
@@ -565,12 +617,12 @@ class Reducer:
 
     # ---- the usage model ----
 
-    def _make_usage(self, *, find_unused: bool = False, skip_unused: bool = False, static: bool = False) -> UsageModel:
+    def _make_usage(self) -> UsageModel:
         usage: UsageModel = CompleteUsage()
-        if static:
+        if self._is_static:
             usage = StaticUsage(self._parameters, self._group)
-        elif find_unused:
-            usage = DynamicUsage(self._parameters, self._group, skip_unused=skip_unused)
+        elif self._find_unused:
+            usage = DynamicUsage(self._parameters, self._group, skip_unused=self._skip_unused)
         return DelayedUsage(usage, self._delayed, self._delayed_until) if self._delayed else usage
 
     # ---- checks ----

@@ -91,6 +91,9 @@ class UsageModel(ABC):
         """Those of the parameters that no rank has used: their gradients stay as they are. May wait for `sync_used_map`."""
         return frozenset()
 
+    def find_nodes_again(self) -> None:  # noqa: B027 - most hold none
+        """Autograd may have other nodes for the parameters."""
+
     def reset(self) -> None:  # noqa: B027 - most remember nothing
         """Forget this backward."""
 
