@@ -278,6 +278,7 @@ class Waiting(torch.nn.Module):
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.filterwarnings("ignore:.*hooks on the gradient before it is averaged")
 def test_bucket_0_is_reduced_before_the_last_gradient_is_ready(mpi_group: ProcessGroup, as_view: bool) -> None:
     module = Waiting()
     model = DistributedDataParallel(module, process_group=mpi_group, bucket_cap_mb=1e-6, gradient_as_bucket_view=as_view)

@@ -16,9 +16,11 @@ from torch.nn.utils import parametrizations, prune
 from syncline.collectives import DisagreementError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel, MixedPrecision
-from syncline.ddp.model_watch import LOOK_EVERY, ModelWatch
+from syncline.ddp.model_watch import ModelWatch
 
 pytestmark = pytest.mark.ranks
+
+LOOK_EVERY = 32
 
 OPTIONS = [
     {},

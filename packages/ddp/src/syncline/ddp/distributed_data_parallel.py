@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.utils import _to_kwargs
+from torch.utils.hooks import RemovableHandle
 
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
@@ -21,7 +23,7 @@ from . import arguments, logging_data
 from .bucket_tuning import BucketTuning, check_can_tune, measuring_caps
 from .buffers import Buffers
 from .compatibility import TorchNames, ignored_names
-from .fused_optimizer import FusedOptimizer
+from .fused_optimizer import AverageHook, AverageHooks, FusedOptimizer
 from .hook_annotations import check_hook
 from .iteration_listeners import IterationListeners, Listener
 from .join import Join, Joinable
@@ -29,6 +31,8 @@ from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, low
 from .model_watch import ModelWatch
 from .module_state import ModuleState, broadcast_tensors
 from .process_groups import as_ours, choose_default_group, choose_group
+from .replica_check import EVERY_VARIABLE as CHECK_EVERY
+from .replica_check import ReplicaCheck
 from .stragglers import StragglerWatch, checked_every, every_from
 from .tracing import TraceRecording, TraceSettings, settings_from
 from .uneven_inputs import Replica, UnevenInputs
@@ -51,6 +55,8 @@ _OF_THIS_PROCESS = frozenset(
         "_listeners",
         "_recordings",
         "_straggler_watch",
+        "_replica_check",
+        "_average_hooks",
         "_bucket_tuning",
     }
 )
@@ -108,6 +114,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     _uneven_inputs: UnevenInputs | None = None
     _requires_grad_sync = True
+    _has_warned_of_hooks = False
 
     def __init__(
         self,
@@ -173,9 +180,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.fused_optimizer = FusedOptimizer()
         self._has_adopted_optimizers = False
         trace_settings, stragglers_every = settings_from(os.environ), every_from(os.environ)
+        check_every = every_from(os.environ, CHECK_EVERY)
         self._sync_buffers_at_first = sync_buffers_at_first
         if init_sync:
-            self._verify_options(sync_buffers_at_first, trace_settings, stragglers_every)
+            self._verify_options(sync_buffers_at_first, trace_settings, stragglers_every, check_every)
             self._state.verify(self._group, buffers=sync_buffers_at_first)
             self._state.broadcast(self._group, 0, buffers=sync_buffers_at_first)
         self._init_sync = init_sync
@@ -183,6 +191,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._listeners = IterationListeners()
         self._recordings: list[TraceRecording] = []
         self._straggler_watch: StragglerWatch | None = None
+        self._replica_check: ReplicaCheck | None = None
+        self._average_hooks = AverageHooks(self.fused_optimizer)
         self._bucket_tuning: BucketTuning | None = None
         self._reducer = self._make_reducer()
         self._tune_buckets()
@@ -190,6 +200,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._start_recording(trace_settings, only_first=True)
         if stragglers_every is not None:
             self.watch_stragglers(stragglers_every)
+        if check_every is not None:
+            self.check_replicas(check_every)
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -254,12 +266,19 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             if has_backward:
                 self._adopt_optimizers()
                 self._reducer.prepare_for_backward(synchronizes=will_reduce)
+                if self._reducer.has_users_hooks and not self._has_warned_of_hooks:
+                    self._warn_of_users_hooks()
         except DisagreementError as error:
             raise self._reducer.explained(error, "a forward of the wrapped module") from error.__cause__
         if self._input_device is not None:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]
         return inputs, kwargs, pending
+
+    def _warn_of_users_hooks(self) -> None:
+        """Once: a hook that steps or drops is an error in backward, one that clips or logs sees numbers of this rank alone."""
+        self._has_warned_of_hooks = True
+        warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
 
     def _follow_module(self) -> None:
         """If the module has changed since it was wrapped, average the parameters that it has now: then a collective.
@@ -458,6 +477,21 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._reducer.set_hook(hook, state)
         self._builtin_hook = None
 
+    def register_post_average_grad_hook(self, hook: AverageHook) -> RemovableHandle:
+        """Call `hook(parameter)` in backward, for each parameter as soon as `parameter.grad` is the average over the ranks.
+
+        For what a post-accumulate-grad hook would do too early: step, clip, log, or drop a gradient. It is called on the thread
+        of backward, for one bucket's parameters while later buckets are in flight; not in `no_sync`, and not for parameters
+        that no rank used. It may set `parameter.grad` to None. It must not communicate.
+
+        Returns:
+            A handle, whose `remove()` ends it.
+
+        Raises:
+            InvalidTypeError: the hook cannot be called.
+        """
+        return self._average_hooks.add(hook)
+
     # ---- looking at steps ----
 
     @contextmanager
@@ -512,6 +546,28 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._tell_no_more(self._straggler_watch.note_step)
             self._straggler_watch = None
 
+    def check_replicas(self, every: int) -> None:
+        """From now on compare the ranks' parameters every so many averaged backwards, by a hash of 16 bytes for each.
+
+        Every rank calls it, with the same number; also done by `SYNCLINE_CHECK_REPLICAS`. If replicas differ, the backward that
+        finds it raises a `DisagreementError` on all ranks, which names the first parameter that differs. It ends when ranks may
+        have different numbers of steps: in a join context, or when the group changes.
+
+        Args:
+            every: backwards from one check to the next. A check reads all parameters once.
+
+        Raises:
+            InvalidArgumentError: it is below 1.
+        """
+        self._stop_checking_replicas()
+        self._replica_check = ReplicaCheck(self._group, self._state, checked_every(every, "every"))
+        self._tell(self._replica_check.note_step)
+
+    def _stop_checking_replicas(self) -> None:
+        if self._replica_check is not None:
+            self._tell_no_more(self._replica_check.note_step)
+            self._replica_check = None
+
     @property
     def tuned_bucket_cap_mb(self) -> list[float] | None:
         """What `bucket_cap_mb="auto"` has chosen: sizes of the first bucket and of the others in MiB, the same on all ranks.
@@ -550,6 +606,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _stop_counting_steps_together(self) -> None:
         """From now on ranks may have different numbers of steps, so there is no step at which all of them do something."""
         self._stop_watching_stragglers()
+        self._stop_checking_replicas()
         if self._bucket_tuning is not None:
             self._bucket_tuning.give_up("ranks may have different numbers of steps")
         for recording in self._recordings:
@@ -605,13 +662,19 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         )
         self._watch = ModelWatch(self._state, self)
         reducer.keep_local(not self._requires_grad_sync)
-        reducer.on_delivery(self.fused_optimizer.step)
+        reducer.on_delivery(self._average_hooks)
         reducer.on_iteration(self._listeners if self._listeners else None)
         if self._wire_dtype is not None:
             reducer.set_hook(average_in, self._wire_dtype)
         return reducer
 
-    def _verify_options(self, sync_buffers_at_first: bool, traced: TraceSettings | None, stragglers_every: int | None) -> None:
+    def _verify_options(
+        self,
+        sync_buffers_at_first: bool,
+        traced: TraceSettings | None,
+        stragglers_every: int | None,
+        check_every: int | None,
+    ) -> None:
         """Compare what decides which collectives are issued."""
         sparse = self._state.sparse_parameters()
         options = {
@@ -627,6 +690,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             "param_to_hook_all_reduce": self._delayed_until,
             "SYNCLINE_TRACE, SYNCLINE_TRACE_STEPS": None if traced is None else f"{traced.first}-{traced.last}",
             "SYNCLINE_STRAGGLERS": stragglers_every,
+            CHECK_EVERY: check_every,
             "sparse=True (in embeddings)": [name for name, parameter in self._state.parameters() if id(parameter) in sparse],
         }
         verify_same_options(options, group=self._group)
@@ -661,6 +725,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.process_group = choose_default_group()
         self._group = as_ours(self.process_group)
         self._listeners, self._recordings, self._straggler_watch = IterationListeners(), [], None
+        self._replica_check, self._average_hooks = None, AverageHooks(self.fused_optimizer)
         self._bucket_tuning = self._builtin_hook = None
         self._reducer = self._make_reducer()
         self._tune_buckets()

@@ -15,11 +15,11 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
+from syncline.collectives.internal import disable_dynamo
+from syncline.reducer import is_worth_a_look
+
 from .module_state import ModuleState
 from .torch_internals import own_parameters
-
-LOOK_EVERY = 32
-"""After so many reduced backwards, all places of parameters are looked at."""
 
 _requires_grad_of = operator.attrgetter("requires_grad")
 
@@ -37,8 +37,8 @@ class ModelWatch:
     - Parameters that were frozen are asked in each forward whether they still are, 0.03 us each. A model without frozen
       parameters pays nothing.
     - What none of these sees, such as `ddp.module.double()` if `torch.__future__.set_overwrite_module_params_on_conversion`, is
-      seen by a look at all places of parameters, 0.05 us each. It comes after `LOOK_EVERY` reduced backwards, which are counted
-      alike on all ranks; early on also after 0, 1, 2, 4, 8 and 16.
+      seen by a look at all places of parameters, 0.05 us each. It comes after every 32 reduced backwards, which are counted
+      alike on all ranks; early on also after 0, 1, 2, 4, 8 and 16 (`is_worth_a_look`).
 
     A parameter that is deleted or frozen gives no sign. It gets no gradient, which is an error by name at the end of backward,
     unless unused parameters are allowed. Freezing for a while (the two players of a GAN) must cost nothing.
@@ -82,7 +82,7 @@ class ModelWatch:
         """Whether to look for a change, before a forward; after so many reduced backwards."""
         if self.has_sign or (self._frozen and any(map(_requires_grad_of, self._frozen))):
             return True
-        if reductions == self._looked_after or (reductions % LOOK_EVERY and reductions & (reductions - 1)):
+        if reductions == self._looked_after or not is_worth_a_look(reductions):
             return False
         self._looked_after = reductions
         self.has_sign = not all(place.get(name) is parameter for place, name, parameter in self._places)
@@ -128,6 +128,7 @@ def _listen() -> None:
             _handles.append(register_module_module_registration_hook(_note))
 
 
+@disable_dynamo  # a compiler that meets the making of a module shall not look into this
 def _note(part: torch.nn.Module, _name: str, _what: object) -> None:
     with _lock:
         for watch in _watches:

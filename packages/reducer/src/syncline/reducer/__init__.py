@@ -24,6 +24,7 @@ from .reducer import Reducer
 from .static_usage import StaticUsage
 from .statistics import BucketTimes, IterationStatistics
 from .usage import CompleteUsage, UsageModel
+from .users_hooks import is_worth_a_look
 from .verification import verify_same_options, verify_same_parameters
 from .version import __version__
 
@@ -42,6 +43,7 @@ __all__ = [
     "UsageModel",
     "__version__",
     "assign_buckets",
+    "is_worth_a_look",
     "verify_same_options",
     "verify_same_parameters",
 ]

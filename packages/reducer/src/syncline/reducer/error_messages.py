@@ -35,6 +35,14 @@ def not_expected(name: str, place: str) -> MisuseError:
     )
 
 
+def compiled_autograd(place: str) -> MisuseError:
+    """The backward is one that nobody could end."""
+    return MisuseError(
+        f"a backward began on {place} under compiled autograd, which drops what shall happen at its end: its gradients would "
+        "not be averaged. Set torch._dynamo.config.compiled_autograd=False, or compile the forward only: torch.compile(ddp)"
+    )
+
+
 def no_buckets(place: str) -> MisuseError:
     """The rebuild has failed."""
     return MisuseError(
@@ -115,6 +123,27 @@ def check_shape(name: str, gradient: torch.Tensor, expected: torch.Size, place: 
             f"expected a gradient of shape {list(expected)} for parameter '{name}' on {place}, found {list(gradient.shape)}: "
             "was the parameter resized? Wrap the module anew"
         )
+
+
+_AFTER_AVERAGE = (
+    "A post-accumulate-grad hook sees this rank's own gradient. To step, clip or log the average, register the hook by "
+    "DistributedDataParallel.register_post_average_grad_hook"
+)
+
+
+def gone_before_average(name: str, place: str) -> MisuseError:
+    """A hook of the user has dropped a gradient."""
+    return MisuseError(f"the gradient of parameter '{name}' was gone before it was averaged, on {place}. {_AFTER_AVERAGE}")
+
+
+def changed_before_average(name: str, place: str) -> MisuseError:
+    """A hook of the user has stepped a parameter."""
+    return MisuseError(f"parameter '{name}' was changed before its gradient was averaged, on {place}. {_AFTER_AVERAGE}")
+
+
+def sees_own_gradients(names: Sequence[str]) -> str:
+    """A warning: parameters have hooks of the user."""
+    return f"{_shortened(names)}: hooks on the gradient before it is averaged. {_AFTER_AVERAGE}"
 
 
 def differentiable(name: str) -> MisuseError:

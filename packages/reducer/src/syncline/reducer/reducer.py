@@ -32,8 +32,9 @@ from .sparse_bucket import AnyBucket
 from .static_usage import StaticUsage
 from .statistics import IterationStatistics
 from .sync_policy import GradSyncPolicy
-from .torch_internals import call_at_backward_end, current_backward
+from .torch_internals import call_at_backward_end, current_backward, in_compiled_autograd
 from .usage import CompleteUsage, UnexpectedGradientError, UsageModel
+from .users_hooks import UsersHooks, is_worth_a_look
 
 logger = logging.getLogger("syncline.reducer")
 
@@ -190,7 +191,8 @@ class Reducer:
             node_done=self._on_node_done,
             retire=self._may_retire,
         )
-        self._close_hooks = weakref.finalize(self, self._hooks.close)
+        self._users_hooks = UsersHooks(named.names, self._parameters, self._group.place())
+        self._close_hooks = weakref.finalize(self, _close, self._hooks, self._users_hooks)
         members = self._builder.assign_first()
         self.first_bucket_sizes = [self._builder.nbytes(of_bucket) for of_bucket in members]
         self._watch(members)
@@ -442,9 +444,18 @@ class Reducer:
         """Raise a MisuseError if a backward has begun to reduce and has not ended."""
         self._check_idle("check_finalized")
 
+    @property
+    def has_users_hooks(self) -> bool:
+        """Whether the user has hooks on parameters that see a gradient before it is averaged; as of the last look."""
+        return bool(self._users_hooks.indices)
+
+    def users_hooks_in_words(self) -> str:
+        """A warning of such hooks."""
+        return error_messages.sees_own_gradients([self._named.names[index] for index in self._users_hooks.indices])
+
     def close(self) -> None:
         """Take the hooks off the parameters; their gradients stay. The end of the reducer's life does the same."""
-        self._hooks.close()
+        self._close_hooks()
 
     # ---- during backward ----
 
@@ -483,6 +494,8 @@ class Reducer:
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before any is marked."""
+        if in_compiled_autograd():
+            raise error_messages.compiled_autograd(self._group.place())
         if not self._sync_policy.has_forward:
             self._take_over()
         if self._buckets is None:  # no forward came before
@@ -495,6 +508,9 @@ class Reducer:
         if self.statistics.backward_started:  # by another backward of the same forward
             self.statistics = IterationStatistics(time.perf_counter())
         self.statistics.backward_started = time.perf_counter()
+        if is_worth_a_look(self.reductions):
+            self._users_hooks.look(GradientHooks.__module__)
+        self._users_hooks.begin()
         self._running = self._make_running()
         absent = self._usage.begin()
         self.seems_static &= self._absent is None or absent == self._absent
@@ -522,6 +538,7 @@ class Reducer:
             self._counts_at_end = False
             for _, taken in self._pending.take_all():
                 self._tell_usage(self._usage.accumulated, taken)
+            self._users_hooks.reset()
 
     def _tell_usage(self, method: Callable[[Sequence[int], Collection[int]], T], indices: Sequence[int]) -> T:
         """Tell the usage model which gradients came, and which of these are None after all."""
@@ -540,6 +557,9 @@ class Reducer:
             raise error_messages.marked_twice(name, self._group.place(), self._usage.hint_twice) from None
         if startable:
             assert self._running is not None, "gradients are marked within a backward"
+            if self._users_hooks.indices:
+                for number in startable:
+                    self._users_hooks.check(self.buckets[number].indices)
             self._running.start(startable, is_last=self._readiness.is_complete)
 
     @_noting_errors
@@ -572,6 +592,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._arrival_order.forget_arrivals()
+        self._users_hooks.reset()
         self._readiness.reset()
         self._usage.reset()
         self._running = None
@@ -650,6 +671,11 @@ class Reducer:
         if self._running is not None:
             return self._backward_end() is None
         return not self._sync_policy.has_forward
+
+
+def _close(hooks: GradientHooks, users_hooks: UsersHooks) -> None:
+    hooks.close()
+    users_hooks.close()
 
 
 def _caps_bytes(cap_bytes: int | Sequence[int], first_cap_bytes: int) -> list[int]:
