@@ -103,7 +103,8 @@ class CompleteUsage(UsageModel):
 
     hint_missing = (
         "Every parameter must take part in every backward: remove those on which the loss does not depend, freeze them "
-        "(requires_grad_(False)), or pass find_unused_parameters=True"
+        "(requires_grad_(False)), or pass find_unused_parameters=True. If they are used in a re-entrant checkpoint whose "
+        "inputs need no gradient, autograd never reaches them: use use_reentrant=False there"
     )
     hint_twice = (
         "It happens when a part of the model runs twice in a re-entrant checkpoint (use use_reentrant=False, or "
