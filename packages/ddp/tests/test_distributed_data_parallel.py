@@ -642,6 +642,7 @@ class WaitInBackward(torch.autograd.Function):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.filterwarnings("ignore:.*hooks on the gradient before it is averaged")
 def test_bucket_0_is_reduced_before_the_last_gradient_is_ready(world_size: int, as_view: bool) -> None:
     class Waiting(torch.nn.Module):
         def __init__(self) -> None:

@@ -56,10 +56,14 @@ class Buffers:
 
     def __init__(self, state: ModuleState, *, enabled: bool) -> None:
         self._state = state
-        self._exist = bool(state.buffers())
+        self.look_again()
         self.enabled = enabled
         self.are_stale = True
         self.hook: BufferHook | None = None
+
+    def look_again(self) -> None:
+        """The module may have buffers now, and had none before."""
+        self._exist = bool(self._state.buffers())
 
     @property
     def are_due(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -24,23 +24,26 @@ class ModuleState:
     Args:
         module: the module.
         ignored: names of parameters and buffers that each rank keeps to itself.
+
+    Attributes:
+        module: the same; may be replaced.
     """
 
     def __init__(self, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
-        self._module = module
+        self.module = module
         self._ignored = ignored
 
     def parameters(self) -> NamedParameters:
         """All parameters, each once, by name, in order of definition."""
-        return [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
+        return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """All buffers, each once, by name."""
-        return [(name, b) for name, b in self._module.named_buffers() if name not in self._ignored]
+        return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
     def statistics_of_batch_normalization(self) -> set[int]:
         """The `id`s of the buffers that layers of batch or instance normalisation in training update, and only save beside."""
-        layers = (layer for layer in self._module.modules() if isinstance(layer, _NORMALIZATION) and layer.training)
+        layers = (layer for layer in self.module.modules() if isinstance(layer, _NORMALIZATION) and layer.training)
         return {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
 
     def check(self, group: ProcessGroup, *, buffers: bool) -> None:
@@ -84,7 +87,7 @@ class ModuleState:
 
     def sparse_parameters(self) -> set[int]:
         """The `id`s of the parameters whose gradients are sparse: those of embeddings that say so."""
-        embeddings = (m for m in self._module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
+        embeddings = (m for m in self.module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
         return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
     def verify(self, group: ProcessGroup, *, buffers: bool) -> None:
@@ -95,7 +98,12 @@ class ModuleState:
     def broadcast(self, group: ProcessGroup, root: int, *, buffers: bool) -> None:
         """Give every rank the parameters, and buffers, of the root, in place. A collective."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
-        broadcast_coalesced(writable(tensor for _, tensor in named), group=group, root=root)
+        broadcast_tensors(named, group, root)
+
+
+def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessGroup, root: int) -> None:
+    """Give every rank the root's tensors, in place. A collective."""
+    broadcast_coalesced(writable(tensor for _, tensor in named), group=group, root=root)
 
 
 def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ private to torch                        without it
 ======================================  ==============================================================================
 ``_execution_engine.queue_callback``    ``mixed_precision`` is an error
 ``_cast_forward_inputs``                ``mixed_precision`` is an error
-``Module._parameters``                  ``mixed_precision`` is an error
+``Module._parameters``                  ``mixed_precision`` is an error; that a parameter was put there is noticed late
 ``RNNBase._flat_weights``               ``mixed_precision`` of a module with a recurrent layer is an error
 ``Tensor._version``                     ``mixed_precision`` compares all casts after each forward
 ``Module._modules``                     ``SyncBatchNorm.convert_sync_batchnorm`` is an error
@@ -86,7 +86,7 @@ def cast_inputs(dtype: torch.dtype, inputs: tuple[Any, ...], kwargs: dict[str, A
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
     """The parameters that are attributes of the module itself, by name; a tensor put in there takes a parameter's place."""
-    return module._parameters
+    return getattr(module, "_parameters", {})
 
 
 def refresh_flat_weights(layer: torch.nn.RNNBase) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +42,16 @@ class PerDeviceGroup(DelegatingGroup):
         return ",".join(f"{device_type}:{group.backend_name}" for device_type, group in self.groups.items())
 
     @property
+    @override
+    def has_total_order(self) -> bool:
+        return all(group.has_total_order for group in self.groups.values())
+
+    @property
+    @override
+    def can_split(self) -> bool:
+        return all(group.can_split for group in self.groups.values())
+
+    @property
     def device_types(self) -> frozenset[str]:
         """Those that have a group."""
         return frozenset(self.groups)
@@ -71,6 +82,14 @@ class PerDeviceGroup(DelegatingGroup):
     def verify_calls(self, *, async_op: bool = False) -> Work | None:
         works = [work for group in self.groups.values() if (work := group.verify_calls(async_op=async_op)) is not None]
         return works[0] if works else None  # only groups of the host compare later, and there is one
+
+    @contextmanager
+    @override
+    def marked(self, mark: str) -> Iterator[None]:
+        with ExitStack() as marks:
+            for group in self.groups.values():
+                marks.enter_context(group.marked(mark))
+            yield
 
     # ---- after a loss: the group of the host finds out who is left, and the others meet in it ----
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from ..contract.deadline import Deadline, seconds
 from ..contract.layout import untracked
 from ..contract.work import TensorsFuture, Work
-from ..errors import CollectiveTimeout, TransportError
+from ..errors import CollectiveTimeout, SynclineError, TransportError
 from ..forks import in_forks
 from ..host.transport import Request
 from ..torch_internals import source_rank
@@ -94,6 +94,9 @@ class TorchWork(Work):
                     self._do_what_remains()
             if future is not None:
                 future.wait()
+        except SynclineError as error:  # of what remained to be done
+            self._error = error
+            raise
         except RuntimeError as error:
             self._error = mapped(error)
             raise self._error from error

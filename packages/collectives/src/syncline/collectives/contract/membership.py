@@ -25,6 +25,7 @@ class Membership(ABC):
         self.ranks = tuple(range(size) if ranks is None else ranks)
         self.name = name
         self.timeout_s = timeout_s
+        self._marks: dict[int, str] = {}  # by thread; mostly empty. See `ProcessGroup.marked`
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} '{self.name}' ({self.describe()}), rank {self.rank} of {self.size}>"

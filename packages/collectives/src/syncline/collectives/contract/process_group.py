@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import BackendUnavailableError, InvalidArgumentError
 from . import checks
+from .collective import Collective
 from .group_collectives import GroupCollectives
 from .group_exchanges import GroupExchanges
 from .profiling import recorded
@@ -52,7 +55,11 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         ranks: for each rank of this group its rank in the default group.
         name: how messages call the group.
         timeout_s: how long one collective may take, in seconds.
+        torch_group: the group of torch.distributed that this one stands for; None if it stands for none. It is made anew
+            whenever a torch group is handed in, so this says which of them are the same.
     """
+
+    torch_group: Any = None
 
     # ---- no tensor ----
 
@@ -108,6 +115,21 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         """
         self._refuse_if("allocate", checks.no_size(numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
+
+    # ---- what a group is: questions of those who would otherwise ask for its type ----
+
+    @property
+    def has_total_order(self) -> bool:
+        """Whether what a future's callback issues has the same place among this group's collectives on every rank.
+
+        If not, only the thread that issues the others may issue a collective that depends on one.
+        """
+        return True
+
+    @property
+    def can_split(self) -> bool:
+        """Whether `split` makes groups; if not, whoever made this group makes its parts."""
+        return True
 
     # ---- what it does ----
 
@@ -166,6 +188,30 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
     def meeting_store(self) -> dist.Store | None:
         """The store in which the ranks of this group met, for others that want to meet; None if they met elsewhere."""
         return None
+
+    @contextmanager
+    def marked(self, mark: str) -> Iterator[None]:
+        """A context in which the first call that this thread issues says more of itself than its arguments tell.
+
+        The mark must be the same on every rank, as the rest of the call: "backward 1 since forward 12", say. Where calls are
+        compared, marks are compared with them, and errors show them. A group that compares each call before it runs has the
+        ranks meet once more before a call that is marked, which costs microseconds; others pay nothing.
+
+        Only the first call: what a callback issues may run on this thread on one rank, and on another thread elsewhere.
+
+        Args:
+            mark: a few words, without a comma.
+        """
+        self._marks[get_ident()] = mark
+        try:
+            yield
+        finally:
+            self._marks.pop(get_ident(), None)
+
+    def _with_mark(self, call: Collective) -> Collective:
+        """The call as it is compared; see `marked`."""
+        mark = self._marks.pop(get_ident(), None)
+        return call if mark is None else call._replace(detail=f"{call.detail}, {mark}" if call.detail else mark)
 
     def end_together(self, companion: ProcessGroup) -> None:
         """Close another group of the same ranks when this one is closed, and abort it when this one is aborted.

@@ -94,6 +94,8 @@ class HostGroup(HostExchanges):
             return False
         if self._check_calls or observers or self._callbacks.running or profiler_runs() or not checks.is_simple(tensor):
             return False
+        if self._marks:  # a plan does not know of them
+            return False
         if type(op) is not ReduceOp and op is not None:
             return False
         shape = tensor.shape

@@ -311,6 +311,8 @@ class SerialGroup(ProcessGroup, Inherited):
         `outputs` and `inputs` together are all the tensors that the body touches.
         """
         self._check_open(call)
+        if self._marks and is_numbered and not self.is_in_callback():
+            call, body = self._marked(call, body)
         issued = self._callbacks.issue(call.name, self.place) if is_numbered else self._callbacks.issued
         sequence = next(self._sequence) if is_numbered else None
         entry = self.recorder.issue(sequence, *call, depth=3)
@@ -341,6 +343,18 @@ class SerialGroup(ProcessGroup, Inherited):
     def _ordered_on(self, device: DeviceRuntime, tensors: Sequence[torch.Tensor]) -> StreamOrder | None:
         owned = [tensor for tensor in tensors if device.owns(tensor)]
         return device.order(owned) if owned else None
+
+    def _marked(self, call: Collective, body: Body) -> tuple[Collective, Body]:
+        """A call with its mark. Plans do not know of marks, so a transport that compares each call meets once more before."""
+        marked = self._with_mark(call)
+        if marked is call or self._verification is not None or self._check_calls or self.size == 1:
+            return marked, body
+
+        def met_first(running: RunningCall) -> None:
+            self._transport.barrier(running)
+            body(running)
+
+        return marked, met_first
 
     def _verified_first(self, body: Body) -> Body:
         def verified(running: RunningCall) -> None:

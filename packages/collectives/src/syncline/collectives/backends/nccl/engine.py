@@ -44,6 +44,7 @@ class Engine(Inherited):
         stream_comm: the communicator of all ranks, if there is one already.
         recorder: of the group.
         report: of a failure, which it returns in words that say where the report is.
+        with_mark: a call as the ranks compare it; see `ProcessGroup.marked`.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class Engine(Inherited):
         stream_comm: StreamCommunicator | None,
         recorder: FlightRecorder,
         report: Callable[[BaseException], BaseException],
+        with_mark: Callable[[Collective], Collective],
     ) -> None:
+        self._with_mark = with_mark
         self._accelerator = connector.accelerator
         self._rank = connector.rank
         self._place = place
@@ -159,6 +162,7 @@ class Engine(Inherited):
             in_steps: it calls NCCL several times.
             blocks: its `wait` blocks the CPU.
         """
+        call = self._with_mark(call)
         device = self._device_of(call, [*outputs, *reads])
         if blocks and self._accelerator.is_capturing():
             raise MisuseError(

@@ -83,7 +83,13 @@ class NcclGroup(ProcessGroup):
         self.recorder = FlightRecorder(self.name, self.rank, self.ranks)
         self._reporter: Reporter | None = None
         self._engine = Engine(
-            connector, self.place, lambda: self.timeout_s, stream_comm, self.recorder, lambda e: reported(self._reporter, e)
+            connector,
+            self.place,
+            lambda: self.timeout_s,
+            stream_comm,
+            self.recorder,
+            lambda e: reported(self._reporter, e),
+            self._with_mark,
         )
         self._splits_made = itertools.count()
         self._subsets_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
