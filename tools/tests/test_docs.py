@@ -38,7 +38,7 @@ def test_every_environment_variable_is_documented() -> None:
 
 def test_every_key_of_the_site_file_is_documented_with_its_default() -> None:
     text = (REFERENCE / "settings.md").read_text()
-    documented = dict(re.findall(r"^\| `(\w+)` \| [\w ]+ \| (\w+) \|", text, re.MULTILINE))
+    documented = dict(re.findall(r"^\| `(\w+)` \| [\w ]+ \| ([\w.]+) \|", text, re.MULTILINE))
     defaults = {field.name: field.default for field in fields(Settings) if field.metadata}
     shown = {
         key: "automatic" if value is None else f"{value:g}" if type(value) is float else str(value).lower()

@@ -38,6 +38,7 @@ from ..errors import (
 from ..failures.detached_call import DetachedCall
 from ..failures.liveness import Liveness
 from ..failures.stall_watch import StatusPost
+from ..forks import in_forks
 from ..host.host_group import HostGroup
 from ..host.progress import all_idle, finish_all
 from ..host.transport import Request, Transport
@@ -73,6 +74,7 @@ _HOST_0 = "host of rank 0"
 Devices = tuple[Mapping[str, str], ...]
 """What Gloo listens on: {"hostname": an address} or {"interface": its name}."""
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
+in_forks(_open.clear)
 
 
 class GlooTransport(Transport):
@@ -160,6 +162,10 @@ class GlooTransport(Transport):
         return self._group.start_recv(tensor, src, _tag(tag, tensor))
 
     @override
+    def meeting_store(self) -> dist.Store:
+        return self._store
+
+    @override
     def status_post(self) -> StatusPost:
         return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
 
@@ -189,6 +195,11 @@ class GlooTransport(Transport):
         """
         _open.discard(self)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    @override
+    def leave_to_parent(self) -> None:
+        """The destructor would wait for threads that a fork does not have."""
+        self.abort()
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
         return None if block is None else list(block.view(self._group.size, part.numel()))

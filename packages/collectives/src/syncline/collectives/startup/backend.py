@@ -13,7 +13,7 @@ from ..failures.stall_watch import DEFAULT_STALL_WARNING_S
 from .addresses import chosen_interfaces
 from .algorithm_thresholds import AlgorithmThresholds
 from .launch import Launch
-from .settings import Settings
+from .settings import DEFAULT_SPIN_S, Settings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -41,6 +41,7 @@ class ConnectRequest:
         communicator: an mpi4py communicator whose ranks are the group's, or None for all ranks of the MPI job.
         interfaces: the network interfaces on which ranks of several hosts meet and Gloo communicates; none: those that lead
             there.
+        spin_s: for how long a rank that waits looks for the others before it sleeps, for a backend that looks.
         joins: this process comes later than the others: it waits until they let it in (`ProcessGroup.admit`).
         devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
     """
@@ -57,6 +58,7 @@ class ConnectRequest:
     check_calls: bool = False
     thresholds: AlgorithmThresholds = field(default_factory=AlgorithmThresholds)
     stall_warning_s: float = DEFAULT_STALL_WARNING_S
+    spin_s: float = DEFAULT_SPIN_S
     devices: frozenset[str] | None = None
     joins: bool = False
     communicator: Any = None
@@ -70,6 +72,7 @@ class ConnectRequest:
             "thresholds": settings.thresholds.overridden(environ),
             "stall_warning_s": settings.stall_warning_s,
             "interfaces": chosen_interfaces(environ, settings.interface),
+            "spin_s": settings.spin_s_overridden(environ),
         }
         return cls(timeout_s=timeout_s, **{**said, **given})
 

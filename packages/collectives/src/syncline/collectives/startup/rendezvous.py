@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ..contract.object_exchange import exchange_objects
 from ..contract.process_group import ProcessGroup
 from ..errors import LaunchError
+from ..forks import in_forks
 from ..stores import AsTorchStore, FileStore, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
 from ..stores.file import leave_run
 from ..stores.tcp.secret import require_pyzmq
@@ -176,6 +177,9 @@ def _client(host: str, port: int, secret: str, timeout_s: float) -> dist.Store:
     store = TCPStore(host, port, secret=secret, timeout=timeout_s)
     _close_at_exit.append(store.close)
     return AsTorchStore(store)
+
+
+in_forks(_close_at_exit.clear)
 
 
 @atexit.register

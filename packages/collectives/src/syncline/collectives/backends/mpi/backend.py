@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import BackendUnavailableError, LaunchError
 from ...failures.connecting import Connecting, logger
+from ...forks import in_forks, is_fork_of_rank
 from ...host.host_group import HostGroup
 from ...startup.backend import Backend, ConnectRequest
 from ...startup.launch import child_of_rank, parent_rank
@@ -25,12 +26,29 @@ _NO_LIBRARY = (
     "On a machine without an MPI, `pip install 'syncline-collectives[mpich]'` brings one along"
 )
 
+_IN_FORK = (
+    "this process is a fork of a rank, and MPI is that rank's alone; start it by 'spawn', or choose backend 'gloo' with a "
+    "rank, a world_size and an init_method"
+)
+_parent_has_mpi = False
+
+
+def _note_mpi_of_parent() -> None:
+    global _parent_has_mpi
+    mpi = sys.modules.get("mpi4py.MPI")
+    _parent_has_mpi = _parent_has_mpi or (mpi is not None and bool(mpi.Is_initialized()))
+
+
+in_forks(_note_mpi_of_parent)
+
 
 class MPIBackend(Backend):
     """Ranks are the processes of MPI_COMM_WORLD, or of the communicator that the caller gives."""
 
     def missing(self) -> str | None:
         """Whether mpi4py is there, finds an MPI library, which it must load to know, and the launcher can start it."""
+        if _parent_has_mpi or is_fork_of_rank():
+            return _IN_FORK
         if find_spec("mpi4py") is None:
             return _NO_MPI4PY
         return _library_problem() or _conflict()

@@ -27,11 +27,13 @@ from .node.node_transport import NodeTransport
 from .reconnector import MPIReconnector
 from .ring_all_reduce import largest_piece_bytes
 from .transport import MPITransport
+from .waiting import spin_for
 
 
 def connect(request: ConnectRequest, connecting: Connecting) -> HostGroup:
     """Make a group of a duplicate of MPI_COMM_WORLD, or of the communicator that was asked for. MPI runs."""
     abort_on_uncaught()
+    spin_for(request.spin_s)
     job = MPI.COMM_WORLD if request.communicator is None else _checked(request.communicator)
     _check_threads()
     _check_sizes(request, job.Get_rank(), job.Get_size())

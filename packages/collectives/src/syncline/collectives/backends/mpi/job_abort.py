@@ -16,12 +16,17 @@ A program may end MPI itself, by `MPI.Finalize()`, and go on. MPI then runs what
 happens to it (the attributes of MPI_COMM_SELF): our groups are closed there, and the ranks meet as in 3. After it no thread
 of ours may call MPI, which would abort the process. Those that look now and then do so under `while_mpi_runs`; the end waits
 for none of them for longer than a second, since MPI may hold up the thread meanwhile.
+
+A fork of a rank is no rank: its exceptions, its status and its end are its own, and it leaves MPI alone. See Note [Forks] in
+`forks`.
 """
 
 from __future__ import annotations
 
 import atexit
 import builtins
+import gc
+import io
 import os
 import signal
 import socket
@@ -33,12 +38,14 @@ from contextlib import suppress
 from types import TracebackType
 
 from mpi4py import MPI
+from typing_extensions import override
 
 from ...errors import RankLostError, SynclineError
 from ...failures.exit_status import exit_status, watch_exit_status
 from ...failures.liveness import Liveness
 from ...failures.process_identity import own_identity
 from ...failures.stall_watch import look_now_and_then
+from ...forks import Inherited, generation, tell_in_forks
 from ...host.departures import Departures
 from ...host.progress import all_idle
 from ...startup.uncaught_errors import in_text
@@ -62,11 +69,12 @@ def abort_on_uncaught() -> None:
         sys.excepthook = _on_uncaught
 
 
+_generation = generation()  # of the process that has MPI
 _previous_hook: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if is_interactive() or MPI.Is_finalized():
+    if is_interactive() or MPI.Is_finalized() or generation() != _generation:
         _previous_hook[-1](kind, error, trace)
         return
     _say(f"{_who()} failed and ends the job:\n{in_text(error, trace)}")
@@ -78,7 +86,7 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "get_ipython")
 
 
-class ExitBarrier:
+class ExitBarrier(Inherited):
     """The second and the third guard. Making it is a collective of all processes of the job.
 
     The job is what the groups of this rank can know of: all ranks of MPI, or those of the communicator that
@@ -108,6 +116,13 @@ class ExitBarrier:
         look_now_and_then(self)
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=self._on_finalize), self)
         atexit.register(self._on_exit)
+        tell_in_forks(self)
+
+    @override
+    def in_fork(self) -> None:
+        """The guards are the rank's. mpi4py would end MPI at the very end; in a fork that never returns."""
+        atexit.unregister(self._on_exit)
+        atexit.register(_end_without_mpi)
 
     @classmethod
     def of(cls, job: MPI.Intracomm) -> ExitBarrier:
@@ -186,6 +201,21 @@ class ExitBarrier:
 
 
 _made: list[ExitBarrier] = []
+
+
+def _end_without_mpi() -> None:
+    """End this process as Python does, but for functions in C that libraries have left for the very end.
+
+    What was registered later has been called. As Python does, call the rest, and write what files have not written yet.
+    """
+    atexit.unregister(_end_without_mpi)
+    atexit._run_exitfuncs()
+    status = exit_status() or int(getattr(sys, "last_value", None) is not None)  # of an exception that nobody caught
+    for thing in gc.get_objects():
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            with suppress(OSError, ValueError):  # it was closed, perhaps by the other side
+                thing.flush()
+    os._exit(status)
 
 
 def _end_within(limit_s: float) -> None:
