@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -83,7 +84,12 @@ def no_memory(group: ProcessGroup) -> None:
     freed = torch.ones(6)
     freed.untyped_storage().resize_(0)
     transformed: list[torch.Tensor] = []
-    torch.func.grad(lambda tensor: (transformed.append(tensor), tensor.sum())[1])(torch.ones(6))
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        transformed.append(tensor)
+        return tensor.sum()
+
+    torch.func.grad(keep)(torch.ones(6))
     tensors = {
         "was freed": freed,
         "zero tensors": torch._efficientzerotensor((6,), device=freed.device),
@@ -127,22 +133,23 @@ def _calls_on(group: ProcessGroup, tensor: torch.Tensor) -> list[partial[Work]]:
 def wrong_numbers(group: ProcessGroup) -> None:
     """What is no whole number, or one that nobody can count to, where there has to be one."""
     size = group.size
+    unchecked: Any = group  # as a caller without types has it
     for root in (0.5, "0", None):
-        _refused(group, f"a root {root!r}", partial(group.reduce, torch.zeros(3), root), f"0..{size - 1}, found {root!r}")
+        _refused(group, f"a root {root!r}", partial(unchecked.reduce, torch.zeros(3), root), f"0..{size - 1}, found {root!r}")
     splits = [6.0] + [0.0] * (size - 1)
-    exchange = partial(group.all_to_all_single, torch.zeros(6), torch.zeros(6), splits)
+    exchange = partial(unchecked.all_to_all_single, torch.zeros(6), torch.zeros(6), splits)
     _refused(group, "splits that are no integers", exchange, "list of integers")
     if size > 1:
         other = (group.rank + 1) % size
-        _refused(group, "a tag that is none", partial(group.send, torch.zeros(3), other, 1.5), "found 1.5")
-        _refused(group, "nobody to send to", partial(group.send, torch.zeros(3), None), "found None")
+        _refused(group, "a tag that is none", partial(unchecked.send, torch.zeros(3), other, 1.5), "found 1.5")
+        _refused(group, "nobody to send to", partial(unchecked.send, torch.zeros(3), None), "found None")
     for mentions, numel, dtype in (
         ("found 'float32'", 3, "float32"),
         ("found -1", -1, torch.float32),
         ("found 1.5", 1.5, torch.float32),
         ("63 bits", 2**62, torch.float32),
     ):
-        _refused(group, f"allocate, {mentions}", partial(group.allocate, numel, dtype), mentions)
+        _refused(group, f"allocate, {mentions}", partial(unchecked.allocate, numel, dtype), mentions)
 
 
 def tensors_that_stand_for_others(group: ProcessGroup) -> None:
