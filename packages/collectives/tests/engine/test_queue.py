@@ -227,3 +227,53 @@ def test_stress_one_task_at_a_time_and_in_order(seed: int) -> None:
     log = recorder.finish()
     assert log == sorted(log), "parents in order of issue, each followed by its children"
     assert sum("." not in name for name in log) == 100
+
+
+# ---- whoever waits ----
+
+
+@pytest.fixture
+def unattended(recorder: Recorder) -> Recorder:
+    """Without a thread that takes what is queued."""
+    recorder.queue._thread = threading.current_thread()
+    return recorder
+
+
+def test_a_waiter_runs_what_comes_before_its_task_and_no_more(unattended: Recorder) -> None:
+    queue, log = unattended.queue, unattended.log
+    for name in "ABC":
+        assert queue.enqueue(unattended.task(name))
+    queue.help(lambda: "B>" in log)
+    assert log == ["<A", "A>", "<B", "B>"]
+    assert not queue.is_running_here()
+    queue.help(lambda: False)
+    assert log[4:] == ["<C", "C>"]
+    assert queue.is_idle()
+
+
+def test_a_waiter_does_not_run_anything_while_another_thread_has_the_turn(unattended: Recorder) -> None:
+    queue = unattended.queue
+    assert queue.enqueue(unattended.task("A"))
+    with queue._turn:
+        queue.help(lambda: False)
+    assert unattended.log == []
+
+
+def test_what_a_waiters_task_hands_over_comes_next_and_is_not_run_by_it(unattended: Recorder) -> None:
+    queue, log = unattended.queue, unattended.log
+    queue.enqueue(unattended.task("A", lambda: log.append(str(queue.hand_over(unattended.task("callbacks of A"))))))
+    queue.enqueue(unattended.task("B"))
+    queue.help(lambda: "A>" in log)
+    assert log == ["<A", "True", "A>"]
+    queue.help(lambda: False)
+    assert log[3:] == ["<callbacks of A", "callbacks of A>", "<B", "B>"]
+
+
+def test_nothing_is_handed_over_by_other_tasks_nor_after_the_end(unattended: Recorder) -> None:
+    queue, log = unattended.queue, unattended.log
+    handing_over = unattended.task("A", lambda: log.append(str(queue.hand_over(unattended.task("never")))))
+    assert queue.run_here(handing_over)
+    queue.enqueue(handing_over)
+    queue.stop()
+    queue.help(lambda: False)
+    assert log == ["<A", "False", "A>"] * 2

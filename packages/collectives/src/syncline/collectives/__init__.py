@@ -1,15 +1,14 @@
 """Process groups and collectives on torch tensors, over MPI, Gloo, NCCL or threads.
 
-Where to begin reading: the way of a tensor from `all_reduce(tensor)` to shared memory, through seven files.
+Where to begin reading: the way of a tensor from `all_reduce(tensor)` to shared memory.
 
-1. `default_group.functional` finds the group.
-2. `host.host_group` says what is to be done. If it keeps a plan for such tensors, that comes next, as in 6.
-3. `contract.group_collectives` checks the arguments. A `ProcessGroup` is what `contract` promises.
-4. `host.serial_group` runs one call after the other, with scope and record. (`backends.nccl` has a group of its own.)
-5. A backend's `host.transport.Transport` moves the data (`backends.in_process` is the shortest); here
-   `backends.mpi.node.node_transport` makes a plan: which algorithm, for which sizes.
-6. `backends.mpi.node.window_collective` is one: each rank reduces a slice where it lies.
-7. `backends.mpi.node.windows` knows where the tensor lies in the shared window of the node.
+1. `api.functional` finds the group.
+2. `group.ProcessGroup` checks the arguments, and makes the call's `Signature` (`engine.signature`).
+3. `engine.group.HostGroup` makes the `Call` (`engine.call`), runs it in its turn (`engine.queue`), and finds the plan of its
+   signature. (`transports.nccl.group` puts calls on a stream instead.)
+4. The `Transport` (`engine.transport`) makes a plan at the first call of a signature; `transports.threads` is the shortest.
+5. Over MPI on one node, `transports.mpi.node.plan` has chosen the algorithm: for large tensors in shared memory that of
+   `transports.mpi.node.window`, where each rank reduces a slice where it lies.
 """
 
 from .api.coalescing import all_gather_coalesced, all_reduce_coalesced, broadcast_coalesced
@@ -38,8 +37,13 @@ from .api.functional import (
 )
 from .api.monitored_barrier import monitored_barrier
 from .api.non_member import NonMember
-from .api.object_exchange import exchange_objects
-from .api.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
+from .api.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    exchange_objects,
+    gather_object,
+    scatter_object_list,
+)
 from .api.placement import get_local_rank, get_node_rank, placement_of
 from .api.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .api.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration

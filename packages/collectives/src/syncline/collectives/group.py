@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +18,9 @@ from .errors import BackendUnavailableError, InvalidArgumentError
 from .reduce_op import ReduceOp, Reduction, checked_reduction
 from .tensors import checks, sparse, uneven
 from .work import Work
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 DEFAULT_SILENCE_TIMEOUT_S = 30.0
 """How long survivors wait for a silent rank, in seconds, unless told otherwise."""
@@ -48,7 +54,11 @@ class ProcessGroup(ABC):
         ranks: for each rank of this group its rank in the default group.
         name: how messages call the group.
         timeout_s: how long one collective may take, in seconds.
+        torch_group: the group of torch.distributed that this one stands for; None if it stands for none. It is made anew
+            whenever a torch group is handed in, so this says which of them are the same.
     """
+
+    torch_group: Any = None
 
     def __init__(
         self, rank: int, size: int, *, name: str = "default", timeout_s: float, ranks: Sequence[int] | None = None
@@ -60,6 +70,7 @@ class ProcessGroup(ABC):
         self.ranks = tuple(range(size) if ranks is None else ranks)
         self.name = name
         self.timeout_s = timeout_s
+        self._marks: dict[int, str] = {}  # by thread; mostly empty. See `marked`
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} '{self.name}' ({self.describe()}), rank {self.rank} of {self.size}>"
@@ -158,8 +169,8 @@ class ProcessGroup(ABC):
         Extra memory: one block as large as all outputs together.
         """
         self._refuse_if("all_gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}))
-        self._refuse_if("all_gather", checks.not_one_each("output", outputs, tensor, self.size))
         self._check_tensors("all_gather", reads=(tensor,), writes=outputs)
+        self._refuse_if("all_gather", checks.not_one_each("output", outputs, tensor, self.size))
         return self._issue(Signature.of("all_gather", tensor), (tensor,), tuple(outputs), async_op)
 
     @recorded
@@ -172,8 +183,8 @@ class ProcessGroup(ABC):
             async_op: return at once, before the collective has finished.
         """
         self._refuse_if("all_gather_into_tensor", checks.no_tensors({"tensor": tensor, "output": output}))
-        self._refuse_if("all_gather_into_tensor", checks.not_times(output, tensor, self.size, "output"))
         self._check_tensors("all_gather_into_tensor", reads=(tensor,), writes=(output,))
+        self._refuse_if("all_gather_into_tensor", checks.not_times(output, tensor, self.size, "output"))
         self._refuse_if("all_gather_into_tensor", checks.not_own_part(tensor, output, self.rank))
         return self._issue(Signature.of("all_gather_into_tensor", tensor), (tensor,), (output,), async_op)
 
@@ -196,8 +207,8 @@ class ProcessGroup(ABC):
         """
         self._check_root("gather", root)
         self._refuse_if("gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}))
-        self._check_on_root("gather", "outputs", outputs, tensor, root)
         self._check_tensors("gather", reads=(tensor,), writes=outputs or ())
+        self._check_on_root("gather", "outputs", outputs, tensor, root)
         return self._issue(Signature.of("gather", tensor, root=root), (tensor,), tuple(outputs or ()), async_op)
 
     @recorded
@@ -219,8 +230,8 @@ class ProcessGroup(ABC):
         """
         self._check_root("scatter", root)
         self._refuse_if("scatter", checks.no_tensors({"tensor": tensor, "inputs": inputs}))
-        self._check_on_root("scatter", "inputs", inputs, tensor, root)
         self._check_tensors("scatter", reads=inputs or (), writes=(tensor,))
+        self._check_on_root("scatter", "inputs", inputs, tensor, root)
         return self._issue(Signature.of("scatter", tensor, root=root), tuple(inputs or ()), (tensor,), async_op)
 
     @recorded
@@ -239,14 +250,13 @@ class ProcessGroup(ABC):
         Extra memory: one block as large as all inputs together.
         """
         self._refuse_if("reduce_scatter", checks.no_tensors({"output": output, "inputs": inputs}))
+        self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
         op = checked_reduction(op, output.dtype)
         if uneven.is_uneven(inputs):
             self._refuse_if("reduce_scatter", checks.not_one_each_like("input", inputs, output, self.rank, self.size))
             self._refuse_if("reduce_scatter", checks.overlapping((output,), inputs))
-            self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
             return uneven.reduce_scatter(self, output, inputs, op, async_op)
         self._refuse_if("reduce_scatter", checks.not_one_each("input", inputs, output, self.size))
-        self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
         return self._issue(Signature.of("reduce_scatter", output, op), tuple(inputs), (output,), async_op)
 
     @recorded
@@ -262,9 +272,9 @@ class ProcessGroup(ABC):
             async_op: return at once, before the collective has finished.
         """
         self._refuse_if("reduce_scatter_tensor", checks.no_tensors({"output": output, "tensor": tensor}))
+        self._check_tensors("reduce_scatter_tensor", reads=(tensor,), writes=(output,))
         op = checked_reduction(op, output.dtype)
         self._refuse_if("reduce_scatter_tensor", checks.not_times(tensor, output, self.size, "input"))
-        self._check_tensors("reduce_scatter_tensor", reads=(tensor,), writes=(output,))
         self._refuse_if("reduce_scatter_tensor", checks.not_own_part(output, tensor, self.rank))
         return self._issue(Signature.of("reduce_scatter_tensor", output, op), (tensor,), (output,), async_op)
 
@@ -282,13 +292,13 @@ class ProcessGroup(ABC):
         Extra memory: a copy of the inputs and one of the outputs.
         """
         self._refuse_if("all_to_all", checks.no_tensors({"outputs": outputs, "inputs": inputs}))
+        self._check_tensors("all_to_all", reads=inputs, writes=outputs)
         for what, tensors in (("output", outputs), ("input", inputs)):
             if len(tensors) != self.size:
                 self._refuse_if("all_to_all", f"expected {self.size} {what} tensors, one for each rank, found {len(tensors)}")
             if any(tensor.dtype != inputs[0].dtype for tensor in tensors):
                 self._refuse_if("all_to_all", f"expected every {what} to be {inputs[0].dtype}, as the first input is")
         self._refuse_if("all_to_all", checks.overlapping(outputs, inputs))
-        self._check_tensors("all_to_all", reads=inputs, writes=outputs)
         splits = tuple(map(torch.numel, outputs)), tuple(map(torch.numel, inputs))
         return self._issue(
             self._all_to_all_signature("all_to_all", inputs[0], "", splits), tuple(inputs), tuple(outputs), async_op
@@ -315,6 +325,7 @@ class ProcessGroup(ABC):
         """
         name = "all_to_all_single"
         self._refuse_if(name, checks.no_tensors({"output": output, "tensor": tensor}))
+        self._check_tensors(name, reads=(tensor,), writes=(output,))
         self._refuse_if(name, checks.bad_splits("output", output, output_split_sizes, self.size))
         self._refuse_if(name, checks.bad_splits("input", tensor, input_split_sizes, self.size))
         if output.dtype != tensor.dtype or output.shape[1:] != tensor.shape[1:]:
@@ -322,7 +333,6 @@ class ProcessGroup(ABC):
                 name, f"expected rows like those of {tensor_in_words(tensor)} in the output, found {tensor_in_words(output)}"
             )
         self._refuse_if(name, checks.overlapping((output,), (tensor,)))
-        self._check_tensors(name, reads=(tensor,), writes=(output,))
         row = math.prod(tensor.shape[1:])
         received = tuple(rows * row for rows in self._splits(output, output_split_sizes))
         sent = tuple(rows * row for rows in self._splits(tensor, input_split_sizes))
@@ -377,8 +387,10 @@ class ProcessGroup(ABC):
         Returns:
             The new group that this rank is in, or None without a color.
         """
-        if color is not None and color < 0:
-            self._refuse_if("split", f"expected a color of 0 or above, or None, found {color}")
+        if color is not None and not (checks.is_integer(color) and 0 <= color < 2**63):
+            self._refuse_if("split", f"expected a color of 0 or above (64 bits), or None, found {color!r}")
+        if key is not None and not (checks.is_integer(key) and -(2**63) <= key < 2**63):
+            self._refuse_if("split", f"expected a key that is an integer of 64 bits, or None, found {key!r}")
         return self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
 
     def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
@@ -392,7 +404,12 @@ class ProcessGroup(ABC):
         Raises:
             InvalidArgumentError: a rank twice or outside the group, or not this one; or the backend needs all ranks (`split`).
         """
-        if len(set(members)) < len(members) or self.rank not in members or not all(0 <= rank < self.size for rank in members):
+        if (
+            not checks.is_list_of_integers(members)
+            or not all(0 <= rank < self.size for rank in members)
+            or len(set(members)) < len(members)
+            or self.rank not in members
+        ):
             self._refuse_if("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
         return self._subset(list(members), name, self.timeout_s if timeout_s is None else timeout_s)
 
@@ -404,9 +421,47 @@ class ProcessGroup(ABC):
         Returns:
             A flat, uninitialised tensor of `numel` elements. The default is `torch.empty`.
         """
+        self._refuse_if("allocate", checks.no_size(numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
 
+    # ---- what a group is: questions of those who would otherwise ask for its type ----
+
+    @property
+    def has_total_order(self) -> bool:
+        """Whether what a future's callback issues has the same place among this group's collectives on every rank.
+
+        If not, only the thread that issues the others may issue a collective that depends on one.
+        """
+        return True
+
+    @property
+    def can_split(self) -> bool:
+        """Whether `split` makes groups; if not, whoever made this group makes its parts."""
+        return True
+
+    def meeting_store(self) -> dist.Store | None:
+        """The store in which the ranks of this group met, for others that want to meet; None if they met elsewhere."""
+        return None
+
     # ---- what it does ----
+
+    @contextmanager
+    def marked(self, mark: str) -> Iterator[None]:
+        """A context in which the first call that this thread issues says more of itself than its arguments tell.
+
+        The mark must be the same on every rank, as the rest of the call: "backward 1 since forward 12", say. Where calls are
+        compared, marks are compared with them, and errors show them.
+
+        Only the first call: what a callback issues may run on this thread on one rank, and on another thread elsewhere.
+
+        Args:
+            mark: a few words, without a comma.
+        """
+        self._marks[get_ident()] = mark
+        try:
+            yield
+        finally:
+            self._marks.pop(get_ident(), None)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
         """The algorithm that calls of a collective on tensors like this one take on this rank.
@@ -597,8 +652,8 @@ class ProcessGroup(ABC):
             raise InvalidArgumentError(f"{collective} on {self.place()}: {problem}")
 
     def _check_root(self, collective: str, root: int) -> None:
-        if not 0 <= root < self.size:
-            self._refuse_if(collective, f"expected a root in 0..{self.size - 1}, found {root}")
+        if not checks.is_integer(root) or not 0 <= root < self.size:
+            self._refuse_if(collective, f"expected a root in 0..{self.size - 1}, found {root!r}")
 
     def _check_on_root(
         self, collective: str, what: str, tensors: Sequence[torch.Tensor] | None, like: torch.Tensor, root: int
@@ -611,12 +666,14 @@ class ProcessGroup(ABC):
             self._refuse_if(collective, checks.not_one_each(what.removesuffix("s"), tensors, like, self.size))
 
     def _check_peer(self, collective: str, peer: int | None, tag: int) -> None:
-        if tag < 0:
-            self._refuse_if(collective, f"expected a tag of 0 or above, found {tag}")
+        if not checks.is_integer(tag) or tag < 0:
+            self._refuse_if(collective, f"expected a tag of 0 or above, found {tag!r}")
         if is_reserved(tag):
             self._refuse_if(collective, f"the tags {FIRST_RESERVED} to {LAST_RESERVED} are for Syncline itself, found {tag}")
-        if peer == self.rank or (peer is not None and not 0 <= peer < self.size):
-            self._refuse_if(collective, f"expected another rank in 0..{self.size - 1}, found {peer}")
+        if peer is None and collective == "recv":
+            return
+        if not checks.is_integer(peer) or peer == self.rank or not 0 <= peer < self.size:  # type: ignore[operator]
+            self._refuse_if(collective, f"expected another rank in 0..{self.size - 1}, found {peer!r}")
 
     def _check_tensors(
         self, collective: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()

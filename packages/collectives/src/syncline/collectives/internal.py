@@ -5,23 +5,34 @@ from .api.default_group import replace_default_group
 from .api.object_exchange import all_gather_bytes, are_same_on_all_ranks, broadcast_object
 from .engine.observers import ObservedCall, observe_calls
 from .engine.tags import TRACE_CLOCK
+from .forks import Inherited, not_the_rank, tell_in_forks
 from .group import DEFAULT_SILENCE_TIMEOUT_S
 from .reduce_op import Reduction
 from .startup.algorithm_thresholds import AlgorithmThresholds
+from .tensors.layout import bytes_of, in_plain_order, mark_written, overlaps_itself
 from .torch_internals import disable_dynamo, disable_dynamo_here
+from .work import future_for_torch
 
 __all__ = [
     "DEFAULT_BUFFER_BYTES",
     "DEFAULT_SILENCE_TIMEOUT_S",
     "TRACE_CLOCK",
     "AlgorithmThresholds",
+    "Inherited",
     "ObservedCall",
     "Reduction",
     "all_gather_bytes",
     "are_same_on_all_ranks",
     "broadcast_object",
+    "bytes_of",
     "disable_dynamo",
     "disable_dynamo_here",
+    "future_for_torch",
+    "in_plain_order",
+    "mark_written",
+    "not_the_rank",
     "observe_calls",
+    "overlaps_itself",
     "replace_default_group",
+    "tell_in_forks",
 ]

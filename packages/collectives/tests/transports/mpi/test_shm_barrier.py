@@ -17,6 +17,7 @@ pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.mpi import waiting
 from syncline.collectives.transports.mpi.node.shared_sync import GaveUpError, ShmBarrier, barrier_bytes, has_total_store_order
 from syncline.collectives.transports.mpi.sync import NOWHERE
 from syncline.collectives.transports.shared_memory.segment import Segment, create_file, padded
@@ -59,6 +60,32 @@ def test_nobody_sees_anything_but_the_same_arrival(size: int) -> None:
         return 1000
 
     assert on_barriers(size, body) == [1000] * size
+
+
+def test_a_rank_that_waits_for_long_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one comes when this one has slept 20 times."""
+    naps: list[float] = []
+
+    class Time:
+        monotonic = staticmethod(time.monotonic)
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            naps.append(seconds)
+            if len(naps) == 20:
+                slept.set()
+            time.sleep(seconds)
+
+    slept = threading.Event()
+    monkeypatch.setattr(waiting, "time", Time)
+
+    def body(barrier: ShmBarrier) -> None:
+        if barrier.mine == 1:
+            assert slept.wait(20)
+        barrier.arrive(CancelScope(30))
+
+    on_barriers(2, body)
+    assert len(naps) >= 20
 
 
 def test_what_they_are_about_to_do_is_compared() -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -32,6 +33,8 @@ class Call:
         number: the count of calls that this rank has issued; None if not all ranks of the group issue this one.
         reads: tensors that are only read.
         writes: tensors that are written, or read and written.
+        mark: what the call says of itself beyond its signature; see `ProcessGroup.marked`. No part of the signature, because a
+            call with a mark has the same plan as one without.
 
     Attributes:
         position: the call's place in the group's total order, from 0; None while it has not begun.
@@ -45,6 +48,7 @@ class Call:
         "_code",
         "_instruction",
         "issued_at",
+        "mark",
         "number",
         "position",
         "reads",
@@ -61,8 +65,10 @@ class Call:
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
         scope: CancelScope | None = None,
+        mark: str | None = None,
     ) -> None:
         self.signature = signature
+        self.mark = mark
         self.number = number
         self.reads = reads
         self.writes = writes
@@ -81,9 +87,22 @@ class Call:
         """Let go of the tensors; the call may go on, on the stream of a device that keeps their memory until it is over."""
         self.reads = self.writes = ()
 
+    def digest(self) -> int:
+        """32 bits of what must be the same on all ranks: of the signature, and of the mark if there is one."""
+        digest = self.signature.digest()
+        return digest if self.mark is None else crc32(self.mark.encode(), digest)
+
+    @property
+    def words(self) -> str:
+        """What is called: "all_reduce(float32[10, 3], op=SUM)", with the mark at the end if there is one."""
+        words = str(self.signature)
+        if self.mark is None:
+            return words
+        return f"{words[:-1]}{'' if words.endswith('()') else ', '}{self.mark})"
+
     def __str__(self) -> str:
         """In words: "all_reduce(float32[10, 3], op=SUM), number 7"."""
-        return f"{self.signature}" if self.number is None else f"{self.signature}, number {self.number}"
+        return self.words if self.number is None else f"{self.words}, number {self.number}"
 
     def record(self) -> CallRecord:
         """What is told of the call."""
@@ -92,8 +111,8 @@ class Call:
             self.number,
             self.position,
             signature.name,
-            str(signature),
-            signature.digest(),
+            self.words,
+            self.digest(),
             self.state,
             self.issued_at,
             self.where,
@@ -129,7 +148,7 @@ class CallRecord:
         position: as `Call.position`.
         name: the method's name, such as "all_reduce".
         words: the signature in words.
-        digest: what must be the same on all ranks; see `Signature.digest`.
+        digest: what must be the same on all ranks; see `Call.digest`.
         state: as `Call.state`.
         issued_at: as `Call.issued_at`.
         where: file and line of the program, such as "train.py:88".

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
@@ -18,6 +19,9 @@ from ..reduce_op import Reduction
 from ..work import FutureWork, Work, join_futures
 from .observers import shown
 from .signature import Signature
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 class DelegatingGroup(ProcessGroup):
@@ -62,6 +66,19 @@ class DelegatingGroup(ProcessGroup):
     def expect_losses(self, are_expected: bool) -> None:
         for group in self._all:
             group.expect_losses(are_expected)
+
+    @contextmanager
+    @override
+    def marked(self, mark: str) -> Iterator[None]:
+        with ExitStack() as marks:
+            for group in self._all:
+                marks.enter_context(group.marked(mark))
+            yield
+
+    @property
+    @override
+    def can_split(self) -> bool:
+        return all(group.can_split for group in self._all)
 
     @override
     def is_in_callback(self) -> bool:
@@ -122,6 +139,15 @@ class PerDeviceGroup(DelegatingGroup):
     def device_types(self) -> frozenset[str]:
         """Those that have a group."""
         return frozenset(self.groups)
+
+    @property
+    @override
+    def has_total_order(self) -> bool:
+        return all(group.has_total_order for group in self._all)
+
+    @override
+    def meeting_store(self) -> dist.Store | None:
+        return self.groups["cpu"].meeting_store() if "cpu" in self.groups else None
 
     def describe(self) -> str:
         """What each group says."""
@@ -218,6 +244,11 @@ class RoundRobinGroup(DelegatingGroup):
     @override
     def backend_name(self) -> str:
         return f"round_robin({', '.join(group.backend_name for group in self.groups)})"
+
+    @property
+    @override
+    def has_total_order(self) -> bool:
+        return False
 
     @property
     def device_types(self) -> frozenset[str]:

@@ -11,13 +11,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
-from typing import NoReturn
+from threading import get_ident
+from typing import TYPE_CHECKING, NoReturn
 from zlib import crc32
 
 import torch
 from typing_extensions import override
 
 from ..errors import DisagreementError, GroupClosedError, MisuseError, SynclineError, TransportError
+from ..forks import Inherited, not_the_rank, tell_in_forks
 from ..group import ProcessGroup
 from ..health.agreement import Agreement, Carrier, MessageCarrier, different_splits
 from ..health.leaving import GroupLeavers
@@ -28,8 +30,10 @@ from ..health.report import Reporter, reported
 from ..health.report_signal import report_on_signal
 from ..health.stalls import StallWatch
 from ..health.statements import different_calls
+from ..tensors import checks
 from ..tensors.layout import flat, in_plain_order, is_tracked, untracked
 from ..tensors.packing import empty_block, pack, unpack
+from ..torch_internals import modes_active
 from ..work import FinishedWork, PendingWork, TensorsFuture, Work, devices_of
 from .call import DONE, FAILED, Call
 from .cancel_scope import CancelScope
@@ -39,6 +43,9 @@ from .queue import GuardedFuture, Queue
 from .signature import Signature
 from .transfer import TransferWork
 from .transport import Plan, Request, Transport
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -61,7 +68,7 @@ GIVEN_UP_KEPT = 16
 _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 
 
-class EngineGroup(ProcessGroup):
+class EngineGroup(ProcessGroup, Inherited):
     """What our groups share: plans, the order and record of calls, the history that ranks compare, and the first failure.
 
     `HostGroup` runs calls one after the other on the host. `transports.nccl.group.NcclGroup` puts them on a stream of a GPU.
@@ -98,12 +105,14 @@ class EngineGroup(ProcessGroup):
         self._splits_made = itertools.count()
         self._companions: list[ProcessGroup] = []
         self._closed = False
+        self._is_in_fork = False
         self._reporter: Reporter | None = None
         self._losses_are_expected = False
         self.recorder = Recorder(name, rank, self.ranks, count)
         self._carrier = carrier
         self._agreement = None if size == 1 else Agreement(carrier, rank, self.recorder)
         self._compares_later = compares_later and size > 1
+        tell_in_forks(self)
 
     @property
     @abstractmethod
@@ -163,6 +172,10 @@ class EngineGroup(ProcessGroup):
             self._plans[signature] = plan
         return plan
 
+    def _take_mark(self) -> str | None:
+        """The mark for the call that this thread issues; see `marked`. Calls of callbacks have none."""
+        return self._marks.pop(get_ident(), None) if self._marks and not self._queue.is_in_callback() else None
+
     @property
     def _agreed(self) -> Agreement:
         assert self._agreement is not None
@@ -170,9 +183,13 @@ class EngineGroup(ProcessGroup):
 
     # ---- failures ----
 
+    def _refusal(self, signature: Signature) -> GroupClosedError:
+        """Why a closed group runs no call."""
+        return not_the_rank(signature.name, self.place()) if self._is_in_fork else self._words.closed(signature)
+
     def _check_usable(self, signature: Signature) -> None:
         if self._closed:
-            raise self._words.closed(signature)
+            raise self._refusal(signature)
         failure = self.first_failure
         if failure is not None:
             raise self._words.not_started(signature, failure)
@@ -188,6 +205,13 @@ class EngineGroup(ProcessGroup):
         self._losses_are_expected = are_expected
 
     # ---- the end ----
+
+    @override
+    def in_fork(self) -> None:
+        """As if the group were closed, without a word to anybody. No lock of the parent's is taken; see Note [Forks]."""
+        self._closed = self._is_in_fork = True
+        self._plans = {}
+        self._queue.leave_to_parent()
 
     def close(self) -> None:
         """Finish what was issued, compare the calls with those of the other ranks, then give up what the group holds.
@@ -304,6 +328,8 @@ class HostGroup(EngineGroup):
         self._stall_watch: StallWatch | None = None
         if liveness is not None:
             watch(self)
+        if leavers is not None:
+            leavers.belong_to(self)
 
     # ---- what the group says of itself ----
 
@@ -320,6 +346,10 @@ class HostGroup(EngineGroup):
     @override
     def describe(self) -> str:
         return self._transport.describe()
+
+    @override
+    def meeting_store(self) -> dist.Store | None:
+        return self._transport.meeting_store()
 
     @property
     def first_failure(self) -> BaseException | None:
@@ -371,10 +401,11 @@ class HostGroup(EngineGroup):
         `reads` and `writes` are all the tensors that the body touches.
         """
         if self._closed:
-            raise self._words.closed(signature)
+            raise self._refusal(signature)
         queue = self._queue
         issued = queue.issue(signature.name, self.place) if is_numbered else queue.issued
-        call = Call(signature, next(self._numbers) if is_numbered else None, reads, writes)
+        mark = self._take_mark() if self._marks and is_numbered else None
+        call = Call(signature, next(self._numbers) if is_numbered else None, reads, writes, mark=mark)
         self.recorder.add(call)
         order = self._order_on_device(reads, writes)
         if not async_op and queue.run_here(self._run, call, body, order):
@@ -390,7 +421,7 @@ class HostGroup(EngineGroup):
         if not queue.enqueue(lambda: self._run_into(work, call, body, order)):
             self._in_flight.discard(work)
             if self._closed:  # another thread has just closed the group
-                raise self._words.closed(signature)
+                raise self._refusal(signature)
             raise GroupClosedError(
                 f"{signature.name} on {self.place()}: the process ends, and the group's thread has ended before"
             )
@@ -428,7 +459,7 @@ class HostGroup(EngineGroup):
         compares = self._compares_later and call.number is not None
         try:
             if compares:
-                self._agreed.add(call.signature.digest())
+                self._agreed.add(call.digest())
             elif self._checks_calls and call.number is not None:
                 self._check_same_call(call)
             if order is None and not is_tracked(call.reads) and not is_tracked(call.writes):
@@ -464,7 +495,7 @@ class HostGroup(EngineGroup):
     # ---- agreement ----
 
     def _check_same_call(self, call: Call) -> None:
-        said = self._agreed.same(str(call.signature), call.scope)
+        said = self._agreed.same(call.words, call.scope)
         if said is not None:
             raise different_calls(said)
 
@@ -499,6 +530,7 @@ class HostGroup(EngineGroup):
         """On the CPU, memory of the transport's; the call has a place in the total order."""
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
+        self._refuse_if("allocate", checks.no_size(numel, dtype))
         made: list[torch.Tensor] = []
 
         def body(call: Call) -> None:
@@ -603,6 +635,14 @@ class HostGroup(EngineGroup):
         return made
 
     # ---- the end ----
+
+    @override
+    def in_fork(self) -> None:
+        super().in_fork()
+        self._stall_watch = None
+        for work in list(self._in_flight):
+            work.leave_to_parent(not_the_rank("wait", self.place()))
+        self._transport.leave_to_parent()
 
     @override
     def _compare_before_close(self) -> None:
@@ -733,9 +773,11 @@ class GroupWork(PendingWork):
         self._was_waited_for = False
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until finished; inside a callback, run the group's queue up to this call."""
+        """Block until finished; inside a callback, or if no other thread does, run the group's queue up to this call."""
         if self._queue.is_running_here():
             self._queue.run_until(self.is_completed)
+        elif timeout is None and not modes_active():  # what runs here has no limit but the group's, and no mode shall see it
+            self._queue.help(self.is_completed)
         super().wait(timeout)
         self._was_waited_for = True
         if isinstance(self._future, GuardedFuture):
@@ -751,6 +793,11 @@ class GroupWork(PendingWork):
         return future
 
     def _settle(self, future: TensorsFuture) -> None:
+        """Run the callbacks: see point 5 of Note [One total order] in `queue`."""
+        if not self._queue.hand_over(lambda: self._settle_here(future)):
+            self._settle_here(future)
+
+    def _settle_here(self, future: TensorsFuture) -> None:
         with nullcontext() if self._order is None else self._order.resumed():
             super()._settle(future)
 

@@ -11,8 +11,9 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
+from ..tensors.arguments import are_usual, has_fakes, resolved
 from ..torch_internals import ProfilerRange, profiler_runs
-from ..work import Work
+from ..work import FinishedWork, Work
 
 Method = TypeVar("Method", bound=Callable[..., Work])
 
@@ -105,11 +106,20 @@ def observe_calls(observer: Observer) -> Callable[[], None]:
 
 
 def recorded(method: Method) -> Method:
-    """A decorator of a group's public method: show each call to whoever looks."""
+    """A decorator of a group's public method: show each call to whoever looks.
+
+    Before that, tensors that stand for others are replaced, and a call on tensors that do not exist ends; see Note [Tensors
+    that are no memory] in `tensors.arguments`.
+    """
     name = method.__name__
 
     @functools.wraps(method)
     def call(group: Any, *args: Any, **kwargs: Any) -> Work:
+        if not are_usual(args) or not are_usual(kwargs.values()):
+            args = tuple(map(resolved, args))
+            kwargs = {key: resolved(value) for key, value in kwargs.items()}
+            if has_fakes((*args, *kwargs.values())):
+                return FinishedWork(list(_tensors((*args, *kwargs.values()))))
         if not (profiler_runs() or observers):  # nearly always
             return method(group, *args, **kwargs)
         values = (*args, *kwargs.values())

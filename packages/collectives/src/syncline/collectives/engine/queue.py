@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from typing_extensions import ParamSpec, override
 
 from ..errors import MisuseError
+from ..forks import in_forks
 from ..work import Devices, GroupFuture, before_blocking
 
 P = ParamSpec("P")
@@ -45,6 +45,9 @@ class Queue:
        queued task, on every rank alike. So the callback may wait for it.
     4. A callback that waits for a queued task (for its work, or for a future that depends on it) runs the queue up to that
        task (`run_until`). This does not hold for futures of torch's own, such as that of `torch.futures.collect_all`.
+    5. A thread that waits for a work outside of a callback takes the turn, if it is free, and runs the queue up to that task
+       itself (`help`): to wake another thread takes longer than a small collective. The callbacks of what it has run are the
+       next task (`hand_over`), and it does not wait for them: they may want a lock that it holds.
 
     So if every rank issues the same calls from its main thread, and attaches the same callbacks to each call before it issues
     the next one, then the order is the same on every rank, however the threads are scheduled. The children of a call come
@@ -76,6 +79,7 @@ class Queue:
         self._running_on: int | None = None
         self._changed = threading.Condition()  # the thread waits for tasks, or for the end
         self._tasks: deque[Task] = deque()
+        self._helper: int | None = None  # the thread that runs a task by `help`
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.issued = 0
@@ -153,7 +157,40 @@ class Queue:
         while self._tasks and not is_done():
             self._tasks.popleft()()
 
+    def help(self, is_done: Callable[[], bool]) -> None:
+        """On a thread that is about to wait: run queued tasks, in order, until `is_done` or another thread has the turn."""
+        me = get_ident()
+        while self._tasks and not is_done() and self._turn.acquire(False):
+            try:
+                self._helper = me
+                self._run_first()
+            finally:
+                self._helper = None
+                self._turn.release()
+
+    def hand_over(self, task: Task) -> bool:
+        """Inside a task that runs by `help`: let the queue's thread run this one next, before all that are queued.
+
+        Returns:
+            False, for the caller to run it: this is another task, or the queue's thread may have ended.
+        """
+        if self._helper != get_ident():
+            return False
+        with self._changed:
+            if self._stopping:
+                return False
+            self._tasks.appendleft(task)
+            self._changed.notify_all()
+        return True
+
     # ---- the end ----
+
+    def leave_to_parent(self) -> None:
+        """In a fork, which has no such thread, and in which a lock may be held for ever. Nothing runs any more."""
+        self._turn, self._running_on = threading.Lock(), None
+        self._changed = threading.Condition()
+        self._tasks.clear()
+        self._stopping, self._thread = True, None
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing runs and nothing is queued; false if that took longer than `timeout_s` seconds."""
@@ -302,6 +339,11 @@ _EXIT_S = 5.0
 _started: weakref.WeakSet[Queue] = weakref.WeakSet()
 
 
+def a_queue_runs_here() -> bool:
+    """Whether this thread is inside a callback of some group's call, or inside the call itself."""
+    return any(queue.is_running_here() for queue in list(_started))
+
+
 def all_idle() -> bool:
     """Whether no group of this process has a call in flight on a thread of its own."""
     return all(queue.is_idle() for queue in list(_started))
@@ -325,11 +367,4 @@ def _run_queues_here(is_done: Callable[[], bool]) -> None:
 
 before_blocking.append(_run_queues_here)
 
-
-def _forget_threads() -> None:
-    """In a forked child the parent's threads do not run: nothing there may be waited for at exit."""
-    _started.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
+in_forks(_started.clear)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from ..tensors.layout import flat
 from .call import Call
 from .cancel_scope import CancelScope
 from .signature import Signature
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 class Request(ABC):
@@ -124,12 +128,19 @@ class Transport(ABC):
         `name` and `number` (0 or above) are the same for all members. At any time there is only one subset of that name.
         """
 
+    def meeting_store(self) -> dist.Store | None:
+        """As `ProcessGroup.meeting_store`."""
+        return None
+
     def status_post(self) -> StatusPost | None:
         """Where the ranks leave lines for rank 0, without disturbing what they do; None if there is no such place."""
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
         """A call has failed here, and there will be no other: tell the ranks that wait, if possible. Must not block."""
+
+    def leave_to_parent(self) -> None:  # noqa: B027 - most objects can be dropped
+        """In a fork, which must neither use nor free what the library keeps for the parent; see Note [Forks] in `forks`."""
 
     def lost_ranks(self) -> Sequence[int]:
         """The ranks that have failed, as far as the library knows. Must not block."""

@@ -15,16 +15,25 @@ ranks assume that everything which it sent has arrived.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
+from typing import Protocol
 from zlib import crc32
 
 from ..errors import RankLostError
 from .recorder import CallCount
 
 TRANSFER_GRACE_S = 2.0
+
+
+class OpenGroup(Protocol):
+    """A group, as the end of MPI sees it."""
+
+    def close(self) -> None:
+        """As `ProcessGroup.close`."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class Leavers:
         self._lock = threading.Lock()
         self._left: dict[int, tuple[Leaving, float]] = {}
         self._groups: dict[str, GroupLeavers] = {}
+        self._made_by: list[weakref.ref[OpenGroup]] = []
         self._made: Counter[str] = Counter()
 
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupLeavers:
@@ -82,6 +92,15 @@ class Leavers:
         with self._lock:
             return any(not (calls.is_part or calls.is_closed) for calls in self._groups.values())
 
+    def add(self, group: OpenGroup) -> None:
+        """A group whose calls are counted here."""
+        self._made_by = [made for made in self._made_by if made() is not None]
+        self._made_by.append(weakref.ref(group))
+
+    def open_groups(self) -> list[OpenGroup]:
+        """The groups that somebody holds, the latest one first."""
+        return [group for made in reversed(self._made_by) if (group := made()) is not None]
+
     def left(self) -> dict[int, tuple[Leaving, float]]:
         """For each rank that has left: its notice, and when it came (on the monotonic clock)."""
         with self._lock:
@@ -106,6 +125,10 @@ class GroupLeavers:
         self._leavers = leavers
         self._key = key
         self._ranks = tuple(ranks)
+
+    def belong_to(self, group: OpenGroup) -> None:
+        """The group whose calls these are."""
+        self._leavers.add(group)
 
     def part(self, name: str, members: Sequence[int]) -> GroupLeavers:
         """The same for a group of some members of this one, by their ranks in it."""

@@ -43,8 +43,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from ..engine.call import Call
-from ..engine.cancel_scope import DetachedCall
+from ..engine.cancel_scope import CancelScope, DetachedCall
 from ..errors import TransportError
 
 logger = logging.getLogger("syncline.collectives")
@@ -58,11 +57,21 @@ END_STATUS = 70  # EX_SOFTWARE of sysexits.h
 _STOP_S = 5.0
 
 
+class Running(Protocol):
+    """What runs, as the monitor sees it: a `Call`, or what a rank does until it has a group.
+
+    Attributes:
+        scope: ends it.
+    """
+
+    scope: CancelScope
+
+
 class Monitored(Protocol):
     """A group whose calls block, as the monitor sees it."""
 
     @property
-    def running(self) -> Call | None:
+    def running(self) -> Running | None:
         """The call that runs now."""
 
     def reason_to_give_up(self) -> TransportError | None:
@@ -110,11 +119,11 @@ class Escalation:
     """What is to be done about the call that a group runs: a state machine that counts looks."""
 
     def __init__(self) -> None:
-        self._call: Call | None = None
+        self._call: Running | None = None
         self._looks_over = 0
         self._looks_noticed = 0
 
-    def look(self, call: Call | None) -> Step:
+    def look(self, call: Running | None) -> Step:
         """One look at the call; None: no call runs."""
         if call is None or call is not self._call:
             self._call, self._looks_over, self._looks_noticed = call, 0, 0
@@ -132,7 +141,7 @@ class Escalation:
             return Step.INTERRUPT
         return Step.END if self._looks_over == END_LOOKS else Step.NOTHING
 
-    def is_same_call(self, call: Call | None) -> bool:
+    def is_same_call(self, call: Running | None) -> bool:
         """Whether the call ran already at the last look. Short calls are not worth asking anybody."""
         return call is not None and call is self._call
 

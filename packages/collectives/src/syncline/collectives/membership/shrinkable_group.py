@@ -10,6 +10,7 @@ from typing_extensions import override
 from ..engine.group import HostGroup
 from ..engine.transport import Transport
 from ..errors import GroupClosedError, StoreError, TransportError
+from ..forks import not_the_rank
 from ..group import ProcessGroup
 from .reconnector import Reconnector
 
@@ -79,6 +80,8 @@ class ShrinkableGroup(HostGroup):
         return self._replaced(transport)
 
     def _check_is_latest(self, call: str) -> None:
+        if self._is_in_fork:  # before anybody is told
+            raise not_the_rank(call, self.place())
         if self._is_replaced:
             raise GroupClosedError(f"{call} on {self.place()}: there is a newer group already; call it on that one")
 

@@ -11,7 +11,6 @@ import atexit
 import functools
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +19,16 @@ import torch.distributed as dist
 
 from ..api.object_exchange import exchange_objects
 from ..errors import LaunchError
+from ..forks import in_forks
 from ..group import ProcessGroup
-from ..stores import AsTorchStore, Store, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
+from ..stores import AsTorchStore, FileStore, Store, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
+from ..stores.file import leave_run
 from ..stores.tcp.secret import require_pyzmq
+from .addresses import chosen_interfaces
 from .backend import ConnectRequest
 from .init_method import Address, address_by_environment, parse_address, parse_folder
 from .launch import check_init_method
+from .meeting import address_by_group
 from .registry import load_backend
 from .user_secret import is_loopback, user_secret
 
@@ -38,17 +41,14 @@ _close_at_exit: list[Callable[[], None]] = []
 
 def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
     """A store that all ranks share, this process's rank, and the number of ranks."""
+    return meeting_place(request)[:3]
+
+
+def meeting_place(request: ConnectRequest) -> tuple[dist.Store, int, int, str | None]:
+    """As `rendezvous`, and at which address all ranks reach this one, if that is known by then."""
     rank, size = _place(request)
-    return _shared_store(request, rank, size), rank, size
-
-
-def only_host(request: ConnectRequest, size: int) -> str | None:
-    """The loopback address, if the ranks meet there."""
-    if size == 1 or request.store is not None or (request.launch is not None and request.launch.is_mpi):
-        return None
-    if request.init_method is not None:
-        return loopback_host(request.init_method)
-    return loopback_host("env://") if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ else None
+    store, address = _shared_store(request, rank, size)
+    return store, rank, size, address
 
 
 def as_torch_store(store: Store | dist.Store) -> dist.Store:
@@ -56,25 +56,34 @@ def as_torch_store(store: Store | dist.Store) -> dist.Store:
     return AsTorchStore(store) if isinstance(store, Store) else store
 
 
-def _shared_store(request: ConnectRequest, rank: int, size: int) -> dist.Store:
+def _shared_store(request: ConnectRequest, rank: int, size: int) -> tuple[dist.Store, str | None]:
     if request.store is not None:
-        return as_torch_store(request.store)
+        return as_torch_store(request.store), None
     if request.init_method is not None:
-        return store_at(request.init_method, rank, size, request.timeout_s)
+        return _at_url(request.init_method, rank, size, request)
     if size == 1:
-        return dist.HashStore()
+        return dist.HashStore(), None
     lack = None
     if request.launch is not None and request.launch.is_mpi:
         lack = load_backend("mpi").missing()
         if lack is None:
             return _over_mpi(request)
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        return store_at("env://", rank, size, request.timeout_s)
-    raise LaunchError(
-        f"backend 'gloo' has {size} ranks and no way for them to meet: expected an init_method (such as "
-        "'file:///shared/folder' or 'tcp://host:port?secret_file=PATH'), a store, MASTER_ADDR and MASTER_PORT as torchrun sets "
-        f"them, or a launch by MPI{'' if lack is None else f'; MPI launched this job, but cannot be used: {lack}'}"
+        return _at_url("env://", rank, size, request)
+    ways = (
+        "init_method='file:///shared/folder' or 'tcp://host:port?secret_file=PATH', a store, MASTER_ADDR and MASTER_PORT (as "
+        "torchrun sets them), or a launch by MPI"
     )
+    if lack is not None:
+        raise LaunchError(f"{lack}\nBackend 'gloo' needs MPI here, or another way for its {size} ranks to meet: {ways}")
+    raise LaunchError(
+        f"backend 'gloo' has {size} ranks and no way for them to meet: pass init_method='file:///shared/folder', or set "
+        f"MASTER_ADDR and MASTER_PORT\nThe ways to meet: {ways}"
+    )
+
+
+def _at_url(url: str, rank: int, size: int, request: ConnectRequest) -> tuple[dist.Store, str | None]:
+    return store_at(url, rank, size, request.timeout_s), None if size == 1 else loopback_host(url)
 
 
 def _place(request: ConnectRequest) -> tuple[int, int]:
@@ -100,11 +109,12 @@ def _place(request: ConnectRequest) -> tuple[int, int]:
     return launch.rank, launch.world_size or request.world_size or 1
 
 
-def _over_mpi(request: ConnectRequest) -> dist.Store:
-    """A store on a port that the system chose; MPI tells the others where it is."""
+def _over_mpi(request: ConnectRequest) -> tuple[dist.Store, str]:
+    """A store on a port that the system chose; MPI tells the others where it is, and each at which address it is reached."""
     mpi = load_backend("mpi").connect(request)
     try:
-        return tcp_store_of_rank_0(mpi, request.timeout_s)
+        address = address_by_group(mpi, request.interfaces, request.timeout_s)
+        return tcp_store_of_rank_0(mpi, request.timeout_s, address), address
     finally:
         mpi.close()
 
@@ -129,7 +139,7 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
     scheme = check_init_method(init_method)
     if scheme == "file":
         logger.debug("rank %d of %d: rendezvous in the folder of %s", rank, size, init_method)
-        return AsTorchStore(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
+        return _left_at_exit(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
     if scheme == "tcp":
         return _over_tcp(parse_address(init_method), rank, timeout_s, environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -146,7 +156,14 @@ def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
         InvalidArgumentError: it names none.
         StoreError: no job has met there; see `stores.join_latest_run`.
     """
-    return AsTorchStore(join_latest_run(parse_folder(init_method), timeout=timeout_s))
+    return _left_at_exit(join_latest_run(parse_folder(init_method), timeout=timeout_s))
+
+
+def _left_at_exit(store: FileStore) -> dist.Store:
+    """Subsets of a group's ranks meet there, too, and survivors; so it is needed until the process ends."""
+    pid = os.getpid()
+    _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # a fork that exits has not used it
+    return AsTorchStore(store)
 
 
 def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -207,11 +224,16 @@ def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[st
     return _client(address.host, address.port, secret, timeout_s)
 
 
-def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float) -> dist.Store:
-    """A store on rank 0, on one address and a port that the system chose; the group tells the others where, and its secret."""
+def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | None = None) -> dist.Store:
+    """A store on rank 0, on one address and a port that the system chose; the group tells the others where, and its secret.
+
+    Args:
+        group: of the ranks.
+        timeout_s: the store's time limit in seconds.
+        address: at which each rank is reached, if that is known; see `address_by_group`.
+    """
     require_pyzmq()  # before anybody waits for rank 0
-    hosts = exchange_objects(socket.gethostname(), group=group)
-    address = "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostbyname(hosts[0])
+    address = address or address_by_group(group, chosen_interfaces(os.environ), timeout_s)
     told = None
     if group.rank == 0:
         secret = new_secret()
@@ -237,6 +259,9 @@ def _client(host: str, port: int, secret: str, timeout_s: float) -> dist.Store:
     store = TCPStore(host, port, secret=secret, timeout=timeout_s)
     _close_at_exit.append(store.close)
     return AsTorchStore(store)
+
+
+in_forks(_close_at_exit.clear)
 
 
 @atexit.register

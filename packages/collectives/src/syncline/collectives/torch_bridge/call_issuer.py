@@ -13,9 +13,11 @@ import torch.distributed as dist
 from ..engine.observers import profiled
 from ..errors import MisuseError
 from ..group import ProcessGroup
-from ..torch_internals import profiler_runs
+from ..torch_internals import jit_trace, modes_active, profiler_runs
 from ..work import FinishedWork, Work
+from . import watched
 from .options import time_limit_s
+from .watched import Seen
 from .works import CoalescedWork, TorchSideWork
 
 Issue = Callable[[bool], Work]
@@ -53,19 +55,25 @@ class CallIssuer(dist.ProcessGroup):
         self._kept: deque[dist.Work] = deque(maxlen=_WORKS_KEPT)
 
     def _issue(
-        self, title: str, inputs: list[torch.Tensor], issue: Issue, opts: Any = None, timeout: timedelta | None = None
+        self,
+        title: str,
+        inputs: list[torch.Tensor],
+        issue: Issue,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        seen: Callable[[], Seen] | None = None,
     ) -> dist.Work:
         if isinstance(opts, timedelta):  # in the place of the options, as some of torch's forms have it
             opts, timeout = None, opts
         is_async = getattr(opts, "asyncOp", True)
         limit_s = time_limit_s(getattr(opts, "timeout", None) if timeout is None else timeout)
-        if title not in _TRANSFERS:
-            self._collectives_issued += 1
         starts_only = is_async or limit_s is not None or self._coalesced is not None
-        if profiler_runs():
-            work = profiled(f"{self._backend_name}:{title}", inputs, lambda: issue(starts_only), is_async=starts_only)
+        if modes_active() or jit_trace() is not None:
+            # What is coalesced is waited for without its own work, which would copy the results.
+            shown = None if seen is None or self._coalesced is not None else seen()
+            work = watched.issue(self, title, shown, lambda: self._issued(title, inputs, issue, starts_only))
         else:
-            work = issue(starts_only)
+            work = self._issued(title, inputs, issue, starts_only)
         if self._coalesced is not None:
             self._coalesced.append(work)
             return TorchSideWork(work, limit_s)
@@ -76,6 +84,16 @@ class CallIssuer(dist.ProcessGroup):
             return torchs
         work.wait(limit_s)
         return _FINISHED
+
+    def _issued(self, title: str, inputs: list[torch.Tensor], issue: Issue, starts_only: bool) -> Work:
+        if title not in _TRANSFERS:
+            self._collectives_issued += 1
+        if profiler_runs():
+            work = profiled(f"{self._backend_name}:{title}", inputs, lambda: issue(starts_only), is_async=starts_only)
+        else:
+            work = issue(starts_only)
+        watched.note_issued(work)
+        return work
 
     def _start_coalescing(self, device: torch.device) -> None:
         """From here on, what is issued is one work for whoever waits. It is issued at once all the same."""

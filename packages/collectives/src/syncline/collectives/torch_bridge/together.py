@@ -10,9 +10,11 @@ import torch
 from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
 from ..reduce_op import ReduceOp, Reduction, checked_reduction
+from ..tensors import checks
+from ..tensors.arguments import has_fakes, resolved
 from ..tensors.layout import untracked
 from ..tensors.reduction import reduce_in_rank_order
-from ..work import FutureWork, TensorsFuture, Work
+from ..work import FinishedWork, FutureWork, TensorsFuture, Work
 from .options import some
 
 
@@ -29,7 +31,14 @@ def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op
     Raises:
         InvalidArgumentError: there is no tensor, they are not alike, or the reduction scales (AVG, PREMUL_SUM).
     """
-    first, *others = some(tensors, "allreduce")
+    tensors = resolved(some(tensors, "allreduce"))
+    if has_fakes(tensors):
+        return FinishedWork(list(tensors))
+    for tensor in tensors:
+        problem = checks.unusable(tensor, group.device_types, group.backend_name) or checks.unwritable(tensor)
+        if problem is not None:
+            raise InvalidArgumentError(f"allreduce on {group.place()}: {problem}")
+    first, *others = tensors
     if any(other.shape != first.shape or other.dtype != first.dtype for other in others):
         raise InvalidArgumentError(
             "allreduce of several tensors reduces them together, so they must be alike in shape and dtype: call it for each of "

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from ..api.object_exchange import all_gather_bytes
 from ..engine.cancel_scope import DEFAULT_TIMEOUT_S
 from ..engine.signature import Signature
 from ..engine.transfer import TransferWork
 from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
+from ..health.statements import Statements, different_calls
 from ..reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction, divide
 from ..tensors.layout import bytes_of, flat, in_plain_order
 from ..tensors.packing import in_one_block, pack, unpack
@@ -59,7 +63,20 @@ class TorchGroup(ProcessGroup):
         self, torch_group: dist.ProcessGroup | TorchBackend, *, name: str = "torch", timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s)
-        self.torch_group: Any = torch_group  # the stub of Backend has no collectives
+        self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
+        self._marks_said, self._marks_compared = 0, 0  # how many
+        self._marks_digest = 0
+        self._latest_mark = ""
+
+    @property
+    @override
+    def has_total_order(self) -> bool:
+        return False
+
+    @property
+    @override
+    def can_split(self) -> bool:
+        return False
 
     @property
     def backend_name(self) -> str:
@@ -84,6 +101,38 @@ class TorchGroup(ProcessGroup):
 
     def abort(self) -> None:
         """Nothing: the torch group is its maker's."""
+
+    # ---- agreement ----
+
+    @contextmanager
+    @override
+    def marked(self, mark: str) -> Iterator[None]:
+        """As the base says; nothing else is compared here, where calls are torch's."""
+        self._marks_said += 1
+        self._latest_mark, self._marks_digest = mark, crc32(f"{mark}\n".encode(), self._marks_digest)
+        yield
+
+    @override
+    def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
+        """Compare the marks since the last time, by an all_reduce of 16 bytes, if torch's group has a backend for the CPU."""
+        if self.size == 1 or self._marks_said == self._marks_compared or not self._serves_cpu():
+            return None
+        self._marks_compared = self._marks_said
+        mark, digest = self._latest_mark, self._marks_digest
+        numbers = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+        options = dist.AllreduceOptions()
+        options.reduceOp = _TORCH_OP[ReduceOp.MAX]
+
+        def compare() -> None:
+            if numbers[0] != -numbers[1]:
+                said = all_gather_bytes(mark.encode(), group=self)
+                raise different_calls(Statements.of([f"a call with the mark: {text.decode()}" for text in said]))
+
+        return self._work([], self.torch_group.allreduce([numbers], options), compare, async_op)
+
+    def _serves_cpu(self) -> bool:
+        devices = getattr(self.torch_group, "_device_types", None)  # a bare backend has none
+        return devices is None or any(device.type == "cpu" for device in devices)
 
     # ---- calls ----
 

@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from ..engine.cancel_scope import CancelScope, seconds
 from ..engine.transport import Request
-from ..errors import CollectiveTimeout, TransportError
+from ..errors import CollectiveTimeout, SynclineError, TransportError
+from ..forks import in_forks
 from ..tensors.layout import untracked
 from ..torch_internals import source_rank
 from ..work import TensorsFuture, Work
@@ -93,6 +94,9 @@ class TorchWork(Work):
                     self._do_what_remains()
             if future is not None:
                 future.wait()
+        except SynclineError as error:  # of what remained to be done
+            self._error = error
+            raise
         except RuntimeError as error:
             self._error = mapped(error)
             raise self._error from error
@@ -183,6 +187,7 @@ class _Delivery:
 _EXIT_S = 5.0
 _LET_GO_S = 0.02  # four times the interval after which a thread asks for the interpreter
 _deliveries: weakref.WeakSet[_Delivery] = weakref.WeakSet()
+in_forks(_deliveries.clear)
 
 
 @atexit.register

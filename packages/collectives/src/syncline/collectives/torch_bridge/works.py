@@ -7,9 +7,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ..engine.queue import a_queue_runs_here
 from ..errors import InvalidArgumentError
 from ..torch_internals import disable_dynamo
-from ..work import TensorsFuture, Work, join_futures
+from ..work import TensorsFuture, Work, future_for_torch, join_futures
 from .options import time_limit_s
 
 
@@ -73,8 +74,11 @@ class TorchSideWork(dist.Work):
 
     @disable_dynamo
     def get_future(self) -> TensorsFuture:
-        """A future of the output tensors."""
-        return self.ours.get_future()
+        """A future of the output tensors, which C++ takes as well; see Note [Futures that fail] in `work`."""
+        future = self.ours.get_future()
+        if a_queue_runs_here():
+            return future  # the callback that asks may wait for it, which only a future of ours makes possible
+        return future_for_torch(future, self.ours.result())
 
 
 class CoalescedWork(Work):

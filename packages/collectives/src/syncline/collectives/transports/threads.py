@@ -247,7 +247,7 @@ class InProcessTransport(LibraryTransport):
 
     def _meet(self, call: Call, value: Any) -> list[Any]:
         self._round += 1
-        met = self._shared_state.exchange(self._round, self._rank, (str(call.signature), value), call.scope)
+        met = self._shared_state.exchange(self._round, self._rank, (call.words, value), call.scope)
         signatures = [signature for signature, _ in met]
         if len(set(signatures)) > 1:
             raise different_calls(Statements.of(signatures))

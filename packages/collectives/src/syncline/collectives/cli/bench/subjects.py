@@ -17,6 +17,7 @@ from ...group import ProcessGroup
 from ...startup.backend import ConnectRequest
 from ...startup.launch import detect_launch
 from ...startup.registry import backend_names, load_backend
+from ...transports.mpi.backend import start_mpi
 from .kinds import ROOT, Allocate, Buffers
 
 if TYPE_CHECKING:
@@ -263,6 +264,7 @@ _BASELINES: dict[str, Callable[[ProcessGroup], Subject]] = {
 def _mpi_world(control: ProcessGroup) -> MPI.Intracomm:
     lack = load_backend("mpi").missing()
     if lack is None:
+        start_mpi(control.timeout_s)
         from mpi4py import MPI
 
         if MPI.COMM_WORLD.Get_size() == control.size and MPI.COMM_WORLD.Get_rank() == control.rank:

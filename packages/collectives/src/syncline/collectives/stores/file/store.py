@@ -59,6 +59,11 @@ class FileStore(table.LockedStore):
         self._reading = threading.Lock()  # this handle's threads share one Log
         self._lock, self._log = self._open()
 
+    @property
+    def folder(self) -> Path:
+        """The folder of this run."""
+        return self._folder
+
     def describe(self) -> str:
         """The folder of this run."""
         return f"file store {self._folder}"
@@ -90,6 +95,10 @@ class FileStore(table.LockedStore):
     @override
     def num_keys(self) -> int:
         return len(self._values())
+
+    def list_keys(self) -> list[str]:
+        """All keys that have a value; no other kind of store has to tell them."""
+        return list(self._values())
 
     def remove(self) -> None:
         """Delete the folder of this run. Call it in one process, when all of them are done with the store.

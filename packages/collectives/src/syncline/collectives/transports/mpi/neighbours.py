@@ -27,8 +27,8 @@ from typing_extensions import override
 from ...health.agreement import rounds
 from ...health.stalls import StatusPost
 from ...health.statements import Statements, ranks_in_words
-from . import library
-from .library import Tag
+from .library import Tag, while_mpi_runs
+from .waiting import yield_cpu
 
 # How long a rank listens after a time-out. Together with what MPI takes for it, less than the monitor leaves such a call.
 _LISTEN_S = 1.5
@@ -94,7 +94,7 @@ class TimeoutReport:
                 self._tell(said)
                 next_telling, told = now + _TELL_EVERY_S, len(said.heard)
             if not self._receive(said):
-                library.yield_cpu()
+                yield_cpu()
             now = time.monotonic()
         if len(said.heard) > told:
             self._tell(said)
@@ -155,16 +155,21 @@ class MPIStatusPost(StatusPost):
     @override
     def post(self, line: str) -> None:
         self._count += 1
-        self._send(f"{self._rank} {self._count} {line}".encode()[:_LONGEST_BYTES])
+        with while_mpi_runs() as runs:
+            if runs:
+                self._send(f"{self._rank} {self._count} {line}".encode()[:_LONGEST_BYTES])
 
     @override
     def posted(self) -> Mapping[int, str]:
-        return {rank: packed.decode(errors="replace").split(" ", 2)[2] for rank, packed in self._new().items()}
+        with while_mpi_runs() as runs:
+            news = self._new() if runs else {}
+        return {rank: packed.decode(errors="replace").split(" ", 2)[2] for rank, packed in news.items()}
 
     @override
     def pass_on(self) -> None:
-        for packed in self._new().values():
-            self._send(packed)
+        with while_mpi_runs() as runs:
+            for packed in (self._new() if runs else {}).values():
+                self._send(packed)
 
     def _send(self, packed: bytes) -> None:
         self._sent = [(request, sent) for request, sent in self._sent if not request.Test()]

@@ -15,6 +15,7 @@ from ...errors import DisagreementError
 from ...health.statements import Statements, different_calls
 from .library import mapped, mpi_errors, wait
 from .neighbours import TimeoutReport
+from .waiting import ARRIVAL_NAP_S
 
 NOWHERE = -1
 """The place of a tensor that lies in no window."""
@@ -33,7 +34,7 @@ class Sync(ABC):
         """Return when all ranks have come, and made the same call.
 
         Args:
-            call: of this rank; `Signature.digest` says what is compared.
+            call: of this rank; `Call.digest` says what is compared.
             place: where this rank's tensor lies; compared as well.
 
         Returns:
@@ -66,10 +67,10 @@ class MessageSync(Sync):
 
     def same(self, call: Call, place: int = NOWHERE) -> bool:
         """As `Sync.same`. One reduction compares both numbers: if all are the same, the largest is also the smallest."""
-        digest, numbers = call.signature.digest(), self._numbers
+        digest, numbers = call.digest(), self._numbers
         numbers[0], numbers[1], numbers[2], numbers[3] = digest, -digest, place, -place
         spec = (numbers, MPI.INT64_T)
-        self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX), nap=True)
+        self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX), naps_at_once=True)
         if numbers[0] != -numbers[1]:
             raise self.disagreement(call)
         return numbers[2] == -numbers[3] != NOWHERE
@@ -84,10 +85,17 @@ class MessageSync(Sync):
         Raises:
             TimeoutError: a rank does not answer: it has given up before.
         """
-        signatures = all_gather_objects(self._communicator, str(call.signature), lambda start: self.run(call, start))
+        signatures = all_gather_objects(self._communicator, call.words, lambda start: self.run(call, start))
         return different_calls(Statements.of(signatures))
 
-    def run(self, call: Call, start: Callable[[], MPI.Request], *, nap: bool = False) -> None:
+    def run(
+        self,
+        call: Call,
+        start: Callable[[], MPI.Request],
+        *,
+        longest_nap_s: float = ARRIVAL_NAP_S,
+        naps_at_once: bool = False,
+    ) -> None:
         """Start an operation and wait for it, as `library.wait` does.
 
         Raises:
@@ -97,7 +105,7 @@ class MessageSync(Sync):
         request = None
         try:
             request = start()
-            wait(request, call.scope, nap=nap)
+            wait(request, call.scope, longest_nap_s=longest_nap_s, naps_at_once=naps_at_once)
         except MPI.Exception as error:
             raise mapped(error) from error
         except TimeoutError:
@@ -114,7 +122,7 @@ class MessageSync(Sync):
     def timeout(self, call: Call) -> TimeoutError:
         """A time-out in words that say where the other ranks are. Asks them, for a second or two."""
         with mpi_errors():
-            return TimeoutError(self._report.collect(str(call.signature)))
+            return TimeoutError(self._report.collect(call.words))
 
 
 def all_gather_objects(communicator: MPI.Intracomm, mine: _T, run: Run) -> list[_T]:

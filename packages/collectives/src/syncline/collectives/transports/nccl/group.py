@@ -157,7 +157,7 @@ class NcclGroup(EngineGroup):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str | None = None) -> torch.Tensor:
         """Memory of torch's allocator, by default on the current GPU. CuPy (14) offers no way to register it with NCCL."""
-        return torch.empty(numel, dtype=dtype, device=self._runtime.current_device() if device is None else device)
+        return super().allocate(numel, dtype, self._runtime.current_device() if device is None else device)
 
     # ---- collectives ----
 
@@ -172,7 +172,7 @@ class NcclGroup(EngineGroup):
                 f"{signature} on {self.place()}: it blocks the CPU, but a CUDA graph is being captured, in which "
                 "nothing can be waited for on the CPU"
             )
-        call = Call(signature, None, reads, writes)
+        call = Call(signature, None, reads, writes, mark=self._take_mark())
         with self._ending_the_group():
             work, is_put = self._queue.run_in_turn(self._put, call, device, async_op)
         if is_put:
@@ -238,7 +238,7 @@ class NcclGroup(EngineGroup):
         """The call has its place in the order from now on."""
         self.recorder.begin(call)
         if self._compares_later and call.number is not None:
-            self._agreed.add(call.signature.digest())
+            self._agreed.add(call.digest())
             if self._agreed.is_due:
                 self._compare()
 

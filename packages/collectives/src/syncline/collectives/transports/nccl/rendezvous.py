@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import threading
@@ -24,6 +23,7 @@ from ...errors import RankLostError, TransportError
 from ...group import ProcessGroup
 from ...health.agreement import Carrier
 from ...health.statements import Statements
+from ...tensors.layout import contents
 
 Payload: TypeAlias = dict[str, Any]
 # In place of a decision: why there is none.
@@ -223,7 +223,7 @@ class GroupRendezvous(Rendezvous):
         self._receive_into(length, sender, tag, scope)
         message = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         self._receive_into(message, sender, tag, scope)
-        received: Payload = json.loads(ctypes.string_at(message.data_ptr(), message.numel()))
+        received: Payload = json.loads(bytes(contents(message)))
         return received
 
     def _receive_into(self, tensor: torch.Tensor, sender: int, tag: int, scope: CancelScope) -> None:

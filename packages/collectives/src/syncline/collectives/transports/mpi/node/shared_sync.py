@@ -12,9 +12,9 @@ from ....engine.call import Call
 from ....engine.cancel_scope import CancelScope
 from ....errors import TransportError
 from ...shared_memory.segment import Segment
-from .. import library
 from ..library import mapped
 from ..sync import NOWHERE, MessageSync, Sync
+from ..waiting import ARRIVAL_NAP_S, Patience
 
 _GAVE_UP = -1  # as an arrival
 
@@ -27,7 +27,6 @@ LEAST_SLOT_BYTES = 64
 # the library, which takes as long as a small collective. Where ranks share cores, the core may be what another one waits for.
 _LOOKS_ON_OWN_CORE = 1000
 _LOOKS_ON_SHARED_CORE = 100
-_LOOKS_BETWEEN_CLOCKS = 256
 
 
 def has_total_store_order() -> bool:
@@ -138,16 +137,13 @@ class ShmBarrier:
         for _ in range(self._looks_before_yielding):
             if numbers[line] == arrival:
                 return
-        looks = 0
+        patience = Patience(scope, ARRIVAL_NAP_S)
         while (number := numbers[line]) != arrival:
             if number == _GAVE_UP:
                 index = self._lines[arrival & 1][1].index(line)
                 raise GaveUpError(index + (index >= self.mine))
             self._progress()
-            library.yield_cpu()
-            looks += 1
-            if looks % _LOOKS_BETWEEN_CLOCKS == 0:
-                scope.check("rank(s) of this node did not come")
+            patience.rest("rank(s) of this node did not come")
 
 
 class SharedSync(Sync):
@@ -165,7 +161,7 @@ class SharedSync(Sync):
     def same(self, call: Call, place: int = NOWHERE) -> bool:
         """As `Sync.same`."""
         try:
-            is_same, is_common = self.barrier.arrive(call.scope, call.signature.digest(), place)
+            is_same, is_common = self.barrier.arrive(call.scope, call.digest(), place)
         except Exception as error:  # noqa: BLE001 - raised again
             raise self._explained(error, call) from None
         if not is_same:
