@@ -250,8 +250,8 @@ def test_messages_larger_than_mpi_counts(mpi_group: ProcessGroup, monkeypatch: p
     """They are one element of a type made of pieces, here of 64 bytes, and of the rest."""
     from mpi4py import MPI
 
-    from syncline.collectives.backends.mpi import transport
-    from syncline.collectives.backends.mpi.datatypes import message
+    from syncline.collectives.transports.mpi import transport
+    from syncline.collectives.transports.mpi.datatypes import message
 
     monkeypatch.setattr(transport, "PIECE_BYTES", 64)
     _, count, datatype = message(torch.zeros(173, dtype=torch.uint8), 64)

@@ -104,7 +104,7 @@ def test_in_a_large_job_the_block_of_the_missing_rank_names_it(run_on: RunOn) ->
         from pathlib import Path
         from mpi4py import MPI
         from syncline.collectives import CollectiveTimeout, init_process_group
-        from syncline.collectives.backends.mpi import first_meeting
+        from syncline.collectives.transports.mpi import first_meeting
 
         first_meeting._BLOCK_RANKS = 2
         rank = MPI.COMM_WORLD.rank
@@ -291,9 +291,9 @@ def test_a_program_that_ends_mpi_closes_its_groups_and_goes_on(run_on: RunOn, tm
         from mpi4py import MPI
         import torch
         from syncline.collectives import GroupClosedError, all_reduce, init_process_group
-        from syncline.collectives.backends.mpi.job_abort import ExitBarrier
+        from syncline.collectives.transports.mpi.job_abort import ExitBarrier
 
-        ExitBarrier.limit_s = 0.05
+        ExitBarrier.period_s = 0.05
         group = init_process_group(timeout=60)
         pair = group.split(0)
         tensor = torch.ones(20000) * (group.rank + 1)

@@ -14,10 +14,10 @@ import torch
 
 import syncline.collectives as sc
 from syncline.collectives import ProcessGroup
-from syncline.collectives.backends.in_process import create_groups
-from syncline.collectives.host.shared_memory.segment import Segment, create_file, padded
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.testing.processes import run_processes
+from syncline.collectives.transports.shared_memory.segment import Segment, create_file, padded
+from syncline.collectives.transports.threads import create_groups
 from test_support.forked import answer_of, in_fork
 
 pytestmark = [
