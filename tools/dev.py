@@ -164,12 +164,13 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def lint(_: argparse.Namespace) -> int:
-    """Check style, format, and what imports what."""
+    """Check style, format, what imports what, and that Notes are where they are cited."""
     ruff = (PYTHON, "-m", "ruff")
     return _all_of(
         (*ruff, "check", ROOT),
         (*ruff, "format", "--check", ROOT),
         (PYTHON.parent / "lint-imports", ROOT / "tools" / "layers.toml", "--no-cache"),
+        (PYTHON, ROOT / "tools" / "check_notes.py"),
     )
 
 

@@ -74,7 +74,7 @@ def test_the_page_on_starting_has_the_words_of_the_messages() -> None:
         assert heading.search(said), f"no message has the words of {heading.pattern!r}"
 
 
-@pytest.mark.parametrize("place", ["startup", "backends/mpi", "backends/gloo.py", "default_group"])
+@pytest.mark.parametrize("place", ["startup", "transports/mpi", "transports/gloo.py", "api"])
 def test_every_launch_error_is_on_the_page_on_starting(place: str) -> None:
     found, sources = headings(), COLLECTIVES / place
     for path in sources.rglob("*.py") if sources.is_dir() else [sources]:

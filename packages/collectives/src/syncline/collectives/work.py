@@ -284,7 +284,7 @@ class PendingWork(Work):
         self._future: TensorsFuture | None = None
 
     def leave_to_parent(self, error: BaseException) -> None:
-        """In a fork, where no thread finishes it: to wait for it raises `error`. See Note [Forks]."""
+        """In a fork, where no thread finishes it: to wait for it raises `error`. See Note [Forks] in `forks`."""
         self._lock = threading.Lock()
         self._waiting = None
         self._error = error

@@ -24,7 +24,8 @@ class BackwardReduction:
         reduction: starts a bucket.
         group: the ranks that average; compares their calls after the last bucket.
         statistics: gets the times.
-        mark: what the ranks compare of this backward, with its first bucket; see Note [Which backward is reduced].
+        mark: what the ranks compare of this backward, with its first bucket; see Note [Which backward is reduced] in
+            `sync_policy`.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class BackwardReduction:
         self._left_alone: GloballyUnused = usage.globally_unused
 
     def start(self, numbers: range, *, is_last: bool) -> None:
-        """Collect these buckets and issue their reductions: 0, 1, 2, ... in every backward; see Note [Buckets start in order].
+        """Collect these buckets and issue their reductions: 0, 1, 2, ... in every backward.
+
+        See Note [Buckets start in order] in `readiness`.
 
         Args:
             numbers: which buckets.

@@ -115,7 +115,7 @@ class Bucket:
         self.buffer.zero_()
 
     def _choose_memory(self) -> None:
-        """The bucket's own, unless somebody else still reads there; see Note [Aliased gradients]."""
+        """The bucket's own, unless somebody else still reads there. Note [Aliased gradients] in `gradient_aliasing`."""
         if self._aliasing is None:
             if (
                 list(map(_address_of, self.views)) != self._addresses

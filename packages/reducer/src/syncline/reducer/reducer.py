@@ -480,7 +480,10 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_wake(self, bucket: PendingBucket) -> None:
-        """Called inside a hook, on the thread of backward; see Notes [What one gradient costs], [After all users' hooks]."""
+        """Called inside a hook, on the thread of backward.
+
+        See Note [What one gradient costs] in `pending_gradients`, and Note [After all users' hooks] in `gradient_hooks`.
+        """
         self._has_accumulated = True
         if not self._sync_policy.is_due:
             if not self._counts_at_end:
@@ -583,7 +586,9 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _end(self) -> None:
-        """Called by autograd on the thread of backward, when nothing is left to compute; see Note [The outermost backward].
+        """Called by autograd on the thread of backward, when nothing is left to compute.
+
+        See Note [The outermost backward] in `torch_internals`.
 
         Raises:
             MisuseError: gradients are missing.

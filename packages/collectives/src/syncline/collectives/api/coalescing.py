@@ -232,7 +232,7 @@ def _checked(
 ) -> tuple[list[torch.Tensor], bool]:
     """The tensors, as a collective can use them, and whether they do not exist. All are looked at before the first is sent.
 
-    See Note [Tensors that are no memory] in `contract.arguments`.
+    See Note [Tensors that are no memory] in `tensors.arguments`.
     """
     problem = "expected a list of tensors, found None" if tensors is None else checks.no_tensors({"tensors": tensors})
     if problem is None and not all(tensor.layout is torch.strided for tensor in tensors or ()):

@@ -208,7 +208,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @override
     def in_fork(self) -> None:
-        """As if the group were closed, without a word to anybody. No lock of the parent's is taken; see Note [Forks]."""
+        """As if the group were closed, without a word to anybody. No lock of the parent's is taken. Note [Forks] in `forks`."""
         self._closed = self._is_in_fork = True
         self._plans = {}
         self._queue.leave_to_parent()
