@@ -25,8 +25,8 @@ import torch.nn.functional as F
 
 from syncline import hooks
 from syncline.collectives import ProcessGroup
+from syncline.collectives.engine.call import Signature
 from syncline.collectives.engine.composed import DelegatingGroup
-from syncline.collectives.engine.signature import Signature
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.work import Work
 from syncline.ddp import DistributedDataParallel

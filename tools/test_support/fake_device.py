@@ -29,7 +29,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from syncline.collectives import group
-from syncline.collectives.engine import signature
+from syncline.collectives.engine import call as engine_call
 from syncline.collectives.engine.device import DeviceRuntime, Event, Stream
 from syncline.collectives.work import TensorsFuture
 
@@ -378,7 +378,7 @@ def let_the_cpu_play(monkeypatch: pytest.MonkeyPatch) -> None:
         device: FakeDevice | None = getattr(_here, "playing", None)
         return "cpu" if device is None or not device.is_mine(tensor) else device.device_type
 
-    for module in (signature, group):
+    for module in (engine_call, group):
         monkeypatch.setattr(module, "device_type_of", played)
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
-from syncline.collectives.engine.call import Call
+from syncline.collectives.engine.call import Call, Signature
 from syncline.collectives.engine.group import HostGroup
-from syncline.collectives.engine.signature import Signature
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 

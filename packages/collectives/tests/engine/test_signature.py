@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from syncline.collectives import ReduceOp, premul_sum
-from syncline.collectives.engine.signature import Signature
+from syncline.collectives.engine.call import Signature
 
 MATRIX = torch.ones(10, 3)
 

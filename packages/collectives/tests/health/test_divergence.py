@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncline.collectives.engine.call import DONE, CallRecord
-from syncline.collectives.engine.signature import Signature
+from syncline.collectives.engine.call import DONE, CallRecord, Signature
 from syncline.collectives.health.divergence import find_divergence
 
 NAMES = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}

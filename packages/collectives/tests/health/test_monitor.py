@@ -9,9 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from syncline.collectives import RankLostError, TransportError
-from syncline.collectives.engine.call import Call
-from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.engine.signature import Signature
+from syncline.collectives.engine.call import Call, CancelScope, Signature
 from syncline.collectives.health.monitor import END_LOOKS, INTERRUPT_LOOKS, NOTICED_LOOKS, Escalation, Monitor, Step
 
 

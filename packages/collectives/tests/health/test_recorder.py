@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
-from syncline.collectives.engine.call import DONE, Call
-from syncline.collectives.engine.signature import Signature
+from syncline.collectives.engine.call import DONE, Call, Signature
 from syncline.collectives.health.recorder import MOST_CALLS, Recorder
 from syncline.collectives.testing import run_ranks
 

@@ -10,8 +10,7 @@ import torch
 
 from syncline.collectives import InvalidArgumentError
 from syncline.collectives.__main__ import main
-from syncline.collectives.engine.call import DONE, Call
-from syncline.collectives.engine.signature import Signature
+from syncline.collectives.engine.call import DONE, Call, Signature
 from syncline.collectives.health.job_report import merged, read_reports
 from syncline.collectives.health.recorder import Recorder
 from syncline.collectives.health.report import Reporter

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from syncline.collectives.engine.call import DONE, Call
-from syncline.collectives.engine.signature import Signature
+from syncline.collectives.engine.call import DONE, Call, Signature
 from syncline.collectives.health.recorder import Recorder
 from syncline.collectives.health.stalls import StallWatch, StatusPost, Waiting, stall_in_words
 

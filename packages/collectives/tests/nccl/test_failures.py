@@ -20,9 +20,9 @@ from syncline.collectives import (
     RankLostError,
     TransportError,
 )
+from syncline.collectives.engine.call import Signature
 from syncline.collectives.engine.device import Event
 from syncline.collectives.engine.group import HostGroup
-from syncline.collectives.engine.signature import Signature
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.transports.nccl import library

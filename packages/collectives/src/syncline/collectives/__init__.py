@@ -3,7 +3,7 @@
 Where to begin reading: the way of a tensor from `all_reduce(tensor)` to shared memory.
 
 1. `api.functional` finds the group.
-2. `group.ProcessGroup` checks the arguments, and makes the call's `Signature` (`engine.signature`).
+2. `group.ProcessGroup` checks the arguments, and makes the call's `Signature` (`engine.call`).
 3. `engine.group.HostGroup` makes the `Call` (`engine.call`), runs it in its turn (`engine.queue`), and finds the plan of its
    signature. (`transports.nccl.group` puts calls on a stream instead.)
 4. The `Transport` (`engine.transport`) makes a plan at the first call of a signature; `transports.threads` is the shortest.

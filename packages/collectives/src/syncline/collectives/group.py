@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .engine.call import Signature, device_type_of, tensor_in_words
 from .engine.observers import recorded
-from .engine.signature import Signature, device_type_of, tensor_in_words
 from .engine.tags import FIRST_RESERVED, LAST_RESERVED, is_reserved
 from .errors import BackendUnavailableError, InvalidArgumentError
 from .reduce_op import ReduceOp, Reduction, checked_reduction

@@ -17,8 +17,8 @@ from ..errors import InvalidArgumentError, MisuseError
 from ..group import ProcessGroup
 from ..reduce_op import Reduction
 from ..work import FutureWork, Work, join_futures
+from .call import Signature
 from .observers import shown
-from .signature import Signature
 
 if TYPE_CHECKING:
     import torch.distributed as dist

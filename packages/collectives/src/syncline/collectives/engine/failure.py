@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import CollectiveTimeout, GroupClosedError, RankLostError, SynclineError, TransportError
 from ..health.liveness import Liveness
-from .call import Call
-from .signature import Signature
+from .call import Call, Signature
 
 
 class FailureWords:

@@ -35,12 +35,10 @@ from ..tensors.layout import flat, in_plain_order, is_tracked, untracked
 from ..tensors.packing import empty_block, pack, unpack
 from ..torch_internals import modes_active
 from ..work import FinishedWork, PendingWork, TensorsFuture, Work, devices_of
-from .call import DONE, FAILED, Call
-from .cancel_scope import CancelScope
+from .call import DONE, FAILED, Call, CancelScope, Signature
 from .device import DeviceRuntime, StreamOrder
 from .failure import FailureWords
 from .queue import GuardedFuture, Queue
-from .signature import Signature
 from .transfer import TransferWork
 from .transport import Plan, Request, Transport
 

@@ -12,9 +12,7 @@ from ..health.liveness import Liveness
 from ..health.stalls import StatusPost
 from ..reduce_op import Reduction
 from ..tensors.layout import flat
-from .call import Call
-from .cancel_scope import CancelScope
-from .signature import Signature
+from .call import Call, CancelScope, Signature
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from ..engine.call import Call
-from ..engine.cancel_scope import CancelScope
-from ..engine.signature import Signature
+from ..engine.call import Call, CancelScope, Signature
 from ..engine.transport import Transport
 from ..errors import TransportError
 from ..stores import PrefixStore, Store

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..engine.cancel_scope import DEFAULT_TIMEOUT_S, seconds
+from ..engine.call import DEFAULT_TIMEOUT_S, seconds
 from ..errors import InvalidArgumentError, SiteFileError
 from ..health.stalls import DEFAULT_STALL_WARNING_S
 from .algorithm_thresholds import AlgorithmThresholds

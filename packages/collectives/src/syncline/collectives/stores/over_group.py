@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 from typing_extensions import override
 
-from ..engine.cancel_scope import CancelScope
+from ..engine.call import CancelScope
 from ..errors import InvalidArgumentError, StoreError, SynclineError
 from ..group import ProcessGroup
 from ..work import Work

@@ -35,7 +35,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from typing_extensions import override
 
-from ..engine.cancel_scope import CancelScope
+from ..engine.call import CancelScope
 from ..errors import InvalidArgumentError, StoreError, StoreTimeout
 from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, key_timeout, poll
 

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..engine.signature import tensor_in_words
+from ..engine.call import tensor_in_words
 from ..torch_internals import is_functorch_wrapped
 from .layout import overlaps_itself
 

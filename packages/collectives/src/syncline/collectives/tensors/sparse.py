@@ -8,7 +8,7 @@ from zlib import crc32
 
 import torch
 
-from ..engine.signature import tensor_in_words
+from ..engine.call import tensor_in_words
 from ..errors import InvalidArgumentError
 from ..health.statements import Statements, different_calls
 from ..reduce_op import PremulSum, ReduceOp, Reduction, divide

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.cancel_scope import seconds
+from ..engine.call import seconds
 from ..group import ProcessGroup
 from ..torch_internals import disable_dynamo
 from .backend_shim import TorchBackendShim, UnservedDeviceError

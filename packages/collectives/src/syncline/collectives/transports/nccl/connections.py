@@ -16,9 +16,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from ...engine.cancel_scope import CancelScope, DetachedCall
+from ...engine.call import CancelScope, DetachedCall, Signature
 from ...engine.device import DeviceRuntime, Stream
-from ...engine.signature import Signature
 from ...errors import CollectiveTimeout, DisagreementError, InvalidArgumentError, MisuseError, TransportError
 from ...startup.nodes import host_identity
 from .communicator import Communicator, mapped, version_in_words

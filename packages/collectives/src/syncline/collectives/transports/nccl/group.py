@@ -13,12 +13,10 @@ from contextlib import contextmanager, suppress
 import torch
 from typing_extensions import override
 
-from ...engine.call import Call
-from ...engine.cancel_scope import CancelScope
+from ...engine.call import Call, CancelScope, Signature
 from ...engine.device import Event
 from ...engine.group import EngineGroup, members_of
 from ...engine.queue import Queue
-from ...engine.signature import Signature
 from ...errors import DisagreementError, InvalidArgumentError, MisuseError, SynclineError, TransportError
 from ...group import ProcessGroup
 from ...health.agreement import History

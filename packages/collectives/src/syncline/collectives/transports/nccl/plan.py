@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...engine.call import Call
-from ...engine.signature import Signature
+from ...engine.call import Call, Signature
 from ...engine.transport import Plan
 from ...tensors.layout import flat, in_plain_order
 from ...tensors.packing import pack, unpack

@@ -8,8 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ....engine.call import Call
-from ....engine.signature import Signature
+from ....engine.call import Call, Signature
 from ....tensors.layout import flat
 from ....tensors.reduction import reduce_into
 from ...shared_memory.segment import Segment

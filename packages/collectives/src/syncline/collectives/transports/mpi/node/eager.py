@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from ....engine.call import Call
-from ....engine.signature import Signature
+from ....engine.call import Call, Signature
 from ....tensors.layout import flat
 from ....tensors.reduction import always_of
 from .algorithm import Operation, Size

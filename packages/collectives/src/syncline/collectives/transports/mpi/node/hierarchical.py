@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ....engine.call import Call
-from ....engine.signature import Signature
+from ....engine.call import Call, Signature
 from ....reduce_op import ReduceOp, Reduction, divide
 from ....tensors.layout import flat
 from ....tensors.reduction import combine, core_op

@@ -9,9 +9,7 @@ import torch
 from mpi4py import MPI
 from typing_extensions import override
 
-from ....engine.call import Call
-from ....engine.cancel_scope import CancelScope
-from ....engine.signature import Signature
+from ....engine.call import Call, CancelScope, Signature
 from ....engine.transport import Plan, Transport
 from ....startup.algorithm_thresholds import AlgorithmThresholds
 from ..fault_tolerance import revoke, revoked_on_failure

@@ -9,8 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 from mpi4py import MPI
 
-from ....engine.call import Call
-from ....engine.signature import Signature
+from ....engine.call import Call, Signature
 from ....engine.transport import LibraryPlan, LibraryTransport, Plan
 from ...shared_memory.segment import Segment
 from ..library import Tag

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 from mpi4py import MPI
 
-from ....engine.call import Call
-from ....engine.cancel_scope import CancelScope
+from ....engine.call import Call, CancelScope
 from ....errors import TransportError
 from ...shared_memory.segment import Segment
 from ..library import mapped

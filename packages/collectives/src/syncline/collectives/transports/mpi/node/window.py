@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....engine.call import Call
-from ....engine.signature import Signature
+from ....engine.call import Call, Signature
 from ....tensors.layout import flat
 from ....tensors.reduction import always_of
 from .algorithm import Operation, chunks, slice_of
