@@ -147,7 +147,7 @@ def _be_on_host(number: int) -> None:
     """Say that this process is on a host of that number."""
     from dataclasses import replace
 
-    from syncline.collectives.health.process_identity import own_identity
+    from syncline.collectives.health.liveness import own_identity
     from syncline.collectives.startup import meeting
 
     mine = own_identity()

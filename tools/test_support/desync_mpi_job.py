@@ -14,8 +14,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from syncline.collectives.engine.group import HostGroup
-from syncline.collectives.health.liveness import Liveness
-from syncline.collectives.health.process_identity import own_identity
+from syncline.collectives.health.liveness import Liveness, own_identity
 from syncline.collectives.transports.mpi import neighbours
 from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
 from test_support.desync_programs import NUMELS, TIMEOUT_S, catalogue, outcome

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from syncline.collectives.engine.call import DONE, CallRecord, Signature
-from syncline.collectives.health.divergence import find_divergence
+from syncline.collectives.health.recorder import find_divergence
 
 NAMES = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
 

@@ -11,8 +11,7 @@ import torch
 from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.health import report
-from syncline.collectives.health.job_report import merged, read_reports
-from syncline.collectives.health.report import Reporter
+from syncline.collectives.health.report import Reporter, merged, read_reports
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 

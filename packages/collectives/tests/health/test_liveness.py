@@ -15,8 +15,7 @@ import pytest
 
 from syncline.collectives import RankLostError, TransportError
 from syncline.collectives.health import liveness as module
-from syncline.collectives.health.liveness import Liveness
-from syncline.collectives.health.process_identity import ProcessIdentity, ProcessState, own_identity
+from syncline.collectives.health.liveness import Liveness, ProcessIdentity, ProcessState, own_identity
 
 
 def until(is_true: Callable[[], bool]) -> None:

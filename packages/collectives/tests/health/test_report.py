@@ -11,9 +11,8 @@ import torch
 from syncline.collectives import InvalidArgumentError
 from syncline.collectives.__main__ import main
 from syncline.collectives.engine.call import DONE, Call, Signature
-from syncline.collectives.health.job_report import merged, read_reports
 from syncline.collectives.health.recorder import Recorder
-from syncline.collectives.health.report import Reporter
+from syncline.collectives.health.report import Reporter, merged, read_reports
 
 CALLS = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
 

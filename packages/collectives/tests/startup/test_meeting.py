@@ -14,7 +14,7 @@ import pytest
 
 from syncline.collectives import DisagreementError, LaunchError, StoreError, SynclineError
 from syncline.collectives.engine.call import CancelScope
-from syncline.collectives.health.process_identity import ProcessIdentity
+from syncline.collectives.health.liveness import ProcessIdentity
 from syncline.collectives.startup import meeting
 from syncline.collectives.startup.addresses import LOOPBACK, OwnAddress
 from syncline.collectives.startup.meeting import Met, address_by_group, address_by_store, meet

@@ -31,8 +31,7 @@ from ..health.report_signal import report_on_signal
 from ..health.stalls import StallWatch
 from ..health.statements import different_calls
 from ..tensors import checks
-from ..tensors.layout import flat, in_plain_order, is_tracked, untracked
-from ..tensors.packing import empty_block, pack, unpack
+from ..tensors.layout import empty_block, flat, in_plain_order, is_tracked, pack, unpack, untracked
 from ..torch_internals import modes_active
 from ..work import FinishedWork, PendingWork, TensorsFuture, Work, devices_of
 from .call import DONE, FAILED, Call, CancelScope, Signature

@@ -31,8 +31,7 @@ from ..engine.call import DONE, CallRecord, CancelScope
 from ..engine.tags import CONTROL
 from ..engine.transport import Transport
 from ..errors import CollectiveTimeout, DisagreementError, TransportError
-from .divergence import find_divergence
-from .recorder import Recorder
+from .recorder import Recorder, find_divergence
 from .statements import Statements
 
 COMPARE_EVERY_CALLS = 1000

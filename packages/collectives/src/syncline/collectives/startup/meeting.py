@@ -12,7 +12,7 @@ from ..api.object_exchange import exchange_objects
 from ..engine.call import CancelScope
 from ..errors import DisagreementError, LaunchError, StoreError, StoreTimeout
 from ..group import ProcessGroup
-from ..health.process_identity import ProcessIdentity, own_identity
+from ..health.liveness import ProcessIdentity, own_identity
 from ..stores import Store
 from ..version import __version__
 from .addresses import LOOPBACK, Doors, Tried, addresses_for_others, agreed_addresses, loopback_domain, try_doors

@@ -16,7 +16,7 @@ from types import TracebackType
 from zlib import crc32
 
 from ..errors import LaunchError, SynclineError
-from ..health.process_identity import own_identity
+from ..health.liveness import own_identity
 from .user_secret import private_folder
 
 logger = logging.getLogger("syncline.collectives")

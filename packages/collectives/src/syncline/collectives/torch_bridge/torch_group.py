@@ -18,8 +18,7 @@ from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
 from ..health.statements import Statements, different_calls
 from ..reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction, divide
-from ..tensors.layout import bytes_of, flat, in_plain_order
-from ..tensors.packing import in_one_block, pack, unpack
+from ..tensors.layout import bytes_of, flat, in_one_block, in_plain_order, pack, unpack
 from ..tensors.reduction import core_op, reduce_in_rank_order
 from ..work import Work
 from .torch_work import TorchRequest, TorchWork, mapped

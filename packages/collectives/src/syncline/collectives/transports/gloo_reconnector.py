@@ -14,8 +14,7 @@ from typing_extensions import override
 from ..engine.call import CancelScope
 from ..engine.transport import Transport
 from ..errors import DisagreementError, StoreError
-from ..health.liveness import Liveness
-from ..health.process_identity import ProcessIdentity, ProcessState, has_ended, own_identity
+from ..health.liveness import Liveness, ProcessIdentity, ProcessState, has_ended, own_identity
 from ..membership.join_queue import JoinQueue
 from ..membership.reconnector import WAITING, Generation
 from ..membership.store_reconnector import StoreReconnector

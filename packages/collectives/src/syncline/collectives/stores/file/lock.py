@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 
 from ...engine.call import CancelScope
 from ...errors import StoreTimeout
-from ...health.process_identity import ProcessIdentity, has_ended, own_identity
+from ...health.liveness import ProcessIdentity, has_ended, own_identity
 from ..store import poll
 from .folder import Folder
 

@@ -45,9 +45,8 @@ from ...errors import RankLostError, SynclineError
 from ...forks import Inherited, generation, tell_in_forks
 from ...health.exit_status import exit_status, watch_exit_status
 from ...health.leaving import Leavers
-from ...health.liveness import Liveness
+from ...health.liveness import Liveness, own_identity
 from ...health.monitor import call_now_and_then
-from ...health.process_identity import own_identity
 from ...startup.uncaught_errors import in_text
 from .fault_tolerance import failed_ranks, is_fault_tolerant
 from .leave_notices import LeaveNotices

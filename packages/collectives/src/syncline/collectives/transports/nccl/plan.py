@@ -10,8 +10,7 @@ import torch
 
 from ...engine.call import Call, Signature
 from ...engine.transport import Plan
-from ...tensors.layout import flat, in_plain_order
-from ...tensors.packing import pack, unpack
+from ...tensors.layout import flat, in_plain_order, pack, unpack
 from ...tensors.reduction import reduce_in_rank_order
 from .communicator import Communicator, NativeReduction, as_reduced, native_reduction
 
@@ -47,7 +46,7 @@ class NcclPlan(Plan):
         return "exchange over NCCL" if self.in_steps else "NCCL"
 
     def pack(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The tensors that travel, contiguous; see `tensors.packing`."""
+        """The tensors that travel, contiguous; see `tensors.layout`."""
         match self._signature.name:
             case "barrier":
                 return torch.zeros(1, dtype=torch.uint8, device=self._device), None

@@ -10,15 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from syncline.collectives.health import process_identity
-from syncline.collectives.health.process_identity import ProcessIdentity, has_ended, own_identity
+from syncline.collectives.health.liveness import ProcessIdentity, has_ended, own_identity
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="only /proc tells of other processes")
 
 # The module alone: the package would load torch.
-SAY_AND_WAIT = f"""
-import runpy
-own_identity = runpy.run_path({process_identity.__file__!r})["own_identity"]
+SAY_AND_WAIT = """
+from syncline.collectives.health.liveness import own_identity
 print(own_identity().to_text(), flush=True)
 input()
 """
