@@ -7,6 +7,8 @@ private to torch                    without it
 ``Tensor._is_zerotensor``           no tensor goes the quick way of a plain CPU tensor; all go the way of the others
 ``torch._foreach_copy_``            tensors are copied one after the other
 ``dist.Work._source_rank``          a receive from any rank over a group of torch's is an error; name the sender
+``dist.Store.list_keys``            ``list_keys`` of a store of torch's is an error (torch 2.6 to 2.8)
+``dist.Store.clone``                a clone of a store of torch's shares its connection (torch 2.6)
 ``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is not recognised, which is an error; use ours
 ``_profiler_enabled``               a profiler shows no collectives
 ``_record_function_with_args_*``    a profiler shows them without shapes
@@ -22,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .errors import TransportError
+from .errors import StoreError, TransportError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -109,6 +111,23 @@ def source_rank(torch_work: Any) -> int:
             f"torch {torch.__version__} does not say which rank a message came from; pass the sender to the receive (src=...)"
         )
     return int(torch_work._source_rank())
+
+
+def keys_of_store(torch_store: Any) -> list[str]:
+    """All keys of a store of torch.distributed.
+
+    Raises:
+        StoreError: the stores of this torch do not tell.
+    """
+    if not hasattr(torch_store, "list_keys"):
+        raise StoreError(f"the stores of torch {torch.__version__} do not list their keys; use a store of ours")
+    keys: list[str] = torch_store.list_keys()
+    return keys
+
+
+def clone_of_store(torch_store: Any) -> Any:
+    """Another handle on the same store of torch.distributed; the same one where its class has no other."""
+    return torch_store.clone() if hasattr(torch_store, "clone") else torch_store
 
 
 def premul_factor(torch_op: Any) -> float | None:

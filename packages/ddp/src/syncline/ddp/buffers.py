@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from syncline.collectives import InvalidTypeError, ProcessGroup, broadcast_coalesced
 
+from . import torch_internals
 from .module_state import ModuleState
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ class Buffers:
             return list(hook.hook(hook.state, buffers) or ())
 
 
-def _unseen_by_autograd(buffers: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+def _unseen_by_autograd(buffers: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
     """Let a graph that has saved buffers (batch normalisation saves its statistics, and does not read them) live on.
 
     Or there could be no second forward before the first one's backward.
     """
-    return _unsafe_preserve_version_counter(tuple(buffers))
+    return torch_internals.preserve_versions(list(buffers))

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.utils import _to_kwargs
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
 from syncline.reducer import GradBucket, IterationStatistics, Reducer, verify_same_options
 
-from . import arguments, logging_data
+from . import arguments, logging_data, torch_internals
 from .bucket_tuning import BucketTuning, check_can_tune, measuring_caps
 from .buffers import Buffers
 from .compatibility import TorchNames, ignored_names
@@ -235,8 +234,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._adopt_optimizers()
             self._reducer.prepare_for_backward(synchronizes=will_reduce)
         if self._input_device is not None:
-            moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
-            inputs, kwargs = moved[0], moved_kwargs[0]
+            inputs, kwargs = torch_internals.moved_to(self._input_device, inputs, kwargs)
         return inputs, kwargs, pending
 
     @disable_dynamo

@@ -31,9 +31,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from .. import torch_internals
 from ..contract.deadline import Deadline
 from ..errors import InvalidArgumentError, StoreError, StoreTimeout
 from .polling import poll
@@ -232,13 +234,13 @@ class FromTorchStore(Store):
     def list_keys(self) -> list[str]:
         try:
             with self._explained():
-                return self._store.list_keys()
+                return torch_internals.keys_of_store(self._store)
         except StoreError as error:
-            raise StoreError(f"{self.describe()} does not list its keys") from error
+            raise StoreError(f"{self.describe()} does not list its keys with torch {torch.__version__}") from error
 
     @override
     def clone(self) -> FromTorchStore:
-        return FromTorchStore(self._store.clone(), self.timeout)  # type: ignore[attr-defined]
+        return FromTorchStore(torch_internals.clone_of_store(self._store), self.timeout)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
