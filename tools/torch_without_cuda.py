@@ -33,28 +33,38 @@ def needed_elsewhere(libraries: Iterable[Path]) -> set[str]:
     return {name for name in names if name.startswith(stems)} - {library.name for library in libraries} - {"libcuda.so.1"}
 
 
-def expected_symbols(symbol_tables: Iterable[str]) -> dict[str, set[str]]:
-    """What `readelf --dyn-syms` lists as undefined, by the library that shall have it; "" stands for one that is not named."""
-    found: dict[str, set[str]] = {}
-    for table in symbol_tables:
-        for name, library in re.findall(r" UND (\w+)(?:@(\S+))?", table):
-            if library.startswith("lib") or (not library and OF_CUDA.match(name)):
-                found.setdefault(library, set()).add(name)
+def versions_of(version_tables: Iterable[str]) -> dict[str, str]:
+    """The versions of symbols that `readelf -V` lists as needed, each with the library that it belongs to."""
+    found: dict[str, str] = {}
+    for table in version_tables:
+        for library, names in re.findall(r"Version: \d+  File: (\S+)  Cnt: \d+\n((?: +0x\w+: +Name: .*\n)*)", table):
+            found.update(dict.fromkeys(re.findall(r"Name: (\S+)", names), library))
     return found
 
 
-def build(name: str, symbols: set[str], unversioned: set[str], folder: Path) -> None:
-    """Build a library that has both kinds of symbols; those with a version have the library's name as theirs."""
+def expected_symbols(symbol_tables: Iterable[str]) -> dict[str, set[str]]:
+    """What `readelf --dyn-syms` lists as undefined, by version; "" stands for those of CUDA's functions that have none."""
+    found: dict[str, set[str]] = {}
+    for table in symbol_tables:
+        for name, version in re.findall(r" UND (\w+)(?:@(\S+))?", table):
+            if version or OF_CUDA.match(name):
+                found.setdefault(version, set()).add(name)
+    return found
+
+
+def build(name: str, symbols: dict[str, set[str]], folder: Path) -> None:
+    """Build a library that has these symbols, by version."""
     with tempfile.TemporaryDirectory() as scratch:
-        code, versions = Path(scratch) / "stub.c", Path(scratch) / "versions"
+        code, script = Path(scratch) / "stub.c", Path(scratch) / "versions"
         lines = [
             f"int {symbol}(void) {{ return {NO_DEVICE if symbol == 'cudaGetDeviceCount' else 0}; }}"
-            for symbol in sorted(symbols | unversioned)
+            for symbol in sorted(set[str]().union(*symbols.values()))
         ]
         code.write_text("\n".join(lines))
-        versions.write_text(f"{name} {{ global: {' '.join(f'{symbol};' for symbol in sorted(symbols))} }};\n")
+        versions = {version: sorted(names) for version, names in symbols.items() if version}
+        script.write_text("".join(f"{version} {{ global: {'; '.join(names)}; }};\n" for version, names in versions.items()))
         options = ["-fno-builtin", "-w", f"-Wl,-soname,{name}"]
-        options += [f"-Wl,--version-script={versions}"] if symbols else []
+        options += [f"-Wl,--version-script={script}"] if versions else []
         subprocess.run(["cc", "-shared", "-fPIC", *options, "-o", folder / name, code], check=True)
 
 
@@ -67,9 +77,10 @@ def leave_out_cuda() -> list[str]:
     folder = Path(str(torch.locate_file("torch/lib")))
     libraries = sorted(folder.glob("*.so*"))
     symbols = expected_symbols(_read(library, "--dyn-syms") for library in libraries)
+    library_of = {**versions_of(_read(library, "-V") for library in libraries), "": ""}
     missing = sorted(needed_elsewhere(libraries))
     for name in missing:
-        build(name, symbols.get(name, set()), symbols.get("", set()), folder)
+        build(name, {version: names for version, names in symbols.items() if library_of[version] in ("", name)}, folder)
     return missing
 
 

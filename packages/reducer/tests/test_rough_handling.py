@@ -169,7 +169,11 @@ def test_a_resized_parameter_is_refused_by_name(as_view: bool) -> None:
         reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
         parameters[1][1].data = torch.ones(5)
         # Where every node is held, for a hook of its own, autograd sees it first.
-        told = r"shape \[3\] for parameter 'b'.*found \[5\]" if TELLS_OF_UNDEFINED_GRADIENTS else r"got \[5\] but expected .* \[3\]"
+        told = (
+            r"shape \[3\] for parameter 'b'.*found \[5\]"
+            if TELLS_OF_UNDEFINED_GRADIENTS
+            else r"got \[5\] but expected .* \[3\]"
+        )
         with pytest.raises(RuntimeError, match=told):
             backward(reducer, parameters, group, (1.0, 2.0))
 

@@ -127,7 +127,10 @@ MAKERS = [
     *(through_torch_prefix(make) for make in (in_memory, file, tcp)),
 ]
 # torch's C++ does not ask Python stores; and its own have no list of keys in older versions.
-CANNOT_LIST_KEYS = [*MAKERS[-3:], *([] if hasattr(dist.Store, "list_keys") else [torch_hash, torch_file, torch_tcp, torch_prefix])]
+CANNOT_LIST_KEYS = [
+    *MAKERS[-3:],
+    *([] if hasattr(dist.Store, "list_keys") else [torch_hash, torch_file, torch_tcp, torch_prefix]),
+]
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
