@@ -58,7 +58,7 @@ def accumulation_node(parameter: torch.nn.Parameter) -> GraphNode:
 
 
 def hook_undefined_gradients(parameter: torch.nn.Parameter, note: Callable[[], object]) -> Any:
-    """Call `note` when backward reaches the parameter and leaves its gradient undefined; returns a handle, which must be held."""
+    """Call `note` when backward reaches the parameter and leaves its gradient undefined; returns a handle; hold it."""
     node = accumulation_node(parameter)
 
     def look(_: object, gradients: tuple[torch.Tensor | None, ...]) -> None:
