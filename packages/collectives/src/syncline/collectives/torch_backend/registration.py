@@ -80,8 +80,8 @@ def _decline_flight_recorder() -> None:
 
 def _close_when_torch_destroys() -> None:
     """Let `destroy_process_group` of torch 2.6 end our groups, too: there it ends NCCL's only."""
-    theirs = distributed_c10d._shutdown_backend
-    if hasattr(dist.ProcessGroup, "shutdown") or theirs.__module__ == __name__:
+    theirs = getattr(distributed_c10d, "_shutdown_backend", None)
+    if theirs is None or theirs.__module__ == __name__:  # a newer torch asks each group itself; or we were here before
         return
 
     def shut_down(group: dist.ProcessGroup) -> None:
@@ -90,7 +90,7 @@ def _close_when_torch_destroys() -> None:
         else:
             theirs(group)
 
-    distributed_c10d._shutdown_backend = shut_down
+    distributed_c10d._shutdown_backend = shut_down  # type: ignore[attr-defined]
 
 
 def _register_scheme() -> None:
