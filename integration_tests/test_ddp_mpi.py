@@ -16,6 +16,7 @@ from syncline.collectives import DisagreementError, MisuseError, ProcessGroup, e
 from syncline.ddp import DistributedDataParallel
 from syncline.hooks import allreduce_hook, fp16_compress_hook, noop_hook
 from syncline.reducer import GradBucket
+from test_support.desync_programs import as_default
 
 pytestmark = pytest.mark.mpi
 
@@ -153,6 +154,24 @@ def test_what_one_rank_keeps_of_large_gradients_stays(mpi_group: ProcessGroup, h
     assert_bitwise_equal_on_all_ranks(mpi_group, gradients(weight))
 
 
+def test_one_rank_may_copy_the_wrapped_model(mpi_group: ProcessGroup) -> None:
+    """An average of the weights on rank 0, say: the copy is a module like others, and communicates with nobody."""
+    with as_default(mpi_group):
+        inputs, targets = make_data(2, SHARE * mpi_group.size)
+        initial = torch.nn.Sequential(make_model(), torch.nn.Linear(3, 40_000), torch.nn.Linear(40_000, 3)).double()
+        whole, _ = train(copy.deepcopy(initial), inputs, targets)
+        model = DistributedDataParallel(copy.deepcopy(initial))
+        ours = copy.deepcopy(model) if mpi_group.rank == 0 else None
+        found, _ = train(model, inputs[:, rows_of(mpi_group)], targets[:, rows_of(mpi_group)])
+        torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-12)
+        if ours is not None:
+            torch.testing.assert_close(state(ours.module), state(initial), rtol=0, atol=0)
+            with torch.no_grad():
+                for mean, now in zip(ours.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(now, 0.5)
+                ours.module(inputs[0])
+
+
 def test_modules_that_differ_are_refused_on_every_rank(mpi_group: ProcessGroup) -> None:
     if mpi_group.size == 1:
         pytest.skip("one rank agrees with itself")
@@ -259,6 +278,7 @@ class Waiting(torch.nn.Module):
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.filterwarnings("ignore:.*hooks on the gradient before it is averaged")
 def test_bucket_0_is_reduced_before_the_last_gradient_is_ready(mpi_group: ProcessGroup, as_view: bool) -> None:
     module = Waiting()
     model = DistributedDataParallel(module, process_group=mpi_group, bucket_cap_mb=1e-6, gradient_as_bucket_view=as_view)

@@ -244,3 +244,32 @@ def test_tensors_larger_than_a_piece(mpi_group: ProcessGroup, monkeypatch: pytes
     assert len(chosen) >= 8
     for name in chosen:
         CHECKS[name](mpi_group)
+
+
+def test_messages_larger_than_mpi_counts(mpi_group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are one element of a type made of pieces, here of 64 bytes, and of the rest."""
+    from mpi4py import MPI
+
+    from syncline.collectives.backends.mpi import transport
+    from syncline.collectives.backends.mpi.datatypes import message
+
+    monkeypatch.setattr(transport, "PIECE_BYTES", 64)
+    _, count, datatype = message(torch.zeros(173, dtype=torch.uint8), 64)
+    assert (count, datatype.Get_size(), datatype.Get_extent()) == (1, 173, (0, 173))
+    assert message(torch.zeros(64, dtype=torch.uint8), 64)[1] is MPI.BYTE
+    if mpi_group.size == 1:
+        return
+    rank, size = mpi_group.rank, mpi_group.size
+    given = torch.arange(173, dtype=torch.uint8) + rank
+    taken = torch.zeros_like(given)
+    work = mpi_group.recv(taken, (rank - 1) % size if rank else None, async_op=True)
+    mpi_group.send(given, (rank + 1) % size)
+    work.wait(20)
+    assert work.source_rank() == (rank - 1) % size
+    assert taken.tolist() == (torch.arange(173, dtype=torch.uint8) + (rank - 1) % size).tolist()
+    mpi_group.barrier()
+    if rank == 0:
+        mpi_group.send(given[:170], 1)
+    elif rank == 1:
+        with pytest.raises(sc.DisagreementError, match="rank 0 sent 170 bytes, this rank expects 173"):
+            mpi_group.recv(taken, 0)

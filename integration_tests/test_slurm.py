@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -148,14 +149,17 @@ def test_libraries_that_srun_cannot_start_are_told_before_they_die(cluster: Slur
     """MPICH from PyPI has no PMIx, over UCX may tell too much for Slurm's PMI-2, and without either its ranks are alone."""
     doctor = ("python", "-m", "syncline.collectives", "doctor")
     init = ("python", "-c", "from syncline.collectives import init_process_group; init_process_group()")
+    by_hand = f"if [ $SLURM_PROCID = 0 ]; then {shlex.join(init)}; fi"  # what is typed in the shell of rank 0
+    shell = shlex.join(("srun", "-N1", "-n2", "--pty", "sh", "-c", by_hand))
     jobs = {
-        name: cluster.start(["srun", "-N2", "-n2", f"--mpi={interface}", *words], tmp_path, {**ENVIRONMENT, **variables})
-        for name, interface, words, variables in (
-            ("doctor pmix", "pmix", doctor, {}),
-            ("doctor pmi2", "pmi2", doctor, {}),
-            ("over OFI", "pmi2", doctor, {"MPIR_CVAR_CH4_NETMOD": "ofi"}),
-            ("init pmix", "pmix", init, {}),
-            ("init none", "none", init, {}),
+        name: cluster.start([*words], tmp_path, {**ENVIRONMENT, **variables})
+        for name, words, variables in (
+            ("doctor pmix", ("srun", "-N2", "-n2", "--mpi=pmix", *doctor), {}),
+            ("doctor pmi2", ("srun", "-N2", "-n2", "--mpi=pmi2", *doctor), {}),
+            ("over OFI", ("srun", "-N2", "-n2", "--mpi=pmi2", *doctor), {"MPIR_CVAR_CH4_NETMOD": "ofi"}),
+            ("init pmix", ("srun", "-N2", "-n2", "--mpi=pmix", *init), {}),
+            ("init none", ("srun", "-N2", "-n2", *init), {}),
+            ("a shell", ("script", "--quiet", "--return", "--command", shell, "/dev/null"), {}),
         )
     }
     said = {name: " ".join(process.communicate(timeout=JOB_S)[0].split()) for name, process in jobs.items()}
@@ -168,13 +172,56 @@ def test_libraries_that_srun_cannot_start_are_told_before_they_die(cluster: Slur
     assert "WRONG MPI" in said["doctor pmix"], said["doctor pmix"]
     assert "LaunchError: " in said["init pmix"], said["init pmix"]
     for name in ("doctor pmix", "init pmix"):
-        assert "srun --mpi=pmix started this process, but MPICH from PyPI speaks PMI-1 and PMI-2" in said[name], said[name]
-        assert "start it with `srun --mpi=pmi2`" in said[name]
+        assert "srun --mpi=pmix started this process, but cannot start MPICH from PyPI: start it with" in said[name], said[name]
+        assert "srun --mpi=pmi2" in said[name]
     assert "export MPIR_CVAR_CH4_NETMOD=ofi" in said["doctor pmi2"], said["doctor pmi2"]
     assert "terminated" not in said["doctor pmi2"], said["doctor pmi2"]
     assert jobs["init none"].returncode != 0
-    assert "LaunchError: Slurm started 2 rank(s), but MPICH" in said["init none"], said["init none"]
-    assert "--mpi=pmi2 (MPICH, Intel MPI)" in said["init none"]
+    for name in ("init none", "a shell"):
+        assert "LaunchError: Slurm started 2 rank(s), but MPICH" in said[name], said[name]
+        assert "--mpi=pmi2 (MPICH, Intel MPI)" in said[name]
+        assert "or this process was started by hand inside a job" in said[name]
+        assert "`env -u SLURM_STEP_ID python ...`" in said[name]
+
+
+PART = """
+from mpi4py import MPI
+import torch
+from syncline.collectives import all_reduce, destroy_process_group, init_process_group
+
+world = MPI.COMM_WORLD
+trainers = world.Split(0 if world.rank else MPI.UNDEFINED)
+if world.rank:
+    group = init_process_group(communicator=trainers, timeout=60)
+    tensor = torch.tensor([1.0 * world.rank])
+    all_reduce(tensor)
+    world.send(f"rank {group.rank} of {group.size} over {group.describe()}: {tensor.item()}", dest=0)
+    destroy_process_group()
+else:
+    print(*sorted(world.recv() for _ in range(2)), sep="\\n")
+"""
+FOLDER = """
+import sys
+import torch
+from syncline.collectives import all_reduce, destroy_process_group, init_process_group
+group = init_process_group("gloo", f"file://{sys.argv[1]}", timeout=60)
+tensor = torch.tensor([1.0 + group.rank])
+all_reduce(tensor)
+print(f"rank {group.rank} of {group.size}: {tensor.item()}\\n", end="")
+destroy_process_group()
+"""
+
+
+def test_a_part_of_the_ranks_and_ranks_without_mpi(cluster: SlurmCluster, tmp_path: Path, open_mpi: dict[str, str]) -> None:
+    """Rank 0 of three serves the others, which train over MPI. Without --mpi, ranks meet in a folder."""
+    part = cluster.start(["srun", "-N1", "-n3", "--mpi=pmix", "python", "-c", PART], tmp_path, {**ENVIRONMENT, **open_mpi})
+    folder = cluster.start(["srun", "-N2", "-n2", "python", "-c", FOLDER, tmp_path / "meeting"], tmp_path, ENVIRONMENT)
+    said = part.communicate(timeout=JOB_S)[0]
+    lines = said.splitlines()
+    assert [line.partition(" over mpi: Open MPI")[0] for line in lines] == ["rank 0 of 2", "rank 1 of 2"], said
+    assert all(line.endswith(": 3.0") for line in lines), said
+    said = folder.communicate(timeout=JOB_S)[0]
+    assert sorted(said.splitlines()) == ["rank 0 of 2: 3.0", "rank 1 of 2: 3.0"], said
 
 
 def test_time_limit_and_killed_ranks(cluster: SlurmCluster, submit, open_mpi) -> None:

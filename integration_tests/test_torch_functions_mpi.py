@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from syncline.collectives import CollectiveTimeout, InvalidArgumentError, as_process_group
+from syncline.collectives import CollectiveTimeout, InvalidArgumentError, MisuseError, as_process_group
 from syncline.collectives.host.host_group import HostGroup
 from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.torch_backend import TorchProcessGroup, monitored_barrier
@@ -30,6 +34,8 @@ pytestmark = [
     pytest.mark.mpi,
     pytest.mark.filterwarnings("ignore:.* (is|will be) deprecated:FutureWarning"),  # torch 2.13 has new names for some
 ]
+
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,11 +80,8 @@ def summed(numel: int = 4) -> torch.Tensor:
 
 
 def test_what_the_group_says() -> None:
-    assert (dist.get_backend(), world().name(), dist.get_backend_config()) == (
-        "syncline-mpi",
-        "syncline-mpi",
-        "cpu:syncline-mpi,cuda:syncline-mpi",
-    )
+    there = "cpu:syncline-mpi,cuda:syncline-mpi" if torch.cuda.device_count() else "cpu:syncline-mpi"
+    assert (dist.get_backend(), world().name(), dist.get_backend_config()) == ("syncline-mpi", "syncline-mpi", there)
     assert dist.get_process_group_ranks(dist.group.WORLD) == list(range(dist.get_world_size()))
     assert world().group_desc == "default_pg"
     assert world()._device_types == [torch.device("cpu")]
@@ -332,6 +335,202 @@ def test_refusals_say_what_and_where() -> None:
         dist.all_reduce(torch.ones(2, device="meta"))
     with pytest.raises(InvalidArgumentError, match=rf"rank {dist.get_rank()} of {dist.get_world_size()}"):
         dist.all_gather([torch.zeros(3)] * (dist.get_world_size() + 1), torch.zeros(3))
+
+
+# ---- tensors that are no memory, and tools of torch's that watch ----
+
+
+def awaited(tensor: torch.Tensor) -> torch.Tensor:
+    """As an eager functional collective returns it, and with it tensor parallelism."""
+    return functional.AsyncCollectiveTensor(tensor)
+
+
+def test_results_of_functional_collectives_are_waited_for() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = awaited(mine())
+    dist.all_reduce(total)
+    assert torch.equal(total + 0, summed())
+    rows = [torch.zeros(4) for _ in range(size)]
+    dist.all_gather(rows, awaited(mine()))
+    assert torch.equal(torch.stack(rows), torch.stack(all_of()))
+    dist.all_to_all(rows, [awaited(mine() + peer) for peer in range(size)])
+    assert torch.equal(torch.stack(rows), torch.stack(all_of()) + rank)
+    part = torch.zeros(4)
+    dist.scatter(part, [awaited(mine() + peer) for peer in range(size)] if rank == 0 else None, 0)
+    assert torch.equal(part, all_of()[0] + rank)
+    several = [mine(), awaited(mine(3))]
+    dist.all_reduce_coalesced(several)
+    assert [(tensor + 0).tolist() for tensor in several] == [summed().tolist(), summed(3).tolist()]
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, awaited(mine()))
+    assert [(entry + 0).tolist() for entry in gathered] == [tensor.tolist() for tensor in all_of()]
+    if size > 1:
+        sending = dist.isend(awaited(mine()), (rank + 1) % size)
+        dist.recv(part, (rank - 1) % size)
+        sending.wait()
+        assert torch.equal(part, all_of()[(rank - 1) % size])
+
+
+def test_other_tensors_without_memory_are_refused_by_name() -> None:
+    class Wrapping(torch.Tensor):
+        """Stands for another tensor."""
+
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> torch.Tensor:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            pytest.fail(f"{function} was called")
+
+    with pytest.raises(InvalidArgumentError, match="expected a plain tensor, found Wrapping, whose values lie elsewhere"):
+        dist.all_reduce(Wrapping(mine()))
+    with pytest.raises(InvalidArgumentError, match=r"inside a transformation of torch\.func"):
+        torch.vmap(lambda row: dist.all_reduce(row) or row)(torch.ones(2, 3))
+    tensor = mine()
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, summed())
+
+
+def test_a_call_on_fake_tensors_communicates_nothing() -> None:
+    if dist.get_rank() == 0:  # the others need not come
+        with FakeTensorMode():
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor)
+            dist.broadcast(tensor, 0, async_op=True).wait()
+            dist.all_gather([torch.ones(3) for _ in range(dist.get_world_size())], tensor)
+            assert tensor.shape == (3,)
+    tensor = mine()
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, summed())
+
+
+def waited(call: Callable[..., Any], *args: Any, async_op: bool, **kwargs: Any) -> None:
+    work = call(*args, async_op=async_op, **kwargs)
+    if async_op:
+        work.wait()
+
+
+def reduced(async_op: bool) -> Tensors:
+    tensor = mine().requires_grad_()
+    waited(dist.all_reduce, tensor, dist.ReduceOp.MAX, async_op=async_op)
+    return (tensor,)
+
+
+def reduced_together(async_op: bool) -> Tensors:
+    tensors = mine(), mine(3)
+    waited(dist.all_reduce_coalesced, list(tensors), async_op=async_op)
+    return tensors
+
+
+def told(async_op: bool) -> Tensors:
+    tensor = mine().reshape(2, 2)
+    waited(dist.broadcast, tensor, dist.get_world_size() - 1, async_op=async_op)
+    return (tensor,)
+
+
+def gathered(async_op: bool) -> Tensors:
+    output = torch.zeros(dist.get_world_size(), 2, 2)
+    waited(dist.all_gather_into_tensor, output, mine().reshape(2, 2).t(), async_op=async_op)
+    return (output,)
+
+
+def scattered(async_op: bool) -> Tensors:
+    output = torch.zeros(2)
+    waited(dist.reduce_scatter_tensor, output, mine(2 * dist.get_world_size()), dist.ReduceOp.AVG, async_op=async_op)
+    return (output,)
+
+
+def exchanged(async_op: bool) -> Tensors:
+    output = torch.zeros(2 * dist.get_world_size())
+    waited(dist.all_to_all_single, output, mine(2 * dist.get_world_size()), async_op=async_op)
+    return (output,)
+
+
+SEEN = [reduced, reduced_together, told, gathered, scattered, exchanged]
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["blocking", "async"])
+@pytest.mark.parametrize("call", SEEN)
+def test_a_tool_sees_a_collective_and_changes_nothing(call: Callable[[bool], Tensors], async_op: bool) -> None:
+    """On one rank, while the others call it as usual."""
+    plain = call(async_op)
+    if dist.get_rank() != 0:
+        watched = call(async_op)
+    else:
+        with CommDebugMode() as seen:
+            watched = call(async_op)
+        assert seen.get_total_counts() == 1
+    assert all(map(torch.equal, plain, watched))
+    assert any(not torch.equal(tensor, mine(tensor.numel()).view(tensor.shape)) for tensor in plain) or dist.get_rank() != 0
+
+
+def test_the_future_of_a_collective_that_a_tool_has_seen() -> None:
+    tensor = mine()
+    with CommDebugMode():
+        halved = dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0] / 2)
+        assert torch.equal(halved.wait(), summed() / 2)
+    assert torch.equal(tensor, summed())
+
+
+def test_a_collective_that_a_tool_has_seen_is_checked() -> None:
+    with CommDebugMode(), pytest.raises(InvalidArgumentError, match="expected the output to hold"):
+        dist.all_gather_into_tensor(torch.zeros(1), mine())
+    with CommDebugMode(), pytest.raises(InvalidArgumentError, match="splits"):
+        dist.all_to_all_single(torch.zeros(4), mine(), [3] * dist.get_world_size())
+
+
+def test_a_traced_program_communicates() -> None:
+    """What was recorded with other values on each rank, and in coalesced calls as the functions have them."""
+    size = dist.get_world_size()
+
+    def program(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor * 2
+        dist.all_reduce(tensor)
+        rows = torch.zeros(size * 4)
+        work = dist.all_gather_into_tensor(rows, tensor + dist.get_rank(), async_op=True)
+        work.wait()
+        return rows
+
+    traced = make_fx(program)(torch.ones(4))
+    assert torch.equal(traced(mine()), torch.cat([2 * summed() + rank for rank in range(size)]))
+    assert torch.equal(traced(mine() + 1), torch.cat([2 * (summed() + size) + rank for rank in range(size)]))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+def test_a_tracer_refuses_what_its_program_would_leave_out() -> None:
+    def program(tensor: torch.Tensor) -> torch.Tensor:
+        dist.reduce(tensor, 0)
+        return tensor
+
+    for trace in (make_fx(program), lambda tensor: torch.jit.trace(program, (tensor,))):
+        with pytest.raises(MisuseError, match=r"reduce on rank .* cannot be recorded by a tracer"):
+            trace(torch.ones(4))
+
+
+def test_operators_that_compiled_programs_call() -> None:
+    """torch.compile makes them of FSDP's gathers; also of a group that is not ours."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    operators, theirs = torch.ops._c10d_functional, dist.new_group(backend="gloo")
+    for name in (world().group_name, theirs.group_name):
+        rows, part = torch.zeros(size * 4), torch.zeros(4)
+        operators.wait_tensor(operators.all_gather_into_tensor_out(mine(), size, name, out=rows))
+        assert torch.equal(rows, torch.cat(all_of()))
+        word = "min"
+        operators.wait_tensor(operators.reduce_scatter_tensor_out(mine(4 * size), word, size, name, out=part))
+        assert torch.equal(part, all_of(4 * size)[0][4 * rank :][:4])
+    # What another rank has compiled has that one's part of the output as the input.
+    rows[4 * ((rank + 1) % size) :][:4] = mine()
+    other = rows[4 * ((rank + 1) % size) :][:4]
+    operators.wait_tensor(operators.all_gather_into_tensor_out(other, size, world().group_name, out=rows))
+    assert torch.equal(rows, torch.cat(all_of()))
+    if size > 1:
+        received = torch.zeros(4)
+        peers = [(rank + 1) % size, (rank - 1) % size]
+        sent, arrived = operators.batch_p2p_ops(["isend", "irecv"], peers, [3, 3], [mine(), received], world().group_name)
+        operators.wait_tensor(arrived)
+        operators.wait_tensor(sent)
+        assert torch.equal(received, all_of()[(rank - 1) % size])
 
 
 def test_no_port_is_opened(listening: tuple[set[str], set[str]]) -> None:

@@ -37,6 +37,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "version",
         "plugins",
         "torch_internals",
+        "forks",
         "contract",
         "failures",
         "host",
@@ -87,6 +88,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "command",
     ),
     f"{COLLECTIVES}.backends.mpi": (
+        "waiting",
         "library",
         "datatypes",
         "fault_tolerance",
@@ -98,6 +100,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "ring_all_reduce",
         "transport",
         "departure_notices",
+        "first_meeting",
         "job_abort",
         "node",
         "reconnector",

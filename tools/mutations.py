@@ -19,14 +19,14 @@ from typing import Any
 import mpi_runtimes
 import rank_log
 from commands import ROOT, Outcome, ToolError, capture
-from environment import LAYERS, PYTHON
+from environment import LAYERS, PYTHON, VENV
 from side_by_side import Ended, Job, run_side_by_side
 
 LIST = ROOT / "tools" / "mutations.toml"
 KEYS = {"name", "file", "old", "new", "tests", "only", "ranks"}
 # A break may make a test hang: that is seen, too, and sooner than in the whole suite.
 TEST_TIMEOUT_S, JOB_TIMEOUT_S = 40, 150.0
-COPIED = ("packages", "integration_tests", "tools", "pyproject.toml", "docs", "README.md")
+COPIED = ("packages", "integration_tests", "tools", "pyproject.toml", "constraints.txt", "docs", "README.md")
 CAUGHT, SURVIVED, INVALID = "caught", "SURVIVED", "INVALID"
 
 
@@ -151,6 +151,7 @@ def _copy_sources(copy: Path) -> None:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         else:
             shutil.copy(ROOT / name, copy / name)
+    (copy / VENV.name).symlink_to(VENV)  # where the tests that start jobs of their own look for MPIs
 
 
 def _run_tests(mutation: Mutation, copy: Path) -> Outcome:

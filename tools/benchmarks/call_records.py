@@ -137,9 +137,7 @@ def over_backends(rounds: int) -> None:
     store = dist.FileStore(world.bcast(tempfile.mkdtemp() + "/store"), size)
 
     def over_gloo(name: str) -> HostGroup:
-        return HostGroup(
-            gloo.connect(store, rank, size, name, Deadline(60.0), "127.0.0.1"), rank, size, name=name, timeout_s=60
-        )
+        return HostGroup(gloo.connect(store, rank, size, name, Deadline(60.0)), rank, size, name=name, timeout_s=60)
 
     def over_mpi(name: str) -> HostGroup:
         transport = NodeTransport(world.Dup(), split=lambda communicator: communicator.Split(communicator.Get_rank(), 0))

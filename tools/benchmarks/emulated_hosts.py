@@ -100,11 +100,11 @@ class EmulatedHosts:
         exported = [word for name in ("MPI4PY_LIBMPI", *_ENV, "PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", name)]
         return (*agent, "--host", hosts, "--bind-to", "none", *network, *exported)
 
-    def start(self, line: str, environ: Mapping[str, str]) -> subprocess.Popen[str]:
-        """Start a line of shell on the first host. Its MPICH starts ranks on the others by the agent, as it would by ssh."""
+    def start(self, line: str, environ: Mapping[str, str], host: int = 0) -> subprocess.Popen[str]:
+        """Start a line of shell on a host. Its MPICH starts ranks on the others by the agent, as it would by ssh."""
         launcher = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(self._agent)}
         return subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", self._agent, self.names[0], line],  # not to outlive this process
+            ["setpriv", "--pdeathsig", "KILL", self._agent, self.names[host], line],  # not to outlive this process
             env={**os.environ, **environ, **_ENV, **launcher},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

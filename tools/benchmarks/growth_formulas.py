@@ -39,12 +39,11 @@ _PER_PEER = Formula("N - 1", lambda job: job.ranks - 1)
 #: By what carries the job, phase and counter; where a library alone decides, there is no formula.
 FORMULAS: dict[tuple[str, str, str], Formula] = {
     ("gloo", "start-up", "connections"): _PER_PEER,
-    ("gloo", "start-up", "requests"): Formula("2 N + L + 8", lambda job: 2 * job.ranks + job.per_host + 8),
+    ("gloo", "start-up", "requests"): Formula("2 N + L + 13", lambda job: 2 * job.ranks + job.per_host + 13),
     ("gloo", "new_group", "connections"): _PER_PEER,
-    ("gloo", "new_group", "requests"): Formula("2 N + L + 6", lambda job: 2 * job.ranks + job.per_host + 6),
+    ("gloo", "new_group", "requests"): Formula("2 N + L + 8", lambda job: 2 * job.ranks + job.per_host + 8),
     ("gloo", "comparison of calls", "messages"): Formula("3 log2 N", lambda job: 3 * job.rounds),
     ("mpi", "start of MPI", "connections"): Formula("2 log2 N - 1", lambda job: 2 * job.rounds - 1),
-    ("mpi", "start-up", "connections"): Formula("0", lambda _: 0),
     ("mpi", "new_group", "connections"): Formula("0", lambda _: 0),
     ("mpi", "handshake", "messages"): _LOG,
     ("mpi", "allocate", "messages"): Formula(

@@ -70,7 +70,7 @@ def _over_gloo(options: argparse.Namespace, group: ProcessGroup, report: Report)
 def _gloo_group(group: ProcessGroup) -> HostGroup:
     """Of the same ranks, on one machine. A collective."""
     store = tcp_store_of_rank_0(group, group.timeout_s)
-    transport = gloo.connect(store, group.rank, group.size, "tune", Deadline(group.timeout_s), "127.0.0.1")
+    transport = gloo.connect(store, group.rank, group.size, "tune", Deadline(group.timeout_s))
     return HostGroup(transport, group.rank, group.size, name="tune", timeout_s=group.timeout_s)
 
 

@@ -4,22 +4,23 @@
     python3 tools/dev.py bench --ranks 4 waiting      # two on each
 
 One DDP model for each case takes its steps with one policy after the other, in turn. The policies are what a thread does
-between two looks at whether the others are there, once it has looked a few times in vain: `yield` (sched_yield, which is ours),
-`spin` (nothing), `sleep` (50 us).
+between two looks at whether the others are there, once it has looked a few times in vain: `ours` (it yields, and sleeps after
+`spin_s`), `yield` (sched_yield for ever), `spin` (nothing), `sleep` (at once).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.backends.mpi import library
+from syncline.collectives.backends.mpi import waiting
+from syncline.collectives.startup.settings import DEFAULT_SPIN_S
 
 from . import picture, session
 from .cases import all_cases
@@ -29,11 +30,13 @@ from .summary import Summary, as_times
 from .timing import Phases, Step, interleaved
 from .trainer import Trainer
 
-OURS = "yield"
-POLICIES: dict[str, Callable[[], None]] = {
-    OURS: os.sched_yield,
-    "spin": lambda: None,
-    "sleep": lambda: time.sleep(50e-6),
+OURS = "ours"
+# For how long ranks look before they sleep, and what they do meanwhile.
+POLICIES: dict[str, tuple[float, Callable[[], None]]] = {
+    OURS: (DEFAULT_SPIN_S, os.sched_yield),
+    "yield": (math.inf, os.sched_yield),
+    "spin": (math.inf, lambda: None),
+    "sleep": (0.0, os.sched_yield),
 }
 
 
@@ -46,7 +49,7 @@ def _steps(options: argparse.Namespace, group: ProcessGroup, report: Report) -> 
     found: dict[str, dict[str, Summary]] = {}
     for case in all_cases(session.scale(options)):
         trainer = Trainer(ours(group)(copy.deepcopy(case.model())), case, case.batch())
-        steps = {name: with_policy(policy, trainer.step) for name, policy in POLICIES.items()}
+        steps = {name: with_policy(*policy, trainer.step) for name, policy in POLICIES.items()}
         taken = interleaved(steps, group, options.steps)
         found[case.name] = {name: Summary.of([step.total_s for step in taken[name]]) for name in taken}
         base_s = found[case.name][OURS].median_s
@@ -56,15 +59,17 @@ def _steps(options: argparse.Namespace, group: ProcessGroup, report: Report) -> 
     picture.bars(report.picture("steps"), f"steps by how ranks wait, {group.size} ranks", found)
 
 
-def with_policy(policy: Callable[[], None], step: Step) -> Step:
+def with_policy(spin_s: float, yield_cpu: Callable[[], None], step: Step) -> Step:
     """A step during which this process waits in that way."""
 
     def run() -> Phases:
-        usual, library.yield_cpu = library.yield_cpu, policy
+        usual, waiting.yield_cpu = waiting.yield_cpu, yield_cpu
+        waiting.spin_for(spin_s)
         try:
             return step()
         finally:
-            library.yield_cpu = usual
+            waiting.yield_cpu = usual
+            waiting.spin_for(DEFAULT_SPIN_S)
 
     return run
 

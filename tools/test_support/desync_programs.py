@@ -290,6 +290,24 @@ def other_training(usual: Mapping[str, Any], other: Mapping[str, Any]) -> Body:
     return lambda group, odd, numel: train(group, numel, **(other if odd else usual))
 
 
+def stray_backward(group: ProcessGroup, odd: bool, numel: int) -> None:
+    """One rank runs a backward of the bare module between two steps, for itself."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(numel, 1), process_group=group)
+    for step in range(3):
+        if step == 2 and odd:
+            model.module(ones(numel)).sum().backward()
+        model(ones(numel)).sum().backward()
+
+
+def other_mark(group: ProcessGroup, odd: bool, numel: int) -> None:
+    """After a few calls of the kind, so that a plan is kept; waited for at once."""
+    for mark in ("first", "second", "third" if odd else "other"):
+        all_reduce(group, numel)
+        with group.marked(mark):
+            all_reduce(group, numel)
+
+
 def other_model(group: ProcessGroup, odd: bool, numel: int) -> None:
     train(group, numel + odd)
 
@@ -312,6 +330,8 @@ QUICK = (
     "options: check_calls on one rank",
     "training: fp16 and bf16 hooks",
     "training: no_sync on one rank",
+    "training: a backward of the bare module on one rank",
+    "all_reduce: another mark",
 )
 
 
@@ -379,6 +399,8 @@ def catalogue() -> Mapping[str, Program]:
     found["training: find_unused_parameters on one rank"] = Program(
         other_training({}, {"find_unused_parameters": True}), garbles=True
     )
+    found["training: a backward of the bare module on one rank"] = Program(stray_backward)
+    found["all_reduce: another mark"] = Program(other_mark)
     found["training: another model"] = Program(other_model)
     return found
 

@@ -571,7 +571,7 @@ def test_two_versions_run_in_the_same_processes() -> None:
 
 def test_policies_of_waiting_are_kept_and_drawn(played: Path) -> None:
     kept = kept_by("waiting", played)["steps"]
-    assert all(steps.keys() == {"yield", "spin", "sleep"} for steps in kept.values())
+    assert all(steps.keys() == {"ours", "yield", "spin", "sleep"} for steps in kept.values())
     assert drawn_by("waiting", played) == {"steps"}
 
 

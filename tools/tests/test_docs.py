@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 from dataclasses import fields
 from importlib.metadata import entry_points
@@ -38,13 +39,51 @@ def test_every_environment_variable_is_documented() -> None:
 
 def test_every_key_of_the_site_file_is_documented_with_its_default() -> None:
     text = (REFERENCE / "settings.md").read_text()
-    documented = dict(re.findall(r"^\| `(\w+)` \| [\w ]+ \| (\w+) \|", text, re.MULTILINE))
+    documented = dict(re.findall(r"^\| `(\w+)` \| [\w ]+ \| ([\w.]+) \|", text, re.MULTILINE))
     defaults = {field.name: field.default for field in fields(Settings) if field.metadata}
     shown = {
         key: "automatic" if value is None else f"{value:g}" if type(value) is float else str(value).lower()
         for key, value in defaults.items()
     }
     assert documented == shown
+
+
+STARTING = ROOT / "docs" / "howto" / "when-it-does-not-start.md"
+COLLECTIVES = ROOT / "packages" / "collectives" / "src" / "syncline" / "collectives"
+
+
+def text_of(node: ast.AST) -> str | None:
+    """A text of the sources in one line, with "…" for what is filled in; None if it is none."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values).replace("\n", " ")
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value.replace("\n", " ")
+    return None
+
+
+def headings() -> list[re.Pattern[str]]:
+    found = re.findall(r"^### (.*)$", STARTING.read_text(), re.MULTILINE)
+    return [re.compile(".*".join(map(re.escape, heading.strip("… ").split("…")))) for heading in found]
+
+
+def test_the_page_on_starting_has_the_words_of_the_messages() -> None:
+    """Its readers search for what they have seen."""
+    nodes = (node for path in COLLECTIVES.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    said = "\n".join(text for node in nodes if (text := text_of(node)) is not None)
+    assert len(headings()) >= 25
+    for heading in headings():
+        assert heading.search(said), f"no message has the words of {heading.pattern!r}"
+
+
+@pytest.mark.parametrize("place", ["startup", "backends/mpi", "backends/gloo.py", "default_group"])
+def test_every_launch_error_is_on_the_page_on_starting(place: str) -> None:
+    found, sources = headings(), COLLECTIVES / place
+    for path in sources.rglob("*.py") if sources.is_dir() else [sources]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "LaunchError":
+                text = text_of(node.args[0])
+                if text is not None and text.strip("… "):
+                    assert any(heading.search(text) for heading in found), f"{path.name} says, and the page does not: {text}"
 
 
 def test_every_command_and_each_of_its_options_is_documented() -> None:

@@ -8,7 +8,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from syncline.collectives import InvalidArgumentError, ProcessGroup, Work, broadcast_coalesced
+from syncline.collectives import (
+    InvalidArgumentError,
+    ProcessGroup,
+    ReduceOp,
+    Work,
+    all_gather_coalesced,
+    all_reduce_coalesced,
+    broadcast_coalesced,
+)
 from syncline.collectives.default_group.coalescing import plan_buffers
 from syncline.collectives.testing import run_ranks
 
@@ -124,3 +132,25 @@ def test_buffer_size_must_be_positive() -> None:
             broadcast_coalesced([], group=group, buffer_size_bytes=0)
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("wrong", ["reduction", "memory", "device"])
+def test_all_tensors_are_looked_at_before_the_first_is_sent(wrong: str) -> None:
+    """One rank alone is refused, and nobody else has to call."""
+
+    def body(group: ProcessGroup) -> None:
+        second = torch.ones(3, dtype=torch.bool, device="meta" if wrong == "device" else "cpu")
+        if wrong == "memory":
+            second.untyped_storage().resize_(0)
+        op = ReduceOp.AVG if wrong == "reduction" else ReduceOp.SUM
+        if group.rank == 0:
+            with pytest.raises(InvalidArgumentError):
+                all_reduce_coalesced([torch.ones(2), second], op, group=group)
+            rows = [[torch.ones(2), second] for _ in range(group.size + (wrong == "reduction"))]
+            with pytest.raises(InvalidArgumentError):
+                all_gather_coalesced(rows, [torch.ones(2), torch.ones(3, dtype=torch.bool)], group=group)
+        tensor = torch.arange(3.0) + group.rank
+        group.all_reduce(tensor)
+        assert tensor.tolist() == [1.0, 3.0, 5.0]
+
+    run_ranks(2, body)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import time
 from typing import Any
@@ -273,3 +274,34 @@ def test_a_program_does_not_get_the_librarys_own_tags(tag: int) -> None:
             group.recv(torch.ones(1), None, tag)
 
     run_ranks(2, body)
+
+
+def test_callbacks_keep_their_place_and_their_thread_whoever_runs_the_collective() -> None:
+    """The waiting thread often runs the collective itself, with a lock that the callback wants; see `Progress.help`."""
+    rounds = 60
+
+    def body(group: ProcessGroup) -> list[float]:
+        found: list[float] = []
+        held = threading.Lock()
+        generator = random.Random(group.rank)  # the ranks differ in when they wait
+        for number in range(rounds):
+            tensor, child = torch.full((3,), float(number + group.rank)), torch.full((2,), float(group.rank))
+
+            def issue_child(_: object, number: int = number, child: torch.Tensor = child) -> None:
+                with held:
+                    group.all_reduce(child)
+                    found.append(number + child[0].item())
+
+            work = group.all_reduce(tensor, async_op=True)
+            work.get_future().add_done_callback(issue_child)
+            if generator.random() < 0.7:
+                with held:
+                    work.wait()
+            follower = torch.full((1,), float(number))
+            group.all_reduce(follower, async_op=generator.random() < 0.5).wait()
+            assert tensor[2].item() == group.size * number + sum(range(group.size))
+            assert follower.item() == group.size * number
+        return found
+
+    for found in run_ranks(4, body):
+        assert found == [number + 6.0 for number in range(rounds)]

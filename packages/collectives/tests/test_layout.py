@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from syncline.collectives.contract.layout import bytes_of, in_plain_order, overlaps_itself
+from syncline.collectives.contract.layout import bytes_of, contents, in_plain_order, overlaps_itself
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,14 @@ def test_bytes_of_shares_memory() -> None:
     assert bytes_of(torch.zeros(0)).shape == (0,)
     single = torch.zeros(4)[1::2][:1]
     assert bytes_of(single).shape == (4,)
+
+
+def test_contents_are_counted_in_64_bits() -> None:
+    """Nothing here touches the memory, which the system so never gives."""
+    small = torch.arange(7, dtype=torch.uint8)
+    assert bytes(contents(small)) == bytes(range(7))
+    assert bytes(contents(small[:0])) == b""
+    large = torch.empty(2**32 + 5, dtype=torch.uint8)
+    large[-3:] = torch.tensor([7, 8, 9])
+    assert len(contents(large)) == 2**32 + 5
+    assert bytes(contents(large)[2**32 + 2 :]) == bytes([7, 8, 9])

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import pytest
 
+from syncline.collectives import DisagreementError, LaunchError, StoreError, SynclineError
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.failures.process_identity import ProcessIdentity
 from syncline.collectives.startup import meeting
-from syncline.collectives.startup.meeting import meet
+from syncline.collectives.startup.addresses import LOOPBACK, OwnAddress
+from syncline.collectives.startup.meeting import Met, address_by_group, address_by_store, meet
 from syncline.collectives.stores import InMemoryStore
+from syncline.collectives.testing import run_ranks
+
+T = TypeVar("T")
+
+
+def as_threads(size: int, body: Callable[[int], T]) -> list[T]:
+    with ThreadPoolExecutor(size) as ranks:
+        return list(ranks.map(body, range(size)))
+
+
+def failures(size: int, body: Callable[[int], object]) -> list[str]:
+    """What each rank says that is wrong."""
+
+    def failure(rank: int) -> str:
+        with pytest.raises(SynclineError) as caught:
+            body(rank)
+        return str(caught.value)
+
+    return as_threads(size, failure)
 
 
 def test_each_rank_learns_which_process_the_others_are() -> None:
     store = InMemoryStore()
-    met: dict[int, Mapping[int, ProcessIdentity]] = {}
-    threads = [
-        threading.Thread(target=lambda rank=rank: met.update({rank: meet(store, rank, 2, Deadline(10.0))})) for rank in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    met = as_threads(2, lambda rank: meet(store, rank, 2, Deadline(10.0)))
     assert met[0] == met[1]
-    assert [met[0][rank].pid for rank in range(2)] == [os.getpid()] * 2
+    assert [met[0].processes[rank].pid for rank in range(2)] == [os.getpid()] * 2
+    assert met[0].share_loopback
 
 
 class CountingStore(InMemoryStore):
@@ -50,6 +67,10 @@ class CountingStore(InMemoryStore):
         self.requests[threading.current_thread().name] += 1
         return super().add(key, amount)
 
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        self.requests[threading.current_thread().name] += 1
+        return super().compare_set(key, expected, desired)
+
 
 def test_requests_grow_with_the_ranks_of_a_node_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of two ranks."""
@@ -61,9 +82,9 @@ def test_requests_grow_with_the_ranks_of_a_node_only(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(meeting, "own_identity", identity)
     for size in (4, 16):
         store = CountingStore()
-        met: dict[int, Mapping[int, ProcessIdentity]] = {}
+        met: dict[int, Met] = {}
 
-        def body(rank: int, store: CountingStore = store, size: int = size, met: Any = met) -> None:
+        def body(rank: int, store: CountingStore = store, size: int = size, met: dict[int, Met] = met) -> None:
             met[rank] = meet(store, rank, size, Deadline(10.0))
 
         threads = [threading.Thread(target=body, args=(rank,), name=str(rank)) for rank in range(size)]
@@ -71,12 +92,138 @@ def test_requests_grow_with_the_ranks_of_a_node_only(monkeypatch: pytest.MonkeyP
             thread.start()
         for thread in threads:
             thread.join()
-        for rank, processes in met.items():
+        for rank, one in met.items():
             mates = {rank // 2 * 2, rank // 2 * 2 + 1}
-            assert {other: process.pid for other, process in processes.items()} == {mate: 100 + mate for mate in mates}
-        assert sorted(store.requests.values()) == [7] * (size - 1) + [8]
+            assert {other: process.pid for other, process in one.processes.items()} == {mate: 100 + mate for mate in mates}
+            assert not one.share_loopback
+        assert sorted(store.requests.values()) == [9] * (size - 1) + [10]
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"rank\(s\) 1, 2 did not come"):
         meet(InMemoryStore(), 0, 3, Deadline(0.3))
+
+
+def test_a_rank_that_was_told_another_size_is_named_to_all() -> None:
+    store, sizes = InMemoryStore(), (3, 3, 2)
+    store.compare_set("told", "", json.dumps([0, 3, meeting.__version__]))  # rank 0 came first
+    said = failures(3, lambda rank: meet(store, rank, sizes[rank], Deadline(60.0)))
+    assert set(said) == {said[0]}
+    assert said[0].startswith("rank 0 was told that there are 3 ranks, and rank 2 that there are 2: pass the same world_size")
+
+
+class StoreOfRank0(InMemoryStore):
+    """It ends with rank 0, and the others are slow: they read nothing until rank 0 waits for them, or has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rank = threading.local()
+        self._may_read, self._has_ended = threading.Event(), threading.Event()
+
+    def run(self, rank: int, body: Callable[[], object]) -> object:
+        self._rank.number = rank
+        try:
+            return body()
+        finally:
+            if rank == 0:
+                self._has_ended.set()
+                self._may_read.set()
+
+    def get(self, key: str, timeout: Any = None) -> bytes:
+        if self._rank.number != 0 and key in ("all came", "addresses"):
+            assert self._may_read.wait(60.0)
+        if self._has_ended.is_set():
+            raise StoreError("the server hung up")
+        return super().get(key, timeout)
+
+    def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+        if self._rank.number == 0 and any(key.startswith("read/") for key in keys):
+            self._may_read.set()
+        super().wait(keys, timeout)
+
+
+def test_rank_0_serves_the_store_until_all_have_read_what_is_wrong() -> None:
+    store, sizes = StoreOfRank0(), (3, 3, 2)
+    store.compare_set("told", "", json.dumps([0, 3, meeting.__version__]))  # rank 0 came first
+    said = failures(3, lambda rank: store.run(rank, lambda: meet(store, rank, sizes[rank], Deadline(60.0))))
+    assert all("rank 2 that there are 2" in one for one in said), said
+
+
+def test_versions_that_differ_are_named_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = InMemoryStore()
+    store.compare_set("told", "", '[0, 2, "0.0.9"]')
+    store.add("came", 1)
+    with pytest.raises(
+        DisagreementError, match=rf"different versions .*: rank 0 0\.0\.9, rank 1 {meeting.__version__}\. Install"
+    ):
+        meet(store, 1, 2, Deadline(60.0))
+
+
+def test_a_meeting_that_is_over_belongs_to_another_job() -> None:
+    store = InMemoryStore()
+    as_threads(2, lambda rank: meet(store, rank, 2, Deadline(10.0)))
+    with pytest.raises(DisagreementError, match="have met in this store before rank 1 came: it belongs to another job"):
+        meet(store, 1, 2, Deadline(60.0))
+
+
+def test_ranks_of_one_host_with_networks_of_their_own_do_not_share_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "loopback_domain", lambda: f"net {threading.current_thread().name[-1]}")
+    store = InMemoryStore()
+    met = as_threads(2, lambda rank: meet(store, rank, 2, Deadline(10.0)))
+    assert [len(one.processes) for one in met] == [2, 2]
+    assert not any(one.share_loopback for one in met)
+
+
+# ---- addresses ----
+
+HERE = [OwnAddress("dead0", "192.0.2.9"), OwnAddress("lo", "127.0.0.2"), OwnAddress("lo", "127.0.0.3")]
+
+
+@pytest.fixture
+def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host as if each rank were on one of its own; rank 0 has the addresses 127.0.0.2 and 127.0.0.3."""
+    monkeypatch.setattr(meeting, "addresses_for_others", lambda interfaces: HERE[1:])
+    monkeypatch.setattr(meeting, "loopback_domain", lambda: str(threading.get_ident()))
+
+
+def test_all_take_the_first_address_of_rank_0_that_all_reach(several_hosts: None) -> None:
+    store = InMemoryStore()
+    expected = ["127.0.0.2", "127.0.0.1", "127.0.0.1"]  # from where the system reaches that of rank 0
+    assert as_threads(3, lambda rank: address_by_store(store, rank, 3, (), Deadline(20.0))) == expected
+    assert run_ranks(3, lambda group: address_by_group(group, (), 20.0)) == expected
+
+
+def test_on_one_host_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "try_doors", lambda *_: pytest.fail("tried"))
+    assert run_ranks(2, lambda group: address_by_group(group, (), 20.0)) == [LOOPBACK] * 2
+
+
+def test_a_host_without_an_address_is_told_to_all(several_hosts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(interfaces: object) -> list[OwnAddress]:
+        raise LaunchError("interface 'x' has no address")
+
+    monkeypatch.setattr(meeting, "addresses_for_others", none)
+    store = InMemoryStore()
+    said = failures(2, lambda rank: address_by_store(store, rank, 2, ("x",), Deadline(20.0)))
+    assert said == ["interface 'x' has no address"] * 2
+
+    def body(group: Any) -> str:
+        with pytest.raises(LaunchError) as caught:
+            address_by_group(group, ("x",), 20.0)
+        return str(caught.value)
+
+    assert run_ranks(2, body) == ["interface 'x' has no address"] * 2
+
+
+def test_one_host_without_an_address_is_told_to_all_while_rank_0_serves_the_store(
+    several_hosts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listed(interfaces: object) -> list[OwnAddress]:
+        if interfaces:
+            raise LaunchError("interface 'x' has no address on host 1")
+        return HERE[1:]
+
+    monkeypatch.setattr(meeting, "addresses_for_others", listed)
+    store, chosen = StoreOfRank0(), ((), ("x",), ())
+    said = failures(3, lambda rank: store.run(rank, lambda: address_by_store(store, rank, 3, chosen[rank], Deadline(20.0))))
+    assert said == ["interface 'x' has no address on host 1"] * 3

@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.collectives import ProcessGroup, exchange_objects
+from syncline.collectives import (
+    NotInitializedError,
+    ProcessGroup,
+    destroy_process_group,
+    exchange_objects,
+    init_process_group,
+)
 from syncline.collectives.contract.object_exchange import all_gather_bytes
 from syncline.collectives.testing import run_ranks
 
@@ -25,6 +31,16 @@ def test_objects_are_copies() -> None:
         assert everyone[group.rank] is not mine
 
     run_ranks(2, body)
+
+
+def test_the_default_group_is_the_default() -> None:
+    with pytest.raises(NotInitializedError):
+        exchange_objects("alone")
+    init_process_group()
+    try:
+        assert exchange_objects("alone") == ["alone"]
+    finally:
+        destroy_process_group()
 
 
 def test_what_does_not_pickle_fails_before_anything_is_sent() -> None:

@@ -216,3 +216,53 @@ def test_stress_one_task_at_a_time_and_in_order(seed: int) -> None:
     log = recorder.finish()
     assert log == sorted(log), "parents in order of issue, each followed by its children"
     assert sum("." not in name for name in log) == 100
+
+
+# ---- whoever waits ----
+
+
+@pytest.fixture
+def unattended(recorder: Recorder) -> Recorder:
+    """Without a thread that takes what is queued."""
+    recorder.progress._thread = threading.current_thread()
+    return recorder
+
+
+def test_a_waiter_runs_what_comes_before_its_task_and_no_more(unattended: Recorder) -> None:
+    progress, log = unattended.progress, unattended.log
+    for name in "ABC":
+        assert progress.enqueue(unattended.task(name))
+    progress.help(lambda: "B>" in log)
+    assert log == ["<A", "A>", "<B", "B>"]
+    assert not progress.is_running_here()
+    progress.help(lambda: False)
+    assert log[4:] == ["<C", "C>"]
+    assert progress.is_idle()
+
+
+def test_a_waiter_does_not_run_anything_while_another_thread_has_the_turn(unattended: Recorder) -> None:
+    progress = unattended.progress
+    assert progress.enqueue(unattended.task("A"))
+    with progress.turn:
+        progress.help(lambda: False)
+    assert unattended.log == []
+
+
+def test_what_a_waiters_task_hands_over_comes_next_and_is_not_run_by_it(unattended: Recorder) -> None:
+    progress, log = unattended.progress, unattended.log
+    progress.enqueue(unattended.task("A", lambda: log.append(str(progress.hand_over(unattended.task("callbacks of A"))))))
+    progress.enqueue(unattended.task("B"))
+    progress.help(lambda: "A>" in log)
+    assert log == ["<A", "True", "A>"]
+    progress.help(lambda: False)
+    assert log[3:] == ["<callbacks of A", "callbacks of A>", "<B", "B>"]
+
+
+def test_nothing_is_handed_over_by_other_tasks_nor_after_the_end(unattended: Recorder) -> None:
+    progress, log = unattended.progress, unattended.log
+    handing_over = unattended.task("A", lambda: log.append(str(progress.hand_over(unattended.task("never")))))
+    assert progress.run_here(handing_over)
+    progress.enqueue(handing_over)
+    progress.stop()
+    progress.help(lambda: False)
+    assert log == ["<A", "False", "A>"] * 2

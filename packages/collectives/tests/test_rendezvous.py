@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from syncline.collectives import (
     StoreTimeout,
     StoreUnavailableError,
 )
-from syncline.collectives.startup import uncaught_errors
 from syncline.collectives.startup.init_method import Address, address_by_environment, parse_address, parse_folder
 from syncline.collectives.startup.rendezvous import find_secret, loopback_host, store_at
 from syncline.collectives.startup.user_secret import is_loopback, user_secret
@@ -160,13 +160,15 @@ def test_the_secret_of_a_user(tmp_path: Path) -> None:
         user_secret(tmp_path / "link")
 
 
-def test_the_first_to_say_something_is_told_so_and_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ThreadPoolExecutor(8) as processes:
-        found = list(processes.map(lambda _: uncaught_errors.is_first("said", tmp_path / "own"), range(8)))
-    assert sorted(found) == [False] * 7 + [True]
-    assert uncaught_errors.is_first("said otherwise", tmp_path / "own")
-    monkeypatch.setattr(uncaught_errors, "FRESH_S", 0.0)
-    assert uncaught_errors.is_first("said", tmp_path / "own")
+def test_a_user_without_a_folder_for_temporary_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    with pytest.raises(LaunchError, match="set TMPDIR to a folder that this user can write") as caught:
+        store_at("tcp://127.0.0.1:29500", 0, 2, 1.0, {})
+    assert "No usable temporary directory found" in str(caught.value)
+    assert len(str(caught.value).splitlines()[0]) <= 200
 
 
 @pytest.mark.parametrize(
@@ -192,6 +194,25 @@ def meet_as_threads(url: str, environ: dict[str, str]) -> None:
 def test_a_folder_that_another_run_has_left(tmp_path: Path) -> None:
     for _ in range(2):
         meet_as_threads(f"file://{tmp_path}/meeting", {})
+
+
+LEAVING = """
+import sys
+from syncline.collectives import destroy_process_group, init_process_group
+rank, url = int(sys.argv[1]), sys.argv[2]
+for _ in range(2):
+    group = init_process_group("gloo", url, rank=rank, world_size=2, timeout=60)
+    group.split(0).barrier()
+    destroy_process_group()
+"""
+
+
+def test_runs_that_ended_leave_no_folders(tmp_path: Path, python: list[str]) -> None:
+    words = [[*python, "-c", LEAVING, str(rank), f"file://{tmp_path}/meeting"] for rank in range(2)]
+    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in words]
+    said = [rank.communicate(timeout=100)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert [path.name for path in (tmp_path / "meeting").iterdir()] == ["rendezvous"]
 
 
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:

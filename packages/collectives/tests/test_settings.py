@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from syncline.collectives import SiteFileError
+from syncline.collectives import InvalidArgumentError, SiteFileError
 from syncline.collectives.contract.deadline import DEFAULT_TIMEOUT_S
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
-from syncline.collectives.startup.settings import SITE_VARIABLE, Settings, load_settings, parse_settings
+from syncline.collectives.startup.settings import SITE_VARIABLE, SPIN_VARIABLE, Settings, load_settings, parse_settings
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,9 @@ from syncline.collectives.startup.settings import SITE_VARIABLE, Settings, load_
         ("timeout_s = 600", Settings(timeout_s=600.0, path="f")),
         ("timeout_s = 0.5", Settings(timeout_s=0.5, path="f")),
         ("reproducible = true", Settings(reproducible=True, path="f")),
+        ("spin_s = inf", Settings(spin_s=math.inf, path="f")),
         ("stall_warning_s = 0", Settings(stall_warning_s=0, path="f")),
+        ('interface = "ib0"', Settings(interface="ib0", path="f")),
         ("window_bytes = 65536\nstaged_bytes = 1", Settings(window_bytes=65536, staged_bytes=1, path="f")),
         (
             'backend = "cpu:mpi,cuda:nccl"\ntimeout_s = 7\nreproducible = false',
@@ -52,6 +55,8 @@ def test_site_files(text: str, settings: Settings) -> None:
         ("timeout_s = nan", ["positive number"]),
         ("window_bytes = 1.5", ["expected 'window_bytes' to be an integer, found 1.5"]),
         ("stall_warning_s = -1", ["expected 'stall_warning_s' to be a number of seconds, or 0 for no warnings, found -1"]),
+        ("spin_s = -1.5", ["expected 'spin_s' to be a number of seconds, or inf for ever, found -1.5"]),
+        ("spin_s = nan", ["expected 'spin_s' to be a number of seconds"]),
         ("staged_bytes = 0", ["expected 'staged_bytes' to be a positive number, found 0"]),
         ("reproducible = 1", ["expected 'reproducible' to be true or false, found 1"]),
         ("backend = mpi", ["/e/s.toml is not valid TOML", "line 1"]),
@@ -72,11 +77,25 @@ def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
         "reproducible",
         *(entry.name for entry in fields(AlgorithmThresholds)),
         "stall_warning_s",
+        "interface",
+        "spin_s",
     ]
     assert [entry.name for entry in keys] == settings
     assert all(entry.metadata["doc"] for entry in keys)
     assert Settings() == Settings(None, DEFAULT_TIMEOUT_S, False)
     assert Settings().thresholds == AlgorithmThresholds()
+
+
+def test_the_environment_says_for_how_long_to_spin() -> None:
+    site = Settings(spin_s=0.5)
+    assert site.spin_s_overridden({}) == site.spin_s_overridden({SPIN_VARIABLE: ""}) == 0.5
+    assert site.spin_s_overridden({SPIN_VARIABLE: "0"}) == 0.0
+    assert site.spin_s_overridden({SPIN_VARIABLE: "inf"}) == math.inf
+    for text in ("-1", "nan", "long"):
+        with pytest.raises(
+            InvalidArgumentError, match=f"SYNCLINE_SPIN_S: expected a number of seconds, or inf.*found '{text}'"
+        ):
+            site.spin_s_overridden({SPIN_VARIABLE: text})
 
 
 def test_the_variable_names_the_file(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from syncline.collectives import InvalidArgumentError, TransportError, torch_internals
 from syncline.collectives.composed.torch_work import TorchRequest
-from syncline.collectives.contract import checks
-from syncline.collectives.contract.checks import is_simple
+from syncline.collectives.contract.checks import no_memory
 from syncline.collectives.contract.deadline import Deadline
 from syncline.collectives.contract.torch_reduction import checked_reduction, from_torch
 from syncline.collectives.torch_internals import copy_each, premul_factor, source_rank
@@ -43,11 +42,47 @@ def test_this_torch_has_all_of_it() -> None:
     """Were one missing, the tests of what it is for would test what happens without it."""
     assert torch_internals.eval_frame is not None
     assert torch_internals._foreach_copy is not None
-    assert hasattr(torch.Tensor, "_is_zerotensor")
-    assert not torch_internals.is_zero_tensor(torch.zeros(2))
-    assert torch_internals.is_zero_tensor(torch._efficientzerotensor(2))
     assert hasattr(dist.Work, "_source_rank")
     assert premul_factor(dist._make_nccl_premul_sum(2.5)) == 2.5
+
+
+def test_this_torch_tells_what_a_tensor_stands_for() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    tensor, seen = torch.ones(2), []
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    torch.vmap(lambda row: seen.append(torch_internals.is_functorch_wrapped(row)) or row)(torch.ones(2, 3))
+    assert seen == [True]
+    assert not torch_internals.is_functorch_wrapped(tensor)
+    assert torch_internals.awaited_value(AsyncCollectiveTensor(tensor)) is not None
+    assert torch_internals.awaited_value(tensor) is None
+    assert (torch_internals.is_fake(fake), torch_internals.is_fake(tensor)) == (True, False)
+
+
+def test_this_torch_tells_who_watches() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watching(TorchDispatchMode):
+        """Passes calls on."""
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    found = []
+
+    def look() -> None:
+        found.append((torch_internals.modes_active(), torch_internals.is_traced()))
+
+    look()
+    with Watching():
+        look()
+        with torch_internals.modes_switched_off():
+            look()
+    make_fx(lambda tensor: look() or tensor)(torch.ones(2))
+    assert found == [(0, False), (1, False), (0, False), (1, True)]
 
 
 def test_importing_does_not_load_torch_compile(python: list[str]) -> None:
@@ -77,13 +112,25 @@ def test_without_eval_frame_torch_compiler_disables(lacks: str, probed_again: An
     assert asked == [{}, {"recursive": False}]
 
 
-def test_without_is_zerotensor_no_tensor_is_simple(probed_again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_simple(torch.ones(2))
+def test_without_names_for_them_tensors_are_refused_as_what_they_are(
+    probed_again: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import _functional_collectives
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    waiting = AsyncCollectiveTensor(torch.ones(2))
     with monkeypatch.context() as without:
-        without.setattr(torch, "Tensor", SimpleNamespace())
+        without.setattr(torch._C, "_functorch", SimpleNamespace())
+        without.delattr(torch._C, "_len_torch_dispatch_stack")
+        without.delattr(torch.utils._python_dispatch, "_disable_current_modes")
+        without.delattr(_functional_collectives, "AsyncCollectiveTensor")
         probed = probed_again()
-    monkeypatch.setattr(checks, "is_zero_tensor", probed.is_zero_tensor)
-    assert not is_simple(torch.ones(2))
+        assert probed.awaited_value(waiting) is None
+        assert not probed.is_functorch_wrapped(torch.ones(2))
+        assert probed.modes_active() == 0
+        with probed.modes_switched_off():
+            pass
+    assert "found AsyncCollectiveTensor, whose values lie elsewhere" in str(no_memory(waiting))
 
 
 def test_without_foreach_copy_each_tensor_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, RankLostError, TransportError, Work
-from syncline.collectives.contract.work import FinishedWork, PendingWork, join_futures
+from syncline.collectives.contract.work import FinishedWork, PendingWork, future_for_torch, join_futures
 
 
 def pending(*tensors: torch.Tensor) -> PendingWork:
@@ -176,3 +177,49 @@ def test_joined_futures_hold_the_tensors(count: int) -> None:
     joined = join_futures([FinishedWork([]).get_future() for _ in range(count)], tensors)
     assert joined.done()
     assert joined.wait() is tensors
+
+
+# ---- what C++ is given ----
+
+
+def as_seen_by_cpp(future: torch.futures.Future[list[torch.Tensor]]) -> torch.futures.Future[list[torch.Tensor]]:
+    """Without what the Python object knows beside: torch wraps the part in C++ anew."""
+    return torch._C._distributed_c10d._create_work_from_future(future).get_future()  # type: ignore[attr-defined]
+
+
+def test_c_plus_plus_sees_the_error_of_a_future_and_its_text() -> None:
+    """See Note [Futures that fail]."""
+    work = pending(torch.ones(2))
+    early = future_for_torch(work.get_future(), work.result())
+    assert not early.done()
+    work.fail(RankLostError("all_reduce(float32[2]) on rank 1 of 2 in group 'default': rank 0 is lost", ranks=[0]))
+    for future in (early, future_for_torch(work.get_future(), work.result())):
+        with pytest.raises(RuntimeError, match=r"RankLostError: all_reduce\(float32\[2\]\) on rank 1 of 2 in group 'default'"):
+            as_seen_by_cpp(future).value()
+        with pytest.raises(RuntimeError, match="rank 0 is lost"):
+            future.then(lambda done: done.value()[0]).wait()
+
+
+def test_c_plus_plus_gets_the_tensors() -> None:
+    tensor = torch.arange(3.0)
+    for work in (pending(tensor), FinishedWork([tensor])):
+        future = future_for_torch(work.get_future(), work.result())
+        if isinstance(work, PendingWork):
+            work.succeed()
+        assert as_seen_by_cpp(future).value()[0] is tensor
+
+
+def test_many_threads_wait_for_one_work() -> None:
+    """Each makes the event for which it blocks, or finds another's, or finds the work done."""
+    for _ in range(200):
+        work, ready = pending(torch.ones(1)), threading.Barrier(4)
+
+        def wait(work: PendingWork = work, ready: threading.Barrier = ready) -> bool:
+            ready.wait()
+            return work.wait(60)
+
+        with ThreadPoolExecutor() as others:
+            waiting = [others.submit(wait) for _ in range(3)]
+            ready.wait()
+            work.succeed()
+            assert [other.result() for other in waiting] == [True] * 3

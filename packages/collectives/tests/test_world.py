@@ -113,7 +113,7 @@ def test_world_size_without_a_rank() -> None:
 
 
 def test_no_way_to_meet() -> None:
-    with pytest.raises(LaunchError, match="2 ranks and no way for them to meet: expected an init_method"):
+    with pytest.raises(LaunchError, match="2 ranks and no way for them to meet: pass init_method='file:///shared/folder'"):
         init_process_group("gloo", world_size=2, rank=0)
 
 

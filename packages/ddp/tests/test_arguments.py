@@ -234,7 +234,7 @@ def test_only_by_default_the_first_bucket_is_small(arguments: dict[str, Any], si
     def body(group: ProcessGroup) -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(3)))  # 1 MiB each
         ddp = DistributedDataParallel(model, process_group=group, **arguments)
-        assert [bucket.nbytes for bucket in ddp._reducer.buckets] == [size * 2**20 for size in sizes_mb]
+        assert ddp._reducer.first_bucket_sizes == [size * 2**20 for size in sizes_mb]
         assert ddp.bucket_bytes_cap == arguments.get("bucket_cap_mb", 25) * 2**20
 
     only_rank(body)
@@ -245,7 +245,7 @@ def test_bucket_sizes_are_those_of_the_list() -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(6)))  # 256 bytes each
         kib = 1 / 1024
         ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb_list=[0.25 * kib, 0.5 * kib, 0.75 * kib])
-        assert [bucket.nbytes for bucket in ddp._reducer.buckets] == [256, 512, 768]
+        assert ddp._reducer.first_bucket_sizes == [256, 512, 768]
         assert ddp.logging_data()["bucket_cap_bytes"] == ddp.bucket_bytes_cap == 768
         assert ddp.bucket_bytes_cap_list == [256, 512, 768]
 

@@ -642,6 +642,7 @@ class WaitInBackward(torch.autograd.Function):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.filterwarnings("ignore:.*hooks on the gradient before it is averaged")
 def test_bucket_0_is_reduced_before_the_last_gradient_is_ready(world_size: int, as_view: bool) -> None:
     class Waiting(torch.nn.Module):
         def __init__(self) -> None:
@@ -706,12 +707,84 @@ def all_frozen() -> torch.nn.Module:
             r"'1\.weight' is on meta, but backend 'in_process' moves tensors on cpu; move the module",
             id="device",
         ),
+        pytest.param(
+            lambda: with_tensors(weight=torch.nn.Parameter(torch.ones(1, 4).expand(3, 4))),
+            r"parameter 'weight' has elements that share memory \(such as `expand` makes\), so no optimizer can write it",
+            id="expanded",
+        ),
+        pytest.param(
+            lambda: with_tensors(torch.arange(6.0).as_strided((4, 3), (1, 1))),
+            "buffer 'table' has elements that share memory, so it cannot be written",
+            id="overlapping buffer",
+        ),
+        pytest.param(
+            lambda: with_tensors(torch.eye(3).to_sparse()),
+            r"buffer 'table' is sparse \(torch\.sparse_coo\)",
+            id="sparse buffer",
+        ),
+        pytest.param(
+            lambda: with_tensors(torch.ones(3, device="meta")),
+            "buffer 'table' is on meta, but backend",
+            id="device of a buffer",
+        ),
+        pytest.param(
+            lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2)),
+            r"layer '1' is torch\.nn\.SyncBatchNorm \(1 in all\).*convert_sync_batchnorm\(model\) before it is wrapped",
+            id="torch's SyncBatchNorm",
+        ),
     ],
 )
-def test_a_module_that_cannot_be_wrapped_is_refused(make_module: Callable[[], torch.nn.Module], complaint: str) -> None:
+@pytest.mark.parametrize("refusing", [[0, 1, 2], [0], [2], [1, 2]])
+def test_a_module_that_cannot_be_wrapped_is_refused_on_every_rank(
+    make_module: Callable[[], torch.nn.Module], complaint: str, refusing: list[int]
+) -> None:
+    """Also where only some ranks have it. The group lives on."""
+
     def body(group: ProcessGroup) -> None:
-        with pytest.raises(MisuseError, match=complaint):
-            DistributedDataParallel(make_module(), process_group=group)
+        module = make_module() if group.rank in refusing else mlp()
+        with pytest.raises(MisuseError if group.rank in refusing else DisagreementError, match=complaint) as raised:
+            DistributedDataParallel(module, process_group=group)
+        if group.rank not in refusing:
+            assert str(raised.value).startswith(f"rank {refusing[0]} has refused its model (rank {group.rank} of 3")
+        total = torch.tensor([group.rank])
+        group.all_reduce(total)
+        assert total.item() == 3
+
+    run_ranks(3, body)
+
+
+def with_tensors(table: torch.Tensor | None = None, **parameters: torch.nn.Parameter) -> torch.nn.Module:
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("table", table)
+    for name, parameter in parameters.items():
+        module.register_parameter(name, parameter)
+    return module
+
+
+def test_what_nobody_writes_is_not_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        ignoring = with_tensors(torch.arange(6.0).as_strided((4, 3), (1, 1)))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["table"])
+        DistributedDataParallel(ignoring, process_group=group)
+        expanded = torch.nn.Parameter(torch.full((1, 4), float(group.rank)).expand(3, 4), requires_grad=False)
+        module = DistributedDataParallel(with_tensors(frozen=expanded), process_group=group).module
+        assert module.frozen.tolist() == [[0.0] * 4] * 3
+
+    run_ranks(2, body)
+    run_ranks(1, lambda group: DistributedDataParallel(torch.nn.SyncBatchNorm(2), process_group=group))
+
+
+def test_buffers_whose_elements_are_repeated_are_those_of_rank_0() -> None:
+    """`expand` makes them, for masks and positions."""
+
+    def body(group: ProcessGroup) -> None:
+        column = (torch.arange(3.0) + 10 * group.rank)[:, None]
+        model = DistributedDataParallel(with_tensors(column.expand(3, 4)), process_group=group)
+        assert model.module.table.stride() == (1, 0)
+        assert model.module.table.tolist() == [[float(row)] * 4 for row in range(3)]
+        column.add_(100 * group.rank)
+        model(torch.ones(1, 2)).sum().backward()
+        assert column.tolist() == [[0.0], [1.0], [2.0]]
 
     run_ranks(2, body)
 

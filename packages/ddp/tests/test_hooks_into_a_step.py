@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from typing import Any
 
@@ -105,6 +106,77 @@ def test_a_second_forward_before_the_backward_leaves_the_first_ones_graph_alive(
         (first + model(batch(group.rank, 1)).sum()).backward()
 
     run_ranks(2, body)
+
+
+class Scaled(torch.nn.Module):
+    """Its backward computes with the buffer, which each rank changes in its own way where `delta` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 2).double()
+        self.register_buffer("scale", torch.tensor([2.0, math.nan], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, delta: float = 0.0) -> torch.Tensor:
+        if delta:
+            self.scale.add_(delta)
+        return (self.linear(x) * self.scale)[:, 0]
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_a_buffer_that_the_first_forwards_backward_reads_is_not_overwritten_in_silence(by_hook: bool) -> None:
+    """The second forward's broadcast gives rank 1 other values than its first forward has computed with."""
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(Scaled(), process_group=group)
+        if by_hook:
+            model._register_buffer_comm_hook(
+                None, lambda _, buffers: [group.broadcast(b, 0).wait() for b in buffers.values()][:0]
+            )
+        first = model(batch(group.rank), delta=1.0 + group.rank).sum()
+        (first + model(batch(group.rank, 1)).sum()).backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        run_ranks(2, body)
+    assert "rank 1" in "".join(raised.value.__notes__)
+
+
+def test_a_buffer_that_the_broadcast_leaves_as_it_was_may_be_read_in_the_first_forwards_backward() -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        module = Scaled()
+        model = DistributedDataParallel(module, process_group=group)
+        first = model(batch(group.rank), delta=1.0).sum()
+        (first + model(batch(group.rank, 1)).sum()).backward()
+        assert module.linear.weight.grad is not None
+        return module.linear.weight.grad[0].tolist()
+
+    expected = 3.0 * torch.cat([batch(rank, step) for rank in range(2) for step in range(2)]).sum(0) / 2
+    for found in run_ranks(2, body):
+        assert found == pytest.approx(expected.tolist())
+
+
+class Frozen(torch.nn.Module):
+    """Batch normalisation in evaluation, whose backward reads the statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4).double()
+
+    def forward(self, x: torch.Tensor, delta: float = 0.0) -> torch.Tensor:
+        self.norm.eval()
+        if delta:
+            self.norm.running_var.add_(delta)
+        return self.norm(x).sum()  # type: ignore[no-any-return]
+
+
+def test_statistics_that_a_frozen_batch_normalisation_reads_are_not_overwritten_in_silence() -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(Frozen(), process_group=group)
+        first = model(batch(group.rank), delta=1.0 + group.rank)
+        model(batch(group.rank, 1))
+        first.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run_ranks(2, body)
 
 
 # ---- optimizers ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -385,3 +386,92 @@ def test_complex_gradients_are_averaged_in_their_own_dtype(dtypes: dict[str, tor
 
     for gradient in run_ranks(2, body):
         assert torch.equal(gradient, torch.tensor([1.5 - 3j, 4.5 + 6j]))
+
+
+class Writing(torch.nn.Module):
+    """Its forward writes into parameters, in one of the ways that people use."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.way = way
+        self.query, self.key = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+        self.key.requires_grad_(False)
+        torch.nn.init.zeros_(self.key.weight)
+        self.words = torch.nn.Embedding(5, 4, max_norm=0.5 if way == "max_norm" else None)
+        torch.nn.init.constant_(self.words.weight, 1 / 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        key, query = self.key.weight, self.query.weight
+        if self.way == "in place":
+            with torch.no_grad():
+                key.lerp_(query, 0.5)
+        elif self.way == "data":
+            key.data.mul_(0.5).add_(query.data, alpha=0.5)
+        elif self.way == "new data":
+            key.data = key.data * 0.5 + query.data * 0.5
+        elif self.way == "some":
+            query.data[1].clamp_(min=0.0)
+        elif self.way == "replaced":
+            self.key.weight = torch.nn.Parameter(query.detach() * 0.5)
+        return self.query(inputs) + self.key(inputs) + self.words(torch.tensor([2])).sum()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", ["in place", "data", "new data"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_forward_writes_into_parameters_stays(way: str, mode: Callable[[], Any]) -> None:
+    def body(ddp: DistributedDataParallel) -> None:
+        query = ddp.module.query.weight.detach().clone()
+        version = ddp.module.key.weight._version
+        with mode():
+            for _ in range(2):
+                ddp(inputs_of(0, 0, 0))
+        torch.testing.assert_close(ddp.module.key.weight, query * 0.75, rtol=EPSILON, atol=0, check_dtype=True)
+        assert torch.equal(ddp.module.query.weight, query)
+        assert ddp.module.key.weight._version > version
+
+    with pytest.warns(
+        UserWarning, match=r"writes into parameter 'key\.weight', which mixed_precision rounds to torch\.bfloat16"
+    ):
+        with_ddp(body, Writing(way))
+
+
+@pytest.mark.ranks
+def test_only_elements_that_forward_has_written_are_rounded() -> None:
+    module = Writing("some")
+    before = module.query.weight.detach().clone()
+    with torch.no_grad():
+        module.query.weight[0, 0] = before[0, 0] = math.nan
+    assert (before[1] < 0).any()
+
+    with pytest.warns(UserWarning, match=r"'query\.weight'"):
+        with_ddp(lambda ddp: ddp(inputs_of(0, 0, 0)), module)
+    after = module.query.weight.detach()
+    assert torch.equal(after[2], before[2])
+    torch.testing.assert_close(after[0], before[0], rtol=0, atol=0, equal_nan=True)
+    assert after[1].tolist() == [max(0.0, x) for x in before[1].tolist()]
+
+
+@pytest.mark.ranks
+def test_an_embedding_with_a_largest_norm_renormalises_its_own_rows_only() -> None:
+    module = Writing("max_norm")
+    with pytest.warns(UserWarning, match=r"'words\.weight'"):
+        with_ddp(lambda ddp: ddp(inputs_of(0, 0, 0)).float().sum().backward(), module)
+    torch.testing.assert_close(module.words.weight[2].norm(), torch.tensor(0.5), rtol=EPSILON, atol=0)
+    assert torch.equal(module.words.weight[3], torch.full((4,), 1 / 3))
+
+
+@pytest.mark.ranks
+def test_a_forward_that_writes_nothing_leaves_parameters_as_they_are(recwarn: pytest.WarningsRecorder) -> None:
+    module = Writing("not at all")
+    versions = [parameter._version for parameter in module.parameters()]
+    with_ddp(lambda ddp: ddp(inputs_of(0, 0, 0)), module)
+    assert [parameter._version for parameter in module.parameters()] == versions
+    assert not recwarn.list
+
+
+@pytest.mark.ranks
+def test_a_parameter_that_forward_replaces_is_not_lost_in_silence() -> None:
+    with pytest.raises(MisuseError, match=r"puts another tensor in the place of parameter 'key\.weight'"):
+        with_ddp(lambda ddp: ddp(inputs_of(0, 0, 0)), Writing("replaced"))

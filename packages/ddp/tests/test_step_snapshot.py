@@ -30,3 +30,14 @@ def test_a_buffer_that_was_replaced_is_the_one_before() -> None:
     snapshot.restore()
     assert module.count is kept
     assert module.count == 0
+
+
+def test_a_buffer_whose_elements_are_repeated_is_put_back() -> None:
+    module = torch.nn.Module()
+    row = torch.arange(3.0)
+    module.register_buffer("mask", row.expand(2, 3))
+    snapshot = StepSnapshot(module, holders_of_buffers(module))
+    row.zero_()
+    snapshot.restore()
+    assert module.mask.tolist() == [[0, 1, 2]] * 2
+    assert module.mask.stride() == (0, 1)

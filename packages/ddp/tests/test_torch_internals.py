@@ -13,7 +13,7 @@ from syncline.ddp.torch_internals import IN_BACKWARD_OPTIMIZERS, check_low_preci
 
 
 def low_precision(module: torch.nn.Module) -> LowPrecision:
-    return LowPrecision(module, list(module.parameters()), torch.bfloat16)
+    return LowPrecision(module, module.named_parameters(), torch.bfloat16)
 
 
 def test_this_torch_has_all_of_it() -> None:

@@ -74,6 +74,21 @@ def test_buckets_are_rebuilt_when_asked() -> None:
     run_ranks(2, body)
 
 
+def test_whether_buckets_are_rebuilt_is_told_from_the_second_forward_on() -> None:
+    """Torch's ZeRO, overlapped with backward, notes the buckets from then on."""
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+        found = [ddp._has_rebuilt_buckets]
+        for _ in range(2):
+            outputs = ddp(torch.ones(1, 2))
+            found.append(ddp._has_rebuilt_buckets)
+            outputs.sum().backward()
+        assert found == [False, False, True]
+
+    run_ranks(2, body)
+
+
 def test_tensors_are_broadcast_together() -> None:
     def body(group: ProcessGroup) -> None:
         ddp = DistributedDataParallel(WithUnused(), process_group=group)

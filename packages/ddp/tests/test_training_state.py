@@ -19,6 +19,7 @@ class Rank:
         torch.manual_seed(seed)
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
         module.register_buffer("scale", torch.rand(4), persistent=False)
+        module.register_buffer("mask", torch.rand(1, 4).expand(2, 4), persistent=False)
         self.model = DistributedDataParallel(module, process_group=create_groups(1)[0])
         self.optimizer = torch.optim.Adam(module.parameters())
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.5**step)
@@ -47,6 +48,7 @@ def test_both_go_on_with_the_same_bits() -> None:
     for mine, others in zip(old.model.state_dict().values(), new.model.state_dict().values(), strict=True):
         assert torch.equal(mine, others)
     assert torch.equal(old.model.module.scale, new.model.module.scale)  # type: ignore[arg-type]
+    assert torch.equal(old.model.module.mask, new.model.module.mask)  # type: ignore[arg-type]
     assert new.sampler.state_dict() == {"epoch": 0, "applied": 4}
     assert old.scheduler.get_last_lr() == new.scheduler.get_last_lr() == [0.001 * 0.5**4]
 

@@ -137,6 +137,16 @@ def test_top_k_sends_the_largest_exactly() -> None:
     assert sent_alone(TopK(1 / 3), numbers).tolist() == [[0, -9, 0], [3, 0, 0]]
 
 
+def test_top_k_counts_in_64_bits_where_32_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of five numbers plays one of 2^31 and one more."""
+    monkeypatch.setattr("syncline.hooks.sparsify._MOST_IN_INT32", 4)
+    small, large = torch.tensor([1.0, -7.0, 2.0, 3.0]), torch.tensor([0.5, 1.5, -0.5, 2.5, -8.0])
+    message = TopK(0.25).compress([small, large], 0)
+    assert message.numel() == (4 + 4) + 2 * (4 + 8)
+    received = TopK(0.25).decompress(message, [small, large], 0)
+    assert [tensor.tolist() for tensor in received] == [[0, -7, 0, 0], [0, 0, 0, 2.5, -8]]
+
+
 def test_random_k_chooses_anew_and_on_all_ranks_alike() -> None:
     numbers, compressor = torch.arange(1.0, 101.0), RandomK(0.1)
     first, second = (compressor.decompress(compressor.compress([numbers], s), [numbers], s)[0] for s in (1, 2))

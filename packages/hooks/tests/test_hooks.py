@@ -9,7 +9,7 @@ import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.testing import run_ranks
-from syncline.hooks import allreduce_hook, fp16_compress_hook, noop_hook
+from syncline.hooks import allreduce_hook, contract, fp16_compress_hook, noop_hook
 
 pytestmark = pytest.mark.ranks
 
@@ -180,5 +180,18 @@ def test_a_failed_collective_fails_the_future(hook: Hook) -> None:
         future = hook(None, FakeBucket(torch.ones(2 + group.rank), group))
         with pytest.raises((DisagreementError, RuntimeError), match="the ranks called different collectives"):
             future.wait()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("hook", [allreduce_hook, fp16_compress_hook])
+def test_torchs_ddp_gets_an_error_that_cpp_sees(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the bucket is torch's. The text is that of the collective's error; torch wraps the part in C++ anew."""
+    monkeypatch.setattr(contract.dist, "GradBucket", FakeBucket)
+
+    def body(group: ProcessGroup) -> None:
+        future = hook(group, FakeBucket(torch.ones(2 + group.rank), group))
+        with pytest.raises(RuntimeError, match="the ranks called different collectives"):
+            torch._C._distributed_c10d._create_work_from_future(future).get_future().wait()  # type: ignore[attr-defined]
 
     run_ranks(2, body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -442,6 +443,49 @@ def test_a_forward_within_a_reentrant_checkpoint_is_an_error_among_unused_parame
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("index", [0, COUNT - 1])
+def test_a_reentrant_checkpoint_whose_inputs_need_no_gradient_is_named_as_the_cause(index: int) -> None:
+    """Autograd does not go into it: torch warns of that in forward, where the warning may be far from the error."""
+
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group)
+        heads.reducer.prepare_for_backward()
+        inputs = torch.ones(2, dtype=torch.float64)
+        inner = checkpoint(lambda x: x * heads.parameters[index], inputs, use_reentrant=True)
+        total = inner.sum() + heads.compute([one for one in ALL if one != index])
+        with pytest.raises(MisuseError, match=rf"got no gradient in it: 'p{index}'\. .*use use_reentrant=False"):
+            total.backward()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        run_ranks(2, body)
+
+
+def test_a_backward_under_compiled_autograd_is_refused_and_a_plain_one_after_it_is_not(graph: dict[str, bool]) -> None:
+    """It drops what is queued for the end of backward. One that is not reduced needs no end."""
+    from torch._dynamo import compiled_autograd
+
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, **graph)
+
+        def under_compiled_autograd(total: torch.Tensor) -> None:
+            with compiled_autograd._enable(lambda traced: traced):
+                total.backward()
+
+        for _ in range(2):
+            with pytest.raises(MisuseError, match=r"under compiled autograd.*compiled_autograd=False"):
+                under_compiled_autograd(heads.forward())
+            heads.zero_grad()
+            heads.forward().backward()
+            assert [parameter.grad.tolist() for parameter in heads.parameters] == [[1.0, 1.0]] * COUNT  # type: ignore[union-attr]
+            under_compiled_autograd(heads.forward(synchronizes=False))
+            heads.forward().backward()
+            assert [parameter.grad.tolist() for parameter in heads.parameters] == [[3.0, 3.0]] * COUNT  # type: ignore[union-attr]
+            heads.zero_grad()
+
+    run_ranks(1, body)
+
+
 class Undefined(torch.autograd.Function):
     """Gives no gradient if asked to."""
 
@@ -554,17 +598,19 @@ def test_parameters_may_be_swapped_while_they_are_averaged() -> None:
 
 
 @pytest.mark.parametrize("views", [(True, False), (False, True), (True, True)])
-def test_two_reducers_with_views_may_not_share_parameters(views: tuple[bool, bool]) -> None:
-    """That is refused if either averages in views of its buckets, until the other one is closed."""
+def test_two_reducers_with_views_may_not_share_a_backward(views: tuple[bool, bool]) -> None:
+    """That is refused if either averages in views of its buckets, whatever their groups, until the other one is closed."""
 
     def body(group: ProcessGroup) -> None:
         heads = Heads(group, gradient_as_bucket_view=views[0])
         heads.train()
         names = [f"p{index}" for index in ALL]
-        other = Reducer(list(zip(names, heads.parameters, strict=True)), group, gradient_as_bucket_view=views[1])
-        for reducer in (heads.reducer, other):
-            with pytest.raises(MisuseError, match="another reducer averages some of the same parameters"):
-                reducer.prepare_for_backward()
+        part = group.split(0)
+        assert part is not None
+        other = Reducer(list(zip(names, heads.parameters, strict=True)), part, gradient_as_bucket_view=views[1])
+        other.prepare_for_backward()
+        with pytest.raises(MisuseError, match="another reducer averages some of the same parameters"):
+            heads.reducer.prepare_for_backward()
         other.close()
         heads.train()
 

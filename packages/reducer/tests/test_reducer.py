@@ -211,6 +211,7 @@ def test_dtypes_do_not_share_buckets_and_are_kept(as_view: bool) -> None:
     def body(group: ProcessGroup) -> list[torch.Tensor]:
         parameters = [(f"p{i}", torch.nn.Parameter(torch.ones(3, dtype=dtype))) for i, dtype in enumerate(dtypes)]
         reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
+        reducer.rebuild_buckets()
         assert sorted(sorted(bucket.indices) for bucket in reducer.buckets) == [[0, 2], [1], [3]]
         assert [bucket.buffer.dtype for bucket in reducer.buckets] == [dtypes[b.indices[0]] for b in reducer.buckets]
         backward(reducer, lambda: linear_loss(parameters, group.rank))
@@ -298,6 +299,57 @@ def test_gradients_that_are_kept_between_steps(as_view: bool, keep: bool) -> Non
             assert torch.equal(gradient, sum(average(2, index, gradient, step) for step in steps))  # type: ignore[arg-type]
 
 
+# ---- when buckets are built ----
+
+
+def test_constructing_a_reducer_communicates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank may copy a wrapped module, and use the copy without backward, while the others train."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters((5,), (3,))
+        asked: list[int] = []
+        allocate = group.allocate
+        monkeypatch.setattr(group, "allocate", lambda *args: asked.append(args[0]) or allocate(*args))
+        reducer = Reducer(parameters, group)
+        _copy = Reducer(make_parameters((5,), (3,)), group, static_graph=True) if group.rank == 0 else None
+        assert not asked, "to allocate is a collective"
+        for step in range(3):
+            for _, parameter in parameters:
+                parameter.grad = None
+            backward(reducer, lambda s=step: linear_loss(parameters, group.rank, step=s))  # type: ignore[misc]
+            for index, gradient in enumerate(gradients(parameters)):
+                torch.testing.assert_close(gradient, average(2, index, gradient, step), rtol=1e-15, atol=0)
+        assert asked == [8, 8], "at the first forward, and at the second, in the order of the gradients"
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+def test_the_first_backward_builds_them_if_no_forward_has(options: Any) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters((1,), (2,), (3,))
+        reducer = Reducer(parameters, group, bucket_cap_bytes=ONE_EACH, **options)
+        linear_loss(parameters, group.rank).backward()  # type: ignore[no-untyped-call]
+        assert [bucket.indices for bucket in reducer.buckets] == [[2], [1], [0]]
+        for index, gradient in enumerate(gradients(parameters)):
+            torch.testing.assert_close(gradient, average(2, index, gradient), rtol=1e-15, atol=0)
+
+    run_ranks(2, body)
+
+
+def test_parameters_that_are_converted_before_the_first_forward_have_buckets_of_their_dtype() -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters((1,), (2,), (3,))
+        reducer = Reducer(parameters, group)
+        parameters[1][1].data = parameters[1][1].data.float()
+        backward(reducer, lambda: linear_loss(parameters, group.rank))
+        assert sorted(sorted(bucket.indices) for bucket in reducer.buckets) == [[0, 2], [1]]
+        for index, gradient in enumerate(gradients(parameters)):
+            torch.testing.assert_close(gradient, average(2, index, gradient))
+
+    run_ranks(2, body)
+
+
 # ---- the rebuild ----
 
 
@@ -309,6 +361,8 @@ def test_buckets_are_rebuilt_once_in_the_order_in_which_rank_0s_gradients_arrive
     def body(group: ProcessGroup) -> list[list[list[int]]]:
         parameters = make_parameters((1,), (2,), (3,), (4,))
         reducer = Reducer(parameters, group, bucket_cap_bytes=ONE_EACH, gradient_as_bucket_view=as_view)
+        assert not reducer.buckets, "none before the first forward, which all ranks run"
+        assert not reducer.rebuild_buckets(), "built, but not in the order of the gradients"
         history = [[bucket.indices for bucket in reducer.buckets]]
         for step in range(3):
             # From the second backward on they arrive in yet another order: too late to matter.

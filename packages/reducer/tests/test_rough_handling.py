@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import select
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ from syncline.collectives import MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import Reducer
 from syncline.reducer.torch_internals import TELLS_OF_UNDEFINED_GRADIENTS
+from test_support.forked import answer_of, in_fork
 
 pytestmark = pytest.mark.ranks
 
@@ -117,16 +121,74 @@ def test_two_reducers_average_what_came_though_ranks_see_it_in_different_orders(
     run_ranks(2, body)
 
 
-def test_two_reducers_of_one_group_may_not_share_parameters() -> None:
+def test_two_reducers_of_one_group_may_not_have_forwards_at_the_same_time() -> None:
     """In different orders on different ranks their buckets would mix."""
 
     def body(group: ProcessGroup) -> None:
         parameters = named("a", "b")
-        first, _second = (Reducer(parameters, group) for _ in range(2))
+        first, second = (Reducer(parameters, group) for _ in range(2))
+        first.prepare_for_backward()
         with pytest.raises(MisuseError, match="give each a group of its own"):
-            first.prepare_for_backward()
+            second.prepare_for_backward()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("views", [(False, False), (True, False), (False, True), (True, True)])
+def test_of_several_reducers_that_one_averages_whose_forward_came_last(views: tuple[bool, bool]) -> None:
+    """A module was wrapped anew, and the old wrapper is still there, perhaps as garbage. Both may be used in turn."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        counting = [Counting(group), Counting(group)]
+        reducers = [Reducer(parameters, group, gradient_as_bucket_view=view) for view in views]
+        for reducer, hook in zip(reducers, counting, strict=True):
+            reducer.set_hook(hook)
+        for step, used in enumerate([0, 0, 1, 1, 0, 1, 0, 0]):
+            for _, parameter in parameters:
+                parameter.grad = None
+            before = [hook.calls for hook in counting]
+            backward(reducers[used], parameters, group, (1.0 + step, 2.0))
+            assert values(parameters) == [1.5 * (1.0 + step), 3.0]
+            assert [hook.calls - was for hook, was in zip(counting, before, strict=True)] == [int(used == 0), int(used == 1)]
+        reducers[1].close()
+        backward(reducers[0], parameters, group, (1.0, 2.0))
+
+    run_ranks(2, body)
+
+
+def test_a_reducer_whose_backward_failed_steps_aside() -> None:
+    """A script that goes on with a new wrapper may still hold the old one, in the traceback of the error."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        old = Reducer(parameters, group)
+        failing_backward(old, parameters)
+        for _, parameter in parameters:
+            parameter.grad = None
+        new = Reducer(parameters, group)
+        for _ in range(2):
+            for _, parameter in parameters:
+                parameter.grad = None
+            backward(new, parameters, group, (1.0, 2.0))
+            assert values(parameters) == [1.0, 2.0]
+        with pytest.raises(MisuseError, match="never ended"):
+            old.prepare_for_backward()
+
+    run_ranks(1, body)
+
+
+class Counting:
+    """A hook that averages, and counts its calls."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.calls = 0
+
+    def __call__(self, _: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        self.calls += 1
+        work = self._group.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0] / self._group.size)
 
 
 class Fails(torch.autograd.Function):
@@ -167,6 +229,7 @@ def test_a_resized_parameter_is_refused_by_name(as_view: bool) -> None:
     def body(group: ProcessGroup) -> None:
         parameters = named("a", "b", shape=(3,))
         reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
+        reducer.rebuild_buckets()
         parameters[1][1].data = torch.ones(5)
         # Where every node is held, for a hook of its own, autograd sees it first.
         told = (
@@ -189,7 +252,73 @@ def test_hooks_on_nodes_do_not_pile_up_when_a_parameter_is_converted_in_each_ste
             parameters[0][1].data = parameters[0][1].data.float()
             parameters[0][1].grad = None
             backward(reducer, parameters, group, (1.0,))
-        assert len(reducer._hooks._nodes) == 1
+        assert len(reducer._hooks._hooked) == 1
         assert len(reducer._hooks._handles) == (1 if TELLS_OF_UNDEFINED_GRADIENTS else 2)
 
     run_ranks(1, body)
+
+
+# ---- forks of a rank; see Note [Forks] in `syncline.collectives.forks` ----
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_a_backward_in_a_fork_is_local(as_view: bool) -> None:
+    """Evaluation with gradients, test-time adaptation. The rank's own next backward is averaged as ever."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
+        for _ in range(2):
+            backward(reducer, parameters, group, (1.0, 2.0))
+        assert values(parameters) == [3.0, 6.0]
+
+        def in_child() -> list[object]:
+            for _, parameter in parameters:
+                parameter.grad = None
+            (parameters[0][1] * 7 + parameters[1][1] * 8).sum().backward()
+            reducer.prepare_for_backward(synchronizes=False)
+            (parameters[0][1] * 1).sum().backward()
+            return [values(parameters), answer_of(reducer.prepare_for_backward), answer_of(reducer.check_finalized)]
+
+        if group.rank == 0:
+            found, *refused = in_fork(in_child)
+            assert found == [8.0, 8.0]
+            for call, text in zip(("prepare_for_backward", "check_finalized"), refused, strict=True):
+                assert str(text).startswith(f"GroupClosedError: {call} on rank 0 of 2")
+        for _, parameter in parameters:
+            parameter.grad = None
+        backward(reducer, parameters, group, (3.0, 4.0))
+        assert values(parameters) == [4.5, 6.0]
+
+    run_ranks(2, body)
+
+
+def test_a_fork_within_a_backward_ends_it_alone() -> None:
+    """A user's hook starts a process, such as one that writes to a log."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        reducer = Reducer(parameters, group, bucket_cap_bytes=4)
+        backward(reducer, parameters, group, (1.0, 2.0))
+        forked: list[object] = []
+
+        def start_process(_: torch.Tensor) -> None:
+            if group.rank == 0 and not forked:
+                read, write = os.pipe()
+                forked.append(os.fork() or "fork")
+                forked.extend((read, write))
+
+        parameters[1][1].register_post_accumulate_grad_hook(start_process)
+        for _, parameter in parameters:
+            parameter.grad = None
+        found = answer_of(lambda: backward(reducer, parameters, group, (3.0, 4.0))) or values(parameters)
+        if forked and forked[0] == "fork":
+            os.write(forked[2], pickle.dumps(found))
+            os._exit(0)
+        assert found == [4.5, 6.0]
+        if forked:
+            assert select.select([forked[1]], [], [], 20)[0], "the fork hangs"
+            assert pickle.loads(os.read(forked[1], 1000)) == [3.0, 4.0]
+            os.waitpid(forked[0], 0)
+
+    run_ranks(2, body)

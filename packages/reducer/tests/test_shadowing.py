@@ -197,7 +197,6 @@ def test_delayed_gradients_may_come_often_or_never(as_view: bool, options: Any) 
         reducer = Reducer(
             parameters, group, gradient_as_bucket_view=as_view, delayed=["p0", "p1"], delayed_until="p3", **options
         )
-        assert sorted(reducer.buckets[-1].indices) == [0, 1]
         for _ in range(3):
             for parameter in values:
                 parameter.grad = None
@@ -217,7 +216,6 @@ def test_a_delayed_gradient_may_wait_for_the_end_of_backward() -> None:
     def body(group: ProcessGroup) -> None:
         parameters = make_parameters()
         reducer = Reducer(parameters, group, delayed=["p3"])
-        assert reducer.buckets[-1].indices == [3]
         for step in range(3):
             for _, parameter in parameters:
                 parameter.grad = None

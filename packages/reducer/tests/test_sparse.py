@@ -44,6 +44,7 @@ def test_sparse_gradients_are_averaged_and_stay_sparse(world_size: int, kind: st
     def body(group: ProcessGroup) -> None:
         model = make_model(kind)
         reducer = Reducer(list(model.named_parameters()), group, sparse=[True, False, False], gradient_as_bucket_view=as_view)
+        reducer.rebuild_buckets()
         assert [[reducer.names[i] for i in bucket.indices] for bucket in reducer.buckets if not bucket.views] == [
             ["table.weight"]
         ]

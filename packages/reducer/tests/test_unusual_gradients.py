@@ -127,79 +127,117 @@ def test_a_gradient_that_autograd_leaves_undefined_counts_as_zeros(
 
 
 @pytest.mark.parametrize("as_view", VIEWS)
-def test_a_gradient_that_a_users_hook_takes_away_once_counts_as_zeros(as_view: bool, graph: dict[str, bool]) -> None:
-    """It counts as zeros, and steps go on after it."""
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_gradient_that_a_users_hook_drops_is_named(as_view: bool, before: bool, graph: dict[str, bool]) -> None:
+    """It would count as zeros, or as unused; registered before the reducer or after it, noticed in whatever step it begins."""
 
     def body(group: ProcessGroup) -> None:
-        parameters = make_parameters()
-        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, **graph)
-        steps = iter(range(10))
+        for begins in (0, 2, 3):
+            parameters = make_parameters()
+            steps: list[int] = []
 
-        def take_away_once(parameter: torch.Tensor) -> None:
-            if next(steps) == 3 and group.rank == 1:
-                parameter.grad = None
+            def drop(parameter: torch.Tensor, begins: int = begins, steps: list[int] = steps) -> None:
+                if len(steps) > begins:
+                    parameter.grad = None
 
-        parameters[1][1].register_post_accumulate_grad_hook(take_away_once)  # type: ignore[no-untyped-call]
-        train(reducer, parameters, group, [REVERSED] * 3)
-        set_to_none(parameters)
-        forward(reducer, parameters, group, 3, REVERSED).backward()
-        assert parameters[1][1].grad is not None
-        assert parameters[1][1].grad.tolist() == [coefficient(0, 1, 3) / 2] * 2
-        train(reducer, parameters, group, [REVERSED] * 2, first_step=4)
-
-    run_ranks(2, body)
-
-
-@pytest.mark.parametrize("as_view", VIEWS)
-def test_a_gradient_that_a_users_hook_takes_away_always_counts_as_unused(as_view: bool) -> None:
-    """It counts as unused, as in the first backward."""
-
-    def body(group: ProcessGroup) -> None:
-        parameters = make_parameters()
-        reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, static_graph=True)
-
-        def take_away(parameter: torch.Tensor) -> None:
-            parameter.grad = None
-
-        parameters[1][1].register_post_accumulate_grad_hook(take_away)  # type: ignore[no-untyped-call]
-        for step in range(4):
-            set_to_none(parameters)
-            forward(reducer, parameters, group, step, REVERSED).backward()
-            for index in (0, 2, 3):
-                gradient = parameters[index][1].grad
-                assert gradient is not None
-                assert gradient.tolist() == average(2, index, step)
+            if before:
+                parameters[1][1].register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+            reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, gradient_as_bucket_view=as_view, **graph)
+            if not before:
+                parameters[1][1].register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+            for step in range(begins):
+                steps.append(step)
+                train(reducer, parameters, group, [REVERSED], first_step=step)
+            steps.append(begins)
+            with pytest.raises(MisuseError, match=r"gradient of parameter 'p1' was gone .*register_post_average_grad_hook"):
+                train(reducer, parameters, group, [REVERSED], first_step=begins)
 
     run_ranks(2, body)
 
 
 @pytest.mark.parametrize("cap", [ONE_EACH, PAIRS])
 @pytest.mark.parametrize("index", FORWARD)
-def test_a_gradient_that_a_users_hook_takes_away_in_a_checkpoint_counts_as_zeros(cap: int, index: int) -> None:
-    """Of a static graph; it counts as zeros."""
+def test_a_gradient_that_a_users_hook_drops_in_a_checkpoint_is_named(cap: int, index: int) -> None:
+    """Of a static graph."""
 
     def body(group: ProcessGroup) -> None:
         parameters = make_parameters()
         reducer = Reducer(parameters, group, bucket_cap_bytes=cap, static_graph=True)
-        steps = []
+        steps: list[int] = []
 
-        def take_away(parameter: torch.Tensor) -> None:
+        def drop(parameter: torch.Tensor) -> None:
             if len(steps) > 2:
                 parameter.grad = None
 
-        parameters[index][1].register_post_accumulate_grad_hook(take_away)  # type: ignore[no-untyped-call]
+        parameters[index][1].register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
         inputs = torch.zeros((), dtype=torch.float64, requires_grad=True)
-        for step in range(5):
+
+        def backward(step: int) -> None:
             steps.append(step)
             set_to_none(parameters)
             reducer.prepare_for_backward()
-            total = checkpoint(
-                lambda inputs, step=step: loss(parameters, group.rank, step, REVERSED) + inputs, inputs, use_reentrant=True
-            )
-            total.backward()
+            checkpoint(
+                lambda inputs: loss(parameters, group.rank, step, REVERSED) + inputs, inputs, use_reentrant=True
+            ).backward()
+
+        for step in range(2):
+            backward(step)
             for number, (_, parameter) in enumerate(parameters):
                 assert parameter.grad is not None
-                assert parameter.grad.tolist() == ([0, 0] if number == index and step > 1 else average(2, number, step))
+                assert parameter.grad.tolist() == average(2, number, step)
+        with pytest.raises(MisuseError, match=rf"gradient of parameter 'p{index}' was gone"):
+            backward(2)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_parameter_that_a_users_hook_steps_is_named(before: bool, graph: dict[str, bool]) -> None:
+    """The step was made with this rank's own gradient, which stays."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducers = [] if before else [Reducer(parameters, group, **graph)]
+        optimizer = torch.optim.SGD([parameters[2][1]], lr=0.1)
+        parameters[2][1].register_post_accumulate_grad_hook(lambda _: optimizer.step())  # type: ignore[no-untyped-call]
+        reducer = reducers.pop() if reducers else Reducer(parameters, group, **graph)
+        with pytest.raises(MisuseError, match=r"parameter 'p2' was changed .*register_post_average_grad_hook"):
+            train(reducer, parameters, group, [REVERSED])
+
+    run_ranks(2, body)
+
+
+def test_a_hook_that_looks_on_changes_nothing_and_an_undefined_gradient_is_none_that_was_dropped(
+    graph: dict[str, bool],
+) -> None:
+    """Autograd calls the hook, too, where a function has no gradient for the parameter."""
+
+    class Without(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+            return torch.ones((), dtype=torch.float64)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+            return None, None
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, **graph)
+        seen: list[torch.Tensor | None] = []
+        for _, parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad))  # type: ignore[no-untyped-call]
+        for step in range(3):
+            set_to_none(parameters)
+            reducer.prepare_for_backward()
+            values = [parameter for _, parameter in parameters]
+            nothing = Without.apply(values[0], values[1])  # type: ignore[no-untyped-call]
+            (nothing + sum((values[i] * coefficient(group.rank, i, step)).sum() for i in (2, 3))).backward()
+            for index in (2, 3):
+                assert values[index].grad.tolist() == average(2, index, step)  # type: ignore[union-attr]
+        assert None in seen
+        assert reducer.has_users_hooks
+        assert "'p0', 'p1', 'p2', 'p3'" in reducer.users_hooks_in_words()
 
     run_ranks(2, body)
 
@@ -271,6 +309,7 @@ def test_a_parameter_that_was_converted_is_named(converted_after: int, static: b
     def body(group: ProcessGroup) -> None:
         parameters = make_parameters()
         reducer = Reducer(parameters, group, bucket_cap_bytes=PAIRS, static_graph=static)
+        reducer.rebuild_buckets()
         train(reducer, parameters, group, [REVERSED] * converted_after)
         for _, parameter in parameters:
             parameter.grad = None

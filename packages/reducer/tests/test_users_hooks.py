@@ -10,6 +10,8 @@ import torch
 from syncline.collectives import ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import Reducer
+from syncline.reducer.gradient_hooks import GradientHooks
+from syncline.reducer.pending_gradients import PendingBucket, PendingGradients
 
 pytestmark = pytest.mark.ranks
 
@@ -96,3 +98,38 @@ def test_closing_takes_all_hooks_off() -> None:
         assert parameter.grad.tolist() == [group.rank + 1.0] * 2
 
     run_ranks(2, body)
+
+
+def test_all_nodes_of_parameters_on_an_accelerator_are_held() -> None:
+    """A node belongs to the stream on which it was made; nobody would wait for one that a forward made on another stream.
+
+    The device "meta" stands for a GPU: it is none of the host's.
+    """
+
+    def body(group: ProcessGroup) -> None:
+        parameters = [torch.nn.Parameter(torch.ones(2, device="meta")) for _ in range(COUNT)]
+        hooks = GradientHooks(
+            parameters, group, reads_in_place=False, wake=Deaf().wake, node_done=Deaf().node_done, retire=Deaf().retire
+        )
+        for members in ([[4, 3], [2, 1, 0]], [[0, 1, 2], [3, 4]]):  # as built first, and as rebuilt
+            hooks.register(PendingGradients(members))
+            for index, parameter in enumerate(parameters):
+                torch.autograd.graph.get_gradient_edge(parameter).node.metadata["index"] = index
+            found = [torch.autograd.graph.get_gradient_edge(parameter).node.metadata.get("index") for parameter in parameters]
+            assert found == list(range(COUNT)), "a node that nobody holds is made anew, without what was left on it"
+
+    run_ranks(1, body)
+
+
+class Deaf:
+    """Whom hooks would tell."""
+
+    def wake(self, bucket: PendingBucket) -> None:
+        """Not to be called."""
+
+    def node_done(self, index: int, bucket: PendingBucket) -> None:
+        """Not to be called."""
+
+    def retire(self) -> bool:
+        """Not to be called."""
+        raise AssertionError

@@ -80,7 +80,9 @@ def test_a_work_is_in_order_on_every_thread_that_waits() -> None:
     group, device = staged(1)(0)
     work = group.all_reduce(torch.ones(2), async_op=True)
     work.wait()
-    assert device.log == ["issued", "entered elsewhere", "in", "out", "left", "joined"]
+    entered = device.log.pop(1)
+    assert entered in ("entered", "entered elsewhere")  # the waiting thread runs the call, if it is the first to come to it
+    assert device.log == ["issued", "in", "out", "left", "joined"]
     thread = threading.Thread(target=work.wait)
     thread.start()
     thread.join()

@@ -94,6 +94,18 @@ ROWS = {
         "PMI_RANK=1 and RANK=0",
         "clean the environment",
     ),
+    "little /dev/shm": (
+        lambda: m.memory([replace(FINE, shm_total_bytes=16 * MIB, shm_free_bytes=2 * MIB)]),
+        Status.WARN,
+        "16 MiB, 2 MiB free on a",
+        "less than 64 MiB MPICH may crash while it starts",
+    ),
+    "little /dev/shm, and no MPI": (
+        lambda: m.memory([replace(FINE, shm_total_bytes=16 * MIB, mpi=None)]),
+        Status.WRONG,
+        "16 MiB",
+        "docker run --shm-size",
+    ),
     "no MPI, alone": (
         lambda: d.mpi([replace(FINE, mpi=None, launcher=None, mpi_lack="install mpi4py")]),
         Status.WARN,
@@ -334,3 +346,9 @@ def test_whether_a_job_survives_the_loss_of_a_rank(launcher: str | None, size: i
 def test_a_job_of_a_fault_tolerant_mpirun_survives_it() -> None:
     assert "mpirun ends the job" in survival("Open MPI", 2, None).found
     assert "can survive it" in survival("Open MPI", 2, None, tolerates_faults=True).found
+
+
+def test_who_starts_no_mpi_needs_no_shared_memory() -> None:
+    little = replace(FINE, shm_total_bytes=2 * MIB)
+    for rank in (replace(little, launch_is_mpi=False), replace(little, launch_world_size=1)):
+        assert {finding.status for finding in m.memory([rank])} == {Status.OK}

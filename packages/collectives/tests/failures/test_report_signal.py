@@ -59,6 +59,24 @@ print("passed")
     )
 
 
+def test_a_handler_that_is_set_later_takes_the_signal_over_for_good(run) -> None:
+    run(
+        """
+heard = []
+assert report_on_signal(Reporter("first", 0, 1, sys.argv[1]))
+signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+assert not report_on_signal(Reporter("second", 0, 1, sys.argv[1]))
+os.kill(os.getpid(), signal.SIGUSR1)
+end_s = time.monotonic() + 20
+while not heard and time.monotonic() < end_s:
+    time.sleep(0.01)
+time.sleep(0.2)  # for the thread that hears signals, too
+assert (heard, files(sys.argv[1])) == ([signal.SIGUSR1], [])
+print("passed")
+""",
+    )
+
+
 def test_a_main_thread_inside_a_library_is_no_obstacle(run) -> None:
     run(
         """

@@ -13,7 +13,7 @@ from syncline.collectives import TransportError
 from syncline.collectives.backends.mpi import fault_tolerance
 from syncline.collectives.backends.mpi import reconnector as module
 from syncline.collectives.backends.mpi.reconnector import MPIReconnector
-from syncline.collectives.survivors.reconnector import MOST_ATTEMPTS, Generation
+from syncline.collectives.survivors.reconnector import MOST_ATTEMPTS
 from syncline.collectives.survivors.shrinkable_group import ShrinkableGroup
 
 PATIENCE_S = 20.0
@@ -30,6 +30,9 @@ class Communicator:
     def Free(self) -> None:  # noqa: N802 - MPI's name
         self.is_free = True
 
+    def Get_group(self) -> MagicMock:  # noqa: N802 - MPI's name
+        return MagicMock(Get_rank=lambda: 0)
+
     def Shrink(self) -> Communicator:  # noqa: N802 - MPI's name
         return Communicator(self.number + 1)
 
@@ -42,7 +45,7 @@ class Communicator:
 def _played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "revoke", lambda communicators: None)
     monkeypatch.setattr(module, "MPI", MagicMock(Intracomm=lambda made: made, Exception=RuntimeError))
-    monkeypatch.setattr(module, "_generation", lambda number, communicator: Generation(number, (0, 2), 0))
+    monkeypatch.setattr(module, "translated", lambda members, job: [0, 2])
 
 
 class Connecting:

@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
+from syncline.collectives.backends.mpi import waiting
 from syncline.collectives.backends.mpi.call_verifier import NO_KEY
 from syncline.collectives.backends.mpi.node.shm_barrier import GaveUpError, ShmBarrier, barrier_bytes, has_total_store_order
 from syncline.collectives.contract.deadline import Deadline
@@ -59,6 +60,32 @@ def test_nobody_sees_anything_but_the_same_arrival(size: int) -> None:
         return 1000
 
     assert on_barriers(size, body) == [1000] * size
+
+
+def test_a_rank_that_waits_for_long_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one comes when this one has slept 20 times."""
+    naps: list[float] = []
+
+    class Time:
+        monotonic = staticmethod(time.monotonic)
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            naps.append(seconds)
+            if len(naps) == 20:
+                slept.set()
+            time.sleep(seconds)
+
+    slept = threading.Event()
+    monkeypatch.setattr(waiting, "time", Time)
+
+    def body(barrier: ShmBarrier) -> None:
+        if barrier.mine == 1:
+            assert slept.wait(20)
+        barrier.arrive_and_wait(Deadline(30))
+
+    on_barriers(2, body)
+    assert len(naps) >= 20
 
 
 def test_what_they_are_about_to_do_is_compared() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import subprocess
@@ -10,11 +11,13 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from syncline.collectives import InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
-from syncline.collectives.stores import FileStore, file_rendezvous
+from syncline.collectives import DisagreementError, InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
+from syncline.collectives.stores import FileStore, file_rendezvous, join_latest_run
+from syncline.collectives.stores.file import leave_run
 from syncline.collectives.stores.file.folder import Folder
 from syncline.collectives.stores.file.lock import LinkLock
 from syncline.collectives.stores.file.log import Log, decode, encode
@@ -207,6 +210,60 @@ def test_a_bad_record_in_the_lobby_is_an_error_on_all_ranks_at_once(tmp_path: Pa
         for meeting in meetings:
             with pytest.raises(StoreError, match=rf"{tmp_path}/rendezvous: the record '{key}' .*Remove that folder"):
                 meeting.result(60)
+
+
+def meet_in(folder: Path, sizes: dict[int, int]) -> list[Any]:
+    """What each of these ranks, who were told these sizes, gets in the folder, or the error that it gets."""
+
+    def body(rank: int) -> Any:
+        try:
+            return file_rendezvous(folder, rank, sizes[rank], timeout=60)
+        except DisagreementError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(sizes)) as ranks:
+        return list(ranks.map(body, sizes))
+
+
+def runs(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("run-"))
+
+
+@pytest.mark.parametrize("sizes", [{0: 3, 1: 2}, {0: 2, 1: 3}, {0: 2, 2: 3}])
+def test_ranks_that_were_told_different_sizes_find_out_at_once(tmp_path: Path, sizes: dict[int, int]) -> None:
+    """The last of them is none of the ranks that rank 0 waits for."""
+    meet_in(tmp_path, dict.fromkeys(range(4), 4))  # what an earlier run has left says nothing
+    other = max(sizes)
+    words = f"rank {other} was told that there are {sizes[other]} ranks, and rank 0 that there are {sizes[0]}: pass the same"
+    for said in meet_in(tmp_path, sizes):
+        assert said.startswith(words)
+    assert runs(tmp_path) == [runs(tmp_path)[0]]  # that of the four, which nobody has left
+
+
+def test_an_offer_of_an_earlier_version_says_no_size(tmp_path: Path) -> None:
+    FileStore(tmp_path, "rendezvous").set("offer", json.dumps({"run": f"run-{'0' * 32}", "joined": {}}))
+    zero, one = meet_in(tmp_path, {0: 2, 1: 2})
+    zero.set("from 0", "a")
+    assert one.get("from 0") == b"a"
+
+
+def test_who_leaves_last_takes_the_folder_of_the_run_away(tmp_path: Path) -> None:
+    stores = meet_in(tmp_path, dict.fromkeys(range(3), 3))
+    late = join_latest_run(tmp_path, timeout=20)
+    left = runs(tmp_path)
+    assert len(left) == 1
+    for store in (*stores[1:], late):
+        leave_run(store)
+        assert runs(tmp_path) == left, "rank 0 still uses it"
+    leave_run(stores[0])
+    assert runs(tmp_path) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rendezvous"]
+
+
+def test_a_rank_0_that_nobody_joins_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(StoreTimeout):
+        file_rendezvous(tmp_path, 0, 2, timeout=0.2)
+    assert runs(tmp_path) == []
 
 
 def test_a_removed_folder_is_explained(tmp_path: Path) -> None:

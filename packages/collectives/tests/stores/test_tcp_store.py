@@ -17,6 +17,7 @@ import zmq
 from syncline.collectives import InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
 from syncline.collectives.stores import TCPStore, TCPStoreServer, new_secret
 from syncline.collectives.stores.store import LONGEST_STORE_TIMEOUT_S
+from syncline.collectives.stores.tcp import connection
 from syncline.collectives.stores.tcp.sockets import LONGEST_MESSAGE_BYTES
 
 SECRET = new_secret()
@@ -148,6 +149,17 @@ def test_what_listens_and_says_nothing_is_given_up_after_the_limit() -> None:
         pytest.raises(StoreTimeout, match=rf"127\.0\.0\.1:{port}: no server was there within 0\.2 s .*said nothing"),
     ):
         TCPStore("127.0.0.1", port, secret=SECRET, timeout=0.2)
+
+
+def test_what_says_nothing_for_long_has_taken_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 finds the port in use at once; the others need not wait for all of their time."""
+    monkeypatch.setattr(connection, "GREETING_S", 0.2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(StoreError, match=r"no store of this version of Syncline.* says nothing for 0\.2 s") as caught:
+            TCPStore("127.0.0.1", taken.getsockname()[1], secret=SECRET, timeout=3600)
+    assert not isinstance(caught.value, StoreTimeout)
 
 
 def test_a_server_that_ends_ends_the_waits_of_its_clients() -> None:

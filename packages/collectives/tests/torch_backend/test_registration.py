@@ -12,14 +12,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from syncline.collectives import (
     BackendUnavailableError,
     InvalidArgumentError,
     LaunchError,
     MisuseError,
+    NotInitializedError,
     TorchGroup,
     as_process_group,
+    destroy_process_group,
+    get_default_group,
+    init_process_group,
 )
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.launch import detect_launch
@@ -31,6 +36,7 @@ from syncline.collectives.torch_backend import (
     register,
     registration,
     rendezvous,
+    share_default_group,
 )
 
 pytestmark = pytest.mark.skipif(detect_launch(os.environ) is not None, reason="about processes that nothing launched")
@@ -73,6 +79,22 @@ def test_another_package_has_the_scheme(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers, "mpi", pytest.fail)
     with pytest.raises(MisuseError, match="rendezvous scheme 'mpi://'"):
         register()
+
+
+@pytest.mark.parametrize(
+    ("count", "devices", "claimed"),
+    [(0, ["cpu", "cuda"], ["cpu"]), (2, ["cpu", "cuda"], ["cpu", "cuda"]), (0, ["cuda"], ["cuda"])],
+)
+def test_only_devices_that_are_there_are_claimed(
+    count: int, devices: list[str], claimed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert registration.devices_there(devices) == claimed
+
+
+def test_the_backends_claim_what_this_machine_has() -> None:
+    there = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
+    assert dist.Backend.backend_capability["syncline-mpi"] == dist.Backend.backend_capability["syncline"] == there
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.10.0+cpu", "3.0.0a0"])
@@ -143,8 +165,23 @@ def _plugin(backend: str):
 
 
 def test_ranks_that_meet_elsewhere(tmp_path: Path) -> None:
-    """Without a launcher, by another rendezvous of torch's: our Gloo uses its store."""
+    """Without a launcher, by another rendezvous of torch's: our Gloo uses its store. Then torch shares a group of ours."""
     run_processes(Path(__file__).with_name("meeting_job.py"), 2, tmp_path)
+
+
+def test_our_default_group_cannot_be_torchs_before_there_is_one_or_beside_another() -> None:
+    with pytest.raises(NotInitializedError):
+        share_default_group()
+    init_process_group()
+    try:
+        init()
+        with pytest.raises(MisuseError, match=r"torch\.distributed is initialised already; call it before, or leave it out"):
+            share_default_group()
+        dist.destroy_process_group()
+        share_default_group()
+        assert as_process_group(dist.group.WORLD) is get_default_group()
+    finally:
+        destroy_process_group()
 
 
 def test_the_wrong_device() -> None:
@@ -209,10 +246,14 @@ def test_our_group_ends_with_torchs() -> None:
 def test_several_tensors_are_reduced_together() -> None:
     group = init()
     first, second = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
-    group.allreduce([first, second]).wait()
+    group.allreduce([first, AsyncCollectiveTensor(second)]).wait()
     assert (first.tolist(), second.tolist()) == ([11.0, 22.0], [11.0, 22.0])
     with pytest.raises(InvalidArgumentError, match="alike in shape and dtype"):
         group.allreduce([torch.ones(1), torch.ones(2)])
+    freed = torch.ones(2)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgumentError, match="its storage was freed"):
+        group.allreduce([first, freed])
     with pytest.raises(InvalidArgumentError, match="does not scale, found AVG"):
         group.allreduce([first, second], op=dist.ReduceOp.AVG)
 

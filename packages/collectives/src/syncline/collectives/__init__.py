@@ -14,7 +14,6 @@ Where to begin reading: the way of a tensor from `all_reduce(tensor)` to shared 
 
 from .composed.round_robin import RoundRobinGroup
 from .composed.torch_group import TorchGroup, as_process_group
-from .contract.object_exchange import exchange_objects
 from .contract.process_group import ProcessGroup
 from .contract.reduce_op import ReduceOp, premul_sum
 from .contract.work import Work
@@ -44,7 +43,13 @@ from .default_group.functional import (
 )
 from .default_group.monitored_barrier import monitored_barrier
 from .default_group.non_member import NonMember
-from .default_group.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
+from .default_group.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    exchange_objects,
+    gather_object,
+    scatter_object_list,
+)
 from .default_group.placement import get_local_rank, get_node_rank, placement_of
 from .default_group.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .default_group.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration

@@ -62,7 +62,7 @@ class NotInitializedError(MisuseError):
 
 
 class GroupClosedError(MisuseError):
-    """A collective was called on a group that was closed or aborted."""
+    """A collective was called on a group that was closed or aborted, or in a fork of the rank that it belongs to."""
 
 
 class UnknownBackendError(MisuseError):

@@ -4,7 +4,15 @@
 private to torch                    without it
 ==================================  ===================================================================================
 ``torch._C._dynamo.eval_frame``     ``torch.compiler.disable`` does the same, but loads all of torch.compile: seconds
-``Tensor._is_zerotensor``           no tensor goes the quick way of a plain CPU tensor; all go the way of the others
+``is_functorch_wrapped_tensor``     a tensor inside a transformation of torch.func is refused as one without memory
+``AsyncCollectiveTensor``           a result of torch's functional collectives is refused by name: pass its ``wait()``
+``FakeTensor``                      a tensor of torch's fake mode is refused by name
+``_len_torch_dispatch_stack``       under torch.distributed, tools such as CommDebugMode and make_fx see no collectives
+``_resolve_process_group``          the same
+``PythonCallbackWork``              what torch.compile makes of FSDP's gathers cannot run over our groups
+``_get_tracing_state``              torch.jit.trace makes a program without its collectives
+``get_proxy_mode``                  a tracer gets a program without the collectives that have no operator
+``_disable_current_modes``          a tool's mode sees what such a collective consists of
 ``torch._foreach_copy_``            tensors are copied one after the other
 ``dist.Work._source_rank``          a receive from any rank over a group of torch's is an error; name the sender
 ``dist.Store.list_keys``            ``list_keys`` of a store of torch's is an error (torch 2.6 to 2.8)
@@ -19,7 +27,10 @@ private to torch                    without it
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -44,8 +55,71 @@ _foreach_copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object
     torch, "_foreach_copy_", None
 )
 
-#: Whether a tensor is one of autograd's zero tensors, which have no memory. Unknown: true, so that nobody reads its memory.
-is_zero_tensor: Callable[[torch.Tensor], bool] = getattr(torch.Tensor, "_is_zerotensor", lambda _: True)
+#: Whether a tensor is one of those that torch.func hands to the function that it transforms.
+is_functorch_wrapped: Callable[[torch.Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False
+)
+
+
+def group_named(name: str) -> object:
+    """The group of torch.distributed that torch's operators mean by a name.
+
+    Raises:
+        RuntimeError: torch knows none of that name.
+    """
+    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    return module._resolve_process_group(name)
+
+
+def work_of_cpp(wait: Callable[[timedelta], bool]) -> Any:
+    """A work of torch's own, for C++ to hold alone; who waits for it calls `wait` with a limit, where 0 is none."""
+    module: Any = sys.modules["torch._C._distributed_c10d"]
+    return module.PythonCallbackWork(wait)
+
+
+#: How many modes watch the operators that this thread calls.
+modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+#: What torch.jit.trace records on this thread; None if it does not.
+jit_trace: Callable[[], object] = getattr(torch._C, "_get_tracing_state", lambda: None)
+
+
+def is_traced() -> bool:
+    """Whether a tracer records what this thread calls."""
+    if jit_trace() is not None:
+        return True
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    mode: Callable[[], object] = getattr(proxies, "get_proxy_mode", lambda: None)
+    return mode() is not None
+
+
+def modes_switched_off() -> AbstractContextManager[object]:
+    """A context in which no mode watches the operators that this thread calls."""
+    switched_off: Callable[[], AbstractContextManager[object]] = getattr(
+        torch.utils._python_dispatch, "_disable_current_modes", nullcontext
+    )
+    return switched_off()
+
+
+def awaited_value(value: object) -> torch.Tensor | None:
+    """The tensor that a functional collective of torch's writes, after a wait for it; None if `value` is no result of one."""
+    kind = _class_if_loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    if not isinstance(value, kind):
+        return None
+    awaited: torch.Tensor = value.trigger_wait()  # type: ignore[attr-defined]  # of torch's private class
+    return awaited
+
+
+def is_fake(value: object) -> bool:
+    """Whether this is a tensor without values, of somebody who asks for shapes."""
+    return isinstance(value, _class_if_loaded("torch._subclasses.fake_tensor", "FakeTensor"))
+
+
+def _class_if_loaded(module: str, name: str) -> type | tuple[()]:
+    """A class, for `isinstance`; no class if its module is not loaded, so that no object of the class can exist."""
+    found: type | tuple[()] = getattr(sys.modules.get(module), name, ())
+    return found
 
 
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from syncline.collectives import InvalidTypeError, ProcessGroup, broadcast_coalesced
+from syncline.collectives.internal import bytes_of, in_plain_order, mark_written
 
 from . import torch_internals
-from .module_state import ModuleState
+from .module_state import ModuleState, writable
 
 if TYPE_CHECKING:
     AnyFuture: TypeAlias = torch.futures.Future[Any]
@@ -55,10 +56,14 @@ class Buffers:
 
     def __init__(self, state: ModuleState, *, enabled: bool) -> None:
         self._state = state
-        self._exist = bool(state.buffers())
+        self.look_again()
         self.enabled = enabled
         self.are_stale = True
         self.hook: BufferHook | None = None
+
+    def look_again(self) -> None:
+        """The module may have buffers now, and had none before."""
+        self._exist = bool(self._state.buffers())
 
     @property
     def are_due(self) -> bool:
@@ -68,8 +73,9 @@ class Buffers:
     def broadcast(self, group: ProcessGroup, root: int) -> None:
         """Give every rank the root's, in place. A collective."""
         buffers = [buffer for _, buffer in self._state.buffers()]
-        with _unseen_by_autograd(buffers):
-            broadcast_coalesced([buffer.detach() for buffer in buffers], group=group, root=root)
+        only_reads = group.rank == root
+        with nullcontext() if only_reads else self._seen_by_autograd_if_changed(buffers):
+            broadcast_coalesced(writable(buffers), group=group, root=root)
 
     def before_forward(self, group: ProcessGroup, root: int) -> list[AnyFuture]:
         """Synchronise them if that is due, and not to be done after the forward.
@@ -90,13 +96,28 @@ class Buffers:
 
     def _run(self, hook: BufferHook) -> list[AnyFuture]:
         buffers = dict(self._state.buffers())
-        with torch.no_grad(), _unseen_by_autograd(buffers.values()):
+        with torch.no_grad(), self._seen_by_autograd_if_changed(list(buffers.values())):
             return list(hook.hook(hook.state, buffers) or ())
 
+    @contextmanager
+    def _seen_by_autograd_if_changed(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let graphs of earlier forwards live on, but not those whose backward would compute with other values.
 
-def _unseen_by_autograd(buffers: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
-    """Let a graph that has saved buffers (batch normalisation saves its statistics, and does not read them) live on.
+        Such a graph may have saved any buffer. A write with the values that were there does no harm, and batch normalisation in
+        training saves its statistics without reading them in backward. Autograd sees all other writes, and reports them in that
+        backward. (Were it to see none, as under torch, gradients would be wrong without a word. Were it to see all, there could
+        be no second forward before the first one's backward.)
+        """
+        unread = self._state.statistics_of_batch_normalization()
+        others = [buffer for buffer in buffers if id(buffer) not in unread]
+        before = [_bits(buffer).clone() for buffer in others]
+        with torch_internals.preserve_versions(buffers):
+            yield
+        for buffer, bits in zip(others, before, strict=True):
+            if not torch.equal(_bits(buffer), bits):
+                mark_written(buffer)
 
-    Or there could be no second forward before the first one's backward.
-    """
-    return torch_internals.preserve_versions(list(buffers))
+
+def _bits(buffer: torch.Tensor) -> torch.Tensor:
+    """To compare bits: a NaN that stays is no change."""
+    return bytes_of(in_plain_order(buffer.detach()))

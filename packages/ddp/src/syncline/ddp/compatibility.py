@@ -60,8 +60,9 @@ class ReducerNames:
     def prepare_for_forward(self) -> None:
         """Nothing: the wrapped module's forward prepares."""
 
-    def prepare_for_backward(self, tensors: Any) -> None:
-        """Nothing: autograd says which parameters a backward reaches."""
+    def prepare_for_backward(self, tensors: Any) -> None:  # noqa: ARG002 - torch's
+        """Let the next backward be averaged. Which parameters it reaches, autograd says."""
+        self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
         """Build the buckets in the order in which gradients arrived, if that is due: a collective. Whether it was."""
@@ -182,6 +183,11 @@ class TorchNames:
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
         """The same, by name."""
         return dict(self._state.buffers())
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the buckets will stay as they are; an optimizer that overlaps with backward (ZeRO) waits for it."""
+        return self._reducer.has_rebuilt_buckets
 
     @property
     def reducer(self) -> ReducerNames:

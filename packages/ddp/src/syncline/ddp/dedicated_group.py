@@ -25,7 +25,7 @@ def dedicated_group(group: ProcessGroup) -> ProcessGroup:
     which parameters this rank has not used, so between the two there is no order that is the same on every rank. In one group
     that would be a mismatch; in two groups it does not matter. Besides, the layer need not wait for the buckets in flight.
     """
-    key = group.torch_group if isinstance(group, TorchGroup) else group
+    key = group if group.torch_group is None else group.torch_group
     with _lock:
         dedicated = _dedicated_groups.get(key)
     if dedicated is None:
@@ -37,14 +37,10 @@ def dedicated_group(group: ProcessGroup) -> ProcessGroup:
 
 
 def _make_dedicated_group(group: ProcessGroup) -> ProcessGroup:
-    if isinstance(group, TorchGroup):
-        return _make_torch_lane(group)
-    dedicated = group.split(0)
-    assert dedicated is not None  # every rank gave a color
-    return dedicated
-
-
-def _make_torch_lane(group: TorchGroup) -> ProcessGroup:
+    if group.can_split:
+        dedicated = group.split(0)
+        assert dedicated is not None  # every rank gave a color
+        return dedicated
     made = dist.new_group(
         dist.get_process_group_ranks(group.torch_group),
         timeout=timedelta(seconds=group.timeout_s),

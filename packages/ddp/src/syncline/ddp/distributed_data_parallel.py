@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
-from syncline.reducer import GradBucket, IterationStatistics, Reducer, verify_same_options
+from syncline.reducer import GradBucket, IterationStatistics, Reducer, telling_the_others, verify_same_options
 
 from . import arguments, logging_data, torch_internals
 from .bucket_tuning import BucketTuning, check_can_tune, measuring_caps
 from .buffers import Buffers
 from .compatibility import TorchNames, ignored_names
-from .fused_optimizer import FusedOptimizer
+from .fused_optimizer import AverageHook, AverageHooks, FusedOptimizer
 from .hook_annotations import check_hook
 from .iteration_listeners import IterationListeners, Listener
 from .join import Join, Joinable
 from .mixed_precision import MixedPrecision, as_mixed_precision, average_in, lower_precision
-from .module_state import ModuleState
+from .model_watch import ModelWatch
+from .module_state import ModuleState, broadcast_tensors
 from .process_groups import as_ours, choose_default_group, choose_group
+from .replica_check import EVERY_VARIABLE as CHECK_EVERY
+from .replica_check import ReplicaCheck
 from .stragglers import StragglerWatch, checked_every, every_from
+from .sync_batch_norm import refuse_layers_that_see_one_rank
 from .tracing import TraceRecording, TraceSettings, settings_from
 from .uneven_inputs import Replica, UnevenInputs
 
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.nn.parallel.distributed import _MixedPrecision
 
+logger = logging.getLogger("syncline.ddp")
 
 # What stays behind when a model is copied or pickled.
 _OF_THIS_PROCESS = frozenset(
@@ -41,11 +49,14 @@ _OF_THIS_PROCESS = frozenset(
         "process_group",
         "_group",
         "_reducer",
+        "_watch",
         "_join",
         "_uneven_inputs",
         "_listeners",
         "_recordings",
         "_straggler_watch",
+        "_replica_check",
+        "_average_hooks",
         "_bucket_tuning",
     }
 )
@@ -92,15 +103,19 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         lazy_bucket_allocation: of torch 2.15; accepted with a warning: buckets are kept between backwards either way.
 
     Constructing it is a collective: two all-gathers of 32 bytes and one broadcast of the module's state, in buffers of 250 MiB.
+    So is the first forward whose backward is reduced: it allocates the buckets. Copying it (`copy.deepcopy`, `pickle`) is none.
 
     Raises:
-        MisuseError: a parameter is uninitialised or on a device that the group does not serve, or none needs a gradient.
+        MisuseError: a parameter or buffer is uninitialised, sparse, on a device that the group does not serve, or has elements
+            that share memory; no parameter needs a gradient; or a layer would see this rank's batch alone.
         DisagreementError: on all ranks, if modules or arguments differ between ranks; names the parameter, buffer or argument
-            and both versions.
+            and both versions. Also if another rank has raised one of these errors; says which rank, and its error.
         InvalidArgumentError: an argument is refused, or contradicts another; says what to pass instead.
     """
 
     _uneven_inputs: UnevenInputs | None = None
+    _requires_grad_sync = True
+    _has_warned_of_hooks = False
 
     def __init__(
         self,
@@ -144,11 +159,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.process_group = choose_group(process_group, device_mesh)
         self._group = as_ours(self.process_group)
         self.device_mesh = device_mesh
-        parameters = self._state.trainable_parameters(self._group)
-        self._input_device = arguments.placement(device_ids, output_device, [p for _, p in self._state.parameters()])
-        self._delayed, self._delayed_until = arguments.delayed_names(
-            delay_all_reduce_named_params, param_to_hook_all_reduce, parameters
-        )
+        with telling_the_others(self._group) if init_sync else nullcontext():
+            self._state.check(self._group, buffers=sync_buffers_at_first or forward_sync_buffers)
+            refuse_layers_that_see_one_rank(module, self._group)
+            parameters = self._state.trainable_parameters()
+            self._input_device = arguments.placement(device_ids, output_device, [p for _, p in self._state.parameters()])
+            self._delayed, self._delayed_until = arguments.delayed_names(
+                delay_all_reduce_named_params, param_to_hook_all_reduce, parameters
+            )
+            trace_settings, stragglers_every = settings_from(os.environ), every_from(os.environ)
+            check_every = every_from(os.environ, CHECK_EVERY)
         self.module = module
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.find_unused_parameters = find_unused_parameters
@@ -160,21 +180,23 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.device = parameters[0][1].device
         self.device_ids = None if self._input_device is None else [self._input_device.index]
         self.output_device = None if self._input_device is None else self._input_device.index
-        self.require_backward_grad_sync = True
         self._buffer_sync = Buffers(self._state, enabled=forward_sync_buffers)
         self._builtin_hook: dist.BuiltinCommHookType | None = None
         self._runtime = logging_data.RuntimeSamples()
         self.fused_optimizer = FusedOptimizer()
         self._has_adopted_optimizers = False
-        trace_settings, stragglers_every = settings_from(os.environ), every_from(os.environ)
+        self._sync_buffers_at_first = sync_buffers_at_first
         if init_sync:
-            self._verify_options(sync_buffers_at_first, trace_settings, stragglers_every)
+            self._verify_options(sync_buffers_at_first, trace_settings, stragglers_every, check_every)
             self._state.verify(self._group, buffers=sync_buffers_at_first)
             self._state.broadcast(self._group, 0, buffers=sync_buffers_at_first)
+        self._init_sync = init_sync
         self._low_precision = lower_precision(self.mixed_precision, module, self._state)
         self._listeners = IterationListeners()
         self._recordings: list[TraceRecording] = []
         self._straggler_watch: StragglerWatch | None = None
+        self._replica_check: ReplicaCheck | None = None
+        self._average_hooks = AverageHooks(self.fused_optimizer)
         self._bucket_tuning: BucketTuning | None = None
         self._reducer = self._make_reducer()
         self._tune_buckets()
@@ -182,6 +204,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._start_recording(trace_settings, only_first=True)
         if stragglers_every is not None:
             self.watch_stragglers(stragglers_every)
+        if check_every is not None:
+            self.check_replicas(check_every)
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -200,6 +224,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards of forwards from now on are averaged; `no_sync` sets it."""
+        return self._requires_grad_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._requires_grad_sync = value
+        self._reducer.keep_local(not value)
 
     # A compiler, in torch.compile(ddp), gets the module; what is around it communicates and cannot be traced.
     @disable_dynamo_here
@@ -228,14 +262,89 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
         """Inputs on their device, and what the end of backward shall wait for."""
-        root = self._sync_with_joined_ranks(will_reduce)
-        pending = self._buffer_sync.before_forward(self._group, root)
-        if has_backward:
-            self._adopt_optimizers()
-            self._reducer.prepare_for_backward(synchronizes=will_reduce)
+        if has_backward and self._watch.is_due(self._reducer.reductions):
+            self._follow_module()
+        try:
+            root = self._sync_with_joined_ranks(will_reduce)
+            pending = self._buffer_sync.before_forward(self._group, root)
+            if has_backward:
+                self._adopt_optimizers()
+                self._reducer.prepare_for_backward(synchronizes=will_reduce)
+                if self._reducer.has_users_hooks and not self._has_warned_of_hooks:
+                    self._warn_of_users_hooks()
+        except DisagreementError as error:
+            raise self._reducer.explained(error, "a forward of the wrapped module") from error.__cause__
         if self._input_device is not None:
             inputs, kwargs = torch_internals.moved_to(self._input_device, inputs, kwargs)
         return inputs, kwargs, pending
+
+    def _warn_of_users_hooks(self) -> None:
+        """Once: a hook that steps or drops is an error in backward, one that clips or logs sees numbers of this rank alone."""
+        self._has_warned_of_hooks = True
+        warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
+
+    def _follow_module(self) -> None:
+        """If the module has changed since it was wrapped, average the parameters that it has now: then a collective.
+
+        The ranks compare the module, and get rank 0's values of what is new.
+        """
+        self._state.module = self.module
+        watch = self._watch
+        if not watch.has_changed():
+            if watch.has_sign:  # it was converted there and back, perhaps
+                watch.has_sign = False
+                self._reducer.find_nodes_again()
+            return
+        parameters = [(name, parameter) for name, parameter in self._state.parameters() if parameter.requires_grad]
+        if not parameters:  # all are frozen for a while: nothing will be averaged, and the sign stays
+            return
+        new = watch.new()
+        names = ", ".join(f"'{name}'" for name, _ in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+        what = f"the module has changed since it was wrapped ({f'new parameters: {names}' if new else 'none are new'})"
+        if self._join is not None:
+            raise MisuseError(
+                f"{what}, within join() on {self._group.place()}: ranks without inputs cannot follow. Change it before"
+            )
+        self._state.check(self._group, buffers=self._sync_buffers_at_first or self.forward_sync_buffers)
+        if self._init_sync:
+            try:
+                self._share_new(new)
+            except DisagreementError as error:
+                raise error.reworded(
+                    f"{what} on {self._group.place()}: make the same change on every rank, before the same forward.\n{error}"
+                ) from error.__cause__
+        logger.info("%s: buckets are built anew", what)
+        sparse = self._state.sparse_parameters()
+        if self._tunes_buckets:
+            self._bucket_caps_bytes = measuring_caps(sum(parameter.nbytes for _, parameter in parameters))
+        self._reducer.change_parameters(
+            parameters, sparse=[id(p) in sparse for _, p in parameters], bucket_cap_bytes=self._bucket_caps_bytes
+        )
+        self._low_precision = lower_precision(self.mixed_precision, self.module, self._state)
+        self._has_adopted_optimizers = False
+        self._buffer_sync.look_again()
+        self.device = parameters[0][1].device
+        watch.take_note()
+        self._tune_buckets()
+
+    def _share_new(self, new: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Compare the modules, and give all ranks rank 0's values of new parameters, and buffers. A collective."""
+        syncs_buffers = self._sync_buffers_at_first
+        with self._group.marked("the module has changed"):
+            self._state.verify(self._group, buffers=syncs_buffers)
+        sparse = self._state.sparse_parameters()
+        options = {
+            "new parameters": [name for name, _ in new],
+            "sparse=True (in embeddings)": [name for name, parameter in self._state.parameters() if id(parameter) in sparse],
+        }
+        verify_same_options(options, group=self._group)
+        broadcast_tensors([*new, *(self._watch.new_buffers() if syncs_buffers else [])], self._group, 0)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DistributedDataParallel:
+        """As torch's; parameters may be other objects afterwards, and autograd has other nodes for them."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        self._watch.has_sign = True
+        return self
 
     @disable_dynamo
     def _cancel_forward(self) -> None:
@@ -257,7 +366,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """The backwards of forwards within it add to each rank's own gradients and do not communicate.
 
         The first forward after it has a backward that reduces what was added up. What counts is where the forward is, as in
-        torch. May be nested.
+        torch. A backward within it that belongs to no forward of this wrapper (one of the bare module, such as for a saliency
+        map on one rank) stays this rank's own, too. May be nested.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -331,6 +441,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             )
         chosen = choose_group(process_group)
         group = as_ours(chosen)
+        self._state.check(group, buffers=self.forward_sync_buffers)
         self._state.verify(group, buffers=self.forward_sync_buffers)
         hook, state = self._reducer.hook
         self._reducer.close()
@@ -369,6 +480,21 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             raise
         self._reducer.set_hook(hook, state)
         self._builtin_hook = None
+
+    def register_post_average_grad_hook(self, hook: AverageHook) -> RemovableHandle:
+        """Call `hook(parameter)` in backward, for each parameter as soon as `parameter.grad` is the average over the ranks.
+
+        For what a post-accumulate-grad hook would do too early: step, clip, log, or drop a gradient. It is called on the thread
+        of backward, for one bucket's parameters while later buckets are in flight; not in `no_sync`, and not for parameters
+        that no rank used. It may set `parameter.grad` to None. It must not communicate.
+
+        Returns:
+            A handle, whose `remove()` ends it.
+
+        Raises:
+            InvalidTypeError: the hook cannot be called.
+        """
+        return self._average_hooks.add(hook)
 
     # ---- looking at steps ----
 
@@ -424,6 +550,28 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._tell_no_more(self._straggler_watch.note_step)
             self._straggler_watch = None
 
+    def check_replicas(self, every: int) -> None:
+        """From now on compare the ranks' parameters every so many averaged backwards, by a hash of 16 bytes for each.
+
+        Every rank calls it, with the same number; also done by `SYNCLINE_CHECK_REPLICAS`. If replicas differ, the backward that
+        finds it raises a `DisagreementError` on all ranks, which names the first parameter that differs. It ends when ranks may
+        have different numbers of steps: in a join context, or when the group changes.
+
+        Args:
+            every: backwards from one check to the next. A check reads all parameters once.
+
+        Raises:
+            InvalidArgumentError: it is below 1.
+        """
+        self._stop_checking_replicas()
+        self._replica_check = ReplicaCheck(self._group, self._state, checked_every(every, "every"))
+        self._tell(self._replica_check.note_step)
+
+    def _stop_checking_replicas(self) -> None:
+        if self._replica_check is not None:
+            self._tell_no_more(self._replica_check.note_step)
+            self._replica_check = None
+
     @property
     def tuned_bucket_cap_mb(self) -> list[float] | None:
         """What `bucket_cap_mb="auto"` has chosen: sizes of the first bucket and of the others in MiB, the same on all ranks.
@@ -462,6 +610,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _stop_counting_steps_together(self) -> None:
         """From now on ranks may have different numbers of steps, so there is no step at which all of them do something."""
         self._stop_watching_stragglers()
+        self._stop_checking_replicas()
         if self._bucket_tuning is not None:
             self._bucket_tuning.give_up("ranks may have different numbers of steps")
         for recording in self._recordings:
@@ -498,7 +647,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         }
 
     def _make_reducer(self) -> Reducer:
-        parameters = self._state.trainable_parameters(self._group)
+        parameters = self._state.trainable_parameters()
         sparse = self._state.sparse_parameters()
         if self._tunes_buckets:
             check_can_tune(self.device, self.find_unused_parameters and not self.static_graph, bool(sparse))
@@ -515,13 +664,21 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             delayed=self._delayed,
             delayed_until=self._delayed_until,
         )
-        reducer.on_delivery(self.fused_optimizer.step)
+        self._watch = ModelWatch(self._state, self)
+        reducer.keep_local(not self._requires_grad_sync)
+        reducer.on_delivery(self._average_hooks)
         reducer.on_iteration(self._listeners if self._listeners else None)
         if self._wire_dtype is not None:
             reducer.set_hook(average_in, self._wire_dtype)
         return reducer
 
-    def _verify_options(self, sync_buffers_at_first: bool, traced: TraceSettings | None, stragglers_every: int | None) -> None:
+    def _verify_options(
+        self,
+        sync_buffers_at_first: bool,
+        traced: TraceSettings | None,
+        stragglers_every: int | None,
+        check_every: int | None,
+    ) -> None:
         """Compare what decides which collectives are issued."""
         sparse = self._state.sparse_parameters()
         options = {
@@ -537,6 +694,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             "param_to_hook_all_reduce": self._delayed_until,
             "SYNCLINE_TRACE, SYNCLINE_TRACE_STEPS": None if traced is None else f"{traced.first}-{traced.last}",
             "SYNCLINE_STRAGGLERS": stragglers_every,
+            CHECK_EVERY: check_every,
             "sparse=True (in embeddings)": [name for name, parameter in self._state.parameters() if id(parameter) in sparse],
         }
         verify_same_options(options, group=self._group)
@@ -566,11 +724,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the default group of this process, and build a reducer: a collective, like construction."""
+        """Take the default group of this process. No collective: the first reduced forward allocates the buckets."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = choose_default_group()
         self._group = as_ours(self.process_group)
+        self._state.check(self._group, buffers=self.forward_sync_buffers)
         self._listeners, self._recordings, self._straggler_watch = IterationListeners(), [], None
+        self._replica_check, self._average_hooks = None, AverageHooks(self.fused_optimizer)
         self._bucket_tuning = self._builtin_hook = None
         self._reducer = self._make_reducer()
         self._tune_buckets()

@@ -1,15 +1,47 @@
-"""Optimizers that step in backward: each parameter's, as soon as its averaged gradient is there."""
+"""What happens to each parameter in backward, as soon as its averaged gradient is there: users' hooks, and optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from syncline.collectives import InvalidArgumentError, MisuseError
+from syncline.collectives import InvalidArgumentError, InvalidTypeError, MisuseError
 
 from .torch_internals import IN_BACKWARD_OPTIMIZERS
+
+AverageHook: TypeAlias = Callable[[torch.nn.Parameter], object]
+
+
+class AverageHooks:
+    """Users' hooks on averaged gradients; called one after the other for each parameter, in the order of registration.
+
+    Args:
+        optimizer: steps after them.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._hooks: OrderedDict[int, AverageHook] = OrderedDict()  # a plain dict cannot be referred to weakly
+
+    def add(self, hook: AverageHook) -> RemovableHandle:
+        """Call it, too."""
+        if not callable(hook):
+            raise InvalidTypeError(f"expected a function hook(parameter), found {type(hook).__name__}")
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def __call__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """These have their averaged gradients."""
+        if self._hooks:
+            for parameter in parameters:
+                for hook in tuple(self._hooks.values()):
+                    hook(parameter)
+        self._optimizer.step(parameters)
 
 
 class FusedOptimizer:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp, TorchGroup
+from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp
 
 
 class JoinHook:
@@ -195,6 +195,4 @@ class Join:
 
 
 def _is_same(group: ProcessGroup, other: ProcessGroup) -> bool:
-    if isinstance(group, TorchGroup) and isinstance(other, TorchGroup):
-        return group.torch_group is other.torch_group
-    return group is other
+    return group is other or (group.torch_group is not None and group.torch_group is other.torch_group)

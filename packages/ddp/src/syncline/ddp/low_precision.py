@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
+from syncline.collectives import MisuseError
+from syncline.collectives.internal import bytes_of, disable_dynamo, disable_dynamo_here, in_plain_order
 
 from .outputs import tensors_in
-from .torch_internals import call_at_end_of_backward, cast_inputs, check_low_precision, own_parameters, refresh_flat_weights
+from .torch_internals import (
+    call_at_end_of_backward,
+    cast_inputs,
+    check_low_precision,
+    own_parameters,
+    refresh_flat_weights,
+    was_written,
+)
 
 Tensors = Sequence["torch.Tensor | None"]
 
@@ -28,20 +37,33 @@ class LowPrecision:
     place when backward comes to one of its outputs, and stay until that backward ends. If it fails, autograd drops the
     callback without calling it, and so the callback undoes its work when it is dropped.
 
+    Note [Forwards that write into parameters]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    A forward may write: a momentum encoder, an initialisation from the first batch, an embedding with `max_norm`. It then
+    writes into a cast. So after the forward those elements of a cast that have changed go back into its parameter. The others
+    stay, for a cast has fewer bits. A cast is looked at if its version has changed, or if somebody has asked for its `data`,
+    which has a version of its own; most forwards do neither.
+
     Args:
         module: the module.
-        parameters: those to cast; others stay. Those that are not of floating point stay, too.
+        parameters: those to cast, with their names; others stay. Those that are not of floating point stay, too.
         dtype: what to compute in; inputs of floating point are cast to it.
 
     Raises:
         MisuseError: this version of torch lacks what it needs; see `torch_internals`.
     """
 
-    def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: torch.nn.Module, parameters: Iterable[tuple[str, torch.nn.Parameter]], dtype: torch.dtype
+    ) -> None:
         check_low_precision(list(module.modules()))
         self._module = module
         self._dtype = dtype
-        self._parameters = [parameter for parameter in parameters if parameter.is_floating_point()]
+        # One that has the dtype already is no concern of ours: forward finds the parameter itself.
+        chosen = [(name, p) for name, p in parameters if p.is_floating_point() and p.dtype is not dtype]
+        self._names = [name for name, _ in chosen]
+        self._parameters = [parameter for _, parameter in chosen]
+        self._has_warned = False
         index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         # A shared parameter has several places.
         self._places = [
@@ -56,18 +78,59 @@ class LowPrecision:
     # A compiler gets the module, as in DistributedDataParallel.forward.
     @disable_dynamo_here
     def __call__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module; its outputs are what it makes of inputs and parameters in that dtype."""
+        """Run the module; its outputs are what it makes of inputs and parameters in that dtype.
+
+        Raises:
+            MisuseError: the forward has put another parameter in the place of one.
+        """
         inputs, kwargs = cast_inputs(self._dtype, inputs, kwargs)
-        casts = [parameter.to(self._dtype) for parameter in self._parameters]
+        casts = self._casts()
         before = self._put([casts[index] for _, _, index in self._places])
+        left = before
         try:
             outputs = self._module(*inputs, **kwargs)
         finally:
-            self._put(before)
+            left = self._put(before)
+        self._keep_what_was_written(casts, left)
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.register_hook(lambda _: self._enter_backward(casts))  # type: ignore[no-untyped-call]
         return outputs
+
+    def _casts(self) -> list[_Cast]:
+        if torch.is_inference_mode_enabled():  # what is made in that mode has no version
+            with torch.inference_mode(False), torch.no_grad():
+                return [_cast(parameter, self._dtype) for parameter in self._parameters]
+        return [_cast(parameter, self._dtype) for parameter in self._parameters]
+
+    @disable_dynamo
+    def _keep_what_was_written(self, casts: Sequence[_Cast], left: Tensors) -> None:
+        """See Note [Forwards that write into parameters].
+
+        Args:
+            casts: those of the forward.
+            left: what it has left in each place.
+        """
+        for (_, _, index), tensor in zip(self._places, left, strict=True):
+            if tensor is not casts[index]:
+                raise MisuseError(
+                    f"forward puts another tensor in the place of parameter '{self._names[index]}', which mixed_precision "
+                    "would lose: write into the parameter (copy_), or use torch.autocast in place of mixed_precision"
+                )
+        for name, parameter, cast in zip(self._names, self._parameters, casts, strict=True):
+            if (cast.was_data_asked_for or was_written(cast)) and _write_changes(parameter, cast):
+                self._warn_of_rounding(name)
+
+    def _warn_of_rounding(self, name: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"forward writes into parameter '{name}', which mixed_precision rounds to {self._dtype}: small changes, such as "
+            "those of a momentum encoder, are lost in it. Write after the optimizer's step, outside of forward, or use "
+            "torch.autocast, which leaves parameters in full precision",
+            stacklevel=5,
+        )
 
     def _enter_backward(self, casts: Sequence[torch.Tensor]) -> None:
         """Called by autograd, when the gradient of an output is known and before it is used."""
@@ -91,6 +154,41 @@ class LowPrecision:
         for part in self._recurrent:  # they keep a list of their own
             refresh_flat_weights(part)
         return before
+
+
+class _Cast(torch.nn.Parameter):
+    """A cast of a parameter, in its place. It notes whether somebody has asked for its `data`, and may have written there."""
+
+    was_data_asked_for = False
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.was_data_asked_for = True
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]  # it is a descriptor
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        self.was_data_asked_for = True
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+
+
+def _cast(parameter: torch.nn.Parameter, dtype: torch.dtype) -> _Cast:
+    cast = parameter.to(dtype)
+    cast.__class__ = _Cast  # `as_subclass` would add a node to the graph
+    assert isinstance(cast, _Cast)
+    return cast
+
+
+@torch.no_grad()
+def _write_changes(parameter: torch.nn.Parameter, cast: torch.Tensor) -> bool:
+    """Give a parameter the elements of its cast that have other bits than a new cast has; whether there are any."""
+    written, unwritten = cast.detach(), parameter.detach().to(cast.dtype)
+    if torch.equal(bytes_of(in_plain_order(written)), bytes_of(in_plain_order(unwritten))):
+        return False
+    written, unwritten = written.to(parameter.dtype), unwritten.to(parameter.dtype)
+    is_same = (written == unwritten) | (written.isnan() & unwritten.isnan())
+    parameter.copy_(torch.where(is_same, parameter, written))
+    return True
 
 
 class _Once:

@@ -89,4 +89,4 @@ def lower_precision(config: MixedPrecision | None, module: torch.nn.Module, stat
                 buffer.data = buffer.to(config.buffer_dtype)
     if config.param_dtype is None:
         return None
-    return LowPrecision(module, [parameter for _, parameter in state.parameters()], config.param_dtype)
+    return LowPrecision(module, state.parameters(), config.param_dtype)

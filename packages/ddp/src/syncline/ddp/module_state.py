@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from syncline.collectives import MisuseError, ProcessGroup, broadcast_coalesced
+from syncline.collectives.internal import overlaps_itself
 from syncline.reducer import verify_same_parameters
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
+
+_NORMALIZATION = (_BatchNorm, _InstanceNorm)
 
 
 class ModuleState:
@@ -17,37 +24,59 @@ class ModuleState:
     Args:
         module: the module.
         ignored: names of parameters and buffers that each rank keeps to itself.
+
+    Attributes:
+        module: the same; may be replaced.
     """
 
     def __init__(self, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
-        self._module = module
+        self.module = module
         self._ignored = ignored
 
     def parameters(self) -> NamedParameters:
         """All parameters, each once, by name, in order of definition."""
-        return [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
+        return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """All buffers, each once, by name."""
-        return [(name, b) for name, b in self._module.named_buffers() if name not in self._ignored]
+        return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
-    def trainable_parameters(self, group: ProcessGroup) -> NamedParameters:
+    def statistics_of_batch_normalization(self) -> set[int]:
+        """The `id`s of the buffers that layers of batch or instance normalisation in training update, and only save beside."""
+        layers = (layer for layer in self.module.modules() if isinstance(layer, _NORMALIZATION) and layer.training)
+        return {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
+
+    def check(self, group: ProcessGroup, *, buffers: bool) -> None:
+        """Refuse what cannot be shared over the group, before anything is communicated.
+
+        Args:
+            group: the ranks.
+            buffers: whether buffers are shared as well.
+
+        Raises:
+            MisuseError: a tensor is not initialised yet (lazy modules), lies on a device that the group does not serve, is
+                sparse, or has several elements in one place, where nobody can write them. Names it.
+        """
+        for name, parameter in self.parameters():
+            problem = _problem(parameter, group)
+            if problem is None and parameter.requires_grad and _overlaps(parameter):
+                problem = (
+                    "has elements that share memory (such as `expand` makes), so no optimizer can write it; make it of "
+                    "`tensor.clone()`"
+                )
+            if problem is not None:
+                raise MisuseError(f"parameter '{name}' {problem}")
+        for name, buffer in self.buffers() if buffers else []:
+            problem = _problem(buffer, group)
+            if problem is not None:
+                raise MisuseError(f"buffer '{name}' {problem}")
+
+    def trainable_parameters(self) -> NamedParameters:
         """The parameters that need a gradient.
 
         Raises:
-            MisuseError: a parameter is not initialised yet (lazy modules), lies on a device that the group does not serve, or
-                none needs a gradient.
+            MisuseError: none needs one.
         """
-        for name, parameter in self.parameters():
-            if is_lazy(parameter):
-                raise MisuseError(
-                    f"parameter '{name}' is not initialised yet; run one forward of the bare module before it is wrapped"
-                )
-            if parameter.device.type not in group.device_types:
-                raise MisuseError(
-                    f"parameter '{name}' is on {parameter.device}, but backend '{group.backend_name}' moves tensors on "
-                    f"{', '.join(sorted(group.device_types))}; move the module, or choose a backend for that device"
-                )
         trainable = [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
         if not trainable:
             raise MisuseError(
@@ -58,7 +87,7 @@ class ModuleState:
 
     def sparse_parameters(self) -> set[int]:
         """The `id`s of the parameters whose gradients are sparse: those of embeddings that say so."""
-        embeddings = (m for m in self._module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
+        embeddings = (m for m in self.module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
         return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
     def verify(self, group: ProcessGroup, *, buffers: bool) -> None:
@@ -69,4 +98,40 @@ class ModuleState:
     def broadcast(self, group: ProcessGroup, root: int, *, buffers: bool) -> None:
         """Give every rank the parameters, and buffers, of the root, in place. A collective."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
-        broadcast_coalesced([tensor.detach() for _, tensor in named], group=group, root=root)
+        broadcast_tensors(named, group, root)
+
+
+def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessGroup, root: int) -> None:
+    """Give every rank the root's tensors, in place. A collective."""
+    broadcast_coalesced(writable(tensor for _, tensor in named), group=group, root=root)
+
+
+def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, detached, without the dimensions in which `expand` repeats elements: views that have each element once."""
+    return [tensor.detach() if 0 not in tensor.stride() else tensor.detach()[first_of_each(tensor)] for tensor in tensors]
+
+
+def first_of_each(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The index of such a view."""
+    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+
+
+def _problem(tensor: torch.Tensor, group: ProcessGroup) -> str | None:
+    """Why it cannot be shared over a group."""
+    if is_lazy(tensor):
+        return "is not initialised yet; run one forward of the bare module before it is wrapped"
+    if tensor.device.type not in group.device_types:
+        served = ", ".join(sorted(group.device_types))
+        return (
+            f"is on {tensor.device}, but backend '{group.backend_name}' moves tensors on {served}; move the module, or choose "
+            "a backend for that device"
+        )
+    if tensor.layout is not torch.strided:
+        return f"is sparse ({tensor.layout}), but only dense ones are kept equal; make it dense, or exclude it by name"
+    if _overlaps(*writable([tensor])):
+        return "has elements that share memory, so it cannot be written; make it of `tensor.clone()`"
+    return None
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    return overlaps_itself(tensor.shape, tensor.stride())

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from .module_state import first_of_each, writable
+
 
 def holders_of_buffers(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Those of its submodules that have a buffer now, itself among them."""
@@ -35,7 +37,7 @@ class StepSnapshot:
     def restore(self) -> None:
         """Put them back, also where the step has put another tensor in a buffer's place; drop its gradients."""
         for holder, name, buffer, value in self._buffers:
-            buffer.copy_(value)
+            writable([buffer])[0].copy_(value[first_of_each(buffer)])
             setattr(holder, name, buffer)
         torch.set_rng_state(self._random_state)
         for parameter in self._module.parameters():

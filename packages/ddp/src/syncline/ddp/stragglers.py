@@ -97,16 +97,16 @@ class StragglerWatch:
             logger.warning("%s", find_straggler(torch.stack(times, dim=1).tolist()))
 
 
-def every_from(environ: Mapping[str, str]) -> int | None:
-    """What `SYNCLINE_STRAGGLERS` says; None if nothing shall be said.
+def every_from(environ: Mapping[str, str], variable: str = EVERY_VARIABLE) -> int | None:
+    """The number of steps that a variable says, `SYNCLINE_STRAGGLERS` or another one; None if it says nothing.
 
     Raises:
         InvalidArgumentError: it is no whole number of at least 1.
     """
-    text = environ.get(EVERY_VARIABLE, "")
+    text = environ.get(variable, "")
     if not text:
         return None
-    return checked_every(int(text) if text.strip().isdigit() else text, EVERY_VARIABLE)
+    return checked_every(int(text) if text.strip().isdigit() else text, variable)
 
 
 def checked_every(every: object, name: str) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
@@ -19,9 +20,6 @@ from .batch_statistics import BatchStatistics, gather_statistics, statistics_of
 from .dedicated_group import dedicated_group
 from .process_groups import has_default_group, resolve_group
 from .torch_internals import own_modules
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 # Which layers were compared in a group. Ranks that meet in another one, perhaps with a newcomer, compare again.
 _compared_layers: weakref.WeakKeyDictionary[ProcessGroup, weakref.WeakSet[SyncBatchNorm]] = weakref.WeakKeyDictionary()
@@ -195,6 +193,24 @@ def convert_sync_batchnorm(
 ) -> torch.nn.Module:
     """See `SyncBatchNorm.convert_sync_batchnorm`."""
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+
+
+def refuse_layers_that_see_one_rank(module: torch.nn.Module, group: ProcessGroup) -> None:
+    """Refuse torch's SyncBatchNorm where it would normalise each rank's batch by itself, without a word.
+
+    It asks torch.distributed whether there are other ranks.
+
+    Raises:
+        MisuseError: there is such a layer, the group has several ranks, and torch.distributed is not initialised.
+    """
+    if group.size == 1 or (dist.is_available() and dist.is_initialized()):
+        return
+    names = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.SyncBatchNorm)]
+    if names:
+        raise MisuseError(
+            f"layer '{names[0]}' is torch.nn.SyncBatchNorm ({len(names)} in all), which would see this rank's batch alone: "
+            "torch.distributed is not initialised. Call syncline.ddp.convert_sync_batchnorm(model) before it is wrapped"
+        )
 
 
 def _not_convertible(layer: _BatchNorm) -> str | None:

@@ -5,8 +5,9 @@ private to torch                        without it
 ======================================  ==============================================================================
 ``_execution_engine.queue_callback``    ``mixed_precision`` is an error
 ``_cast_forward_inputs``                ``mixed_precision`` is an error
-``Module._parameters``                  ``mixed_precision`` is an error
+``Module._parameters``                  ``mixed_precision`` is an error; that a parameter was put there is noticed late
 ``RNNBase._flat_weights``               ``mixed_precision`` of a module with a recurrent layer is an error
+``Tensor._version``                     ``mixed_precision`` compares all casts after each forward
 ``Module._modules``                     ``SyncBatchNorm.convert_sync_batchnorm`` is an error
 ``ProcessGroupGloo.options._threads``   logging data do not tell "gloo_num_threads"
 ``_to_kwargs``                          inputs stay where they are: move them to a module's GPU before its call
@@ -114,12 +115,17 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
     """The parameters that are attributes of the module itself, by name; a tensor put in there takes a parameter's place."""
-    return module._parameters
+    return getattr(module, "_parameters", {})
 
 
 def refresh_flat_weights(layer: torch.nn.RNNBase) -> None:
     """Let a recurrent layer, which keeps a list of its parameters, take those that are its attributes now."""
     layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
+
+
+def was_written(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that was just made, outside of inference mode, may have been written since."""
+    return getattr(tensor, "_version", 1) != 0
 
 
 def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:

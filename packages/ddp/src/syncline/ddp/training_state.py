@@ -9,6 +9,7 @@ import torch
 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
+from .module_state import first_of_each, writable
 
 
 class Stateful(Protocol):
@@ -64,7 +65,7 @@ class TrainingState:
         """Take that of another rank."""
         self._model.module.load_state_dict(state["model"])
         for name, buffer in self._model.module.named_buffers():
-            buffer.copy_(state["buffers"][name])
+            writable([buffer])[0].copy_(state["buffers"][name][first_of_each(buffer)])
         for optimizer, its in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(its)
         for each, its in zip(self._stateful, state["stateful"], strict=True):

@@ -7,6 +7,7 @@ divided. The future's value is the flat tensor that every rank shall have: the h
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import MisuseError, ProcessGroup, as_process_group
+from syncline.collectives.internal import future_for_torch
 
 if TYPE_CHECKING:
     TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
@@ -51,13 +53,21 @@ def communication_hook(hook: Hook) -> Hook:
 
     torch compares the annotations that it finds with its own types, as objects. Those of a hook for both callers are neither
     torch's types nor, under `from __future__ import annotations`, objects; so `inspect.signature` shall show none.
+
+    torch's DDP waits in C++ for what the hook returns. It gets a future whose error C++ sees, with the text of ours.
     """
+
+    @functools.wraps(hook)
+    def call(state: Any, bucket: Any) -> TensorFuture:
+        future = hook(state, bucket)
+        return future_for_torch(future, [bucket.buffer()]) if isinstance(bucket, dist.GradBucket) else future
+
     signature = inspect.signature(hook)
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
-    hook.__signature__ = signature.replace(  # type: ignore[attr-defined]  # PEP 362
+    call.__signature__ = signature.replace(  # type: ignore[attr-defined]  # PEP 362
         parameters=bare, return_annotation=inspect.Signature.empty
     )
-    return hook
+    return call  # type: ignore[return-value]  # the hook's own signature
 
 
 def floating_buffer(bucket: Bucket, purpose: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp, TorchGroup, as_process_group
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp, as_process_group
 
 
 class ModelAverager(ABC):
@@ -122,7 +122,7 @@ def _consecutive(given: Any, group: ProcessGroup, size: int) -> ProcessGroup:
     """This rank's group of `size` consecutive ranks."""
     if size == group.size:
         return group
-    if isinstance(group, TorchGroup):
+    if not group.can_split:  # it stands for one of torch's, which is divided by torch
         made, _ = dist.new_subgroups(group_size=size, group=given)  # type: ignore[no-untyped-call]
         return as_process_group(made)
     part = group.split(group.rank // size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.collectives import MisuseError, ProcessGroup, TorchGroup, exchange_objects
+from syncline.collectives import MisuseError, ProcessGroup, exchange_objects
 
 
 class Sites:
@@ -31,7 +31,7 @@ class Sites:
     """
 
     def __init__(self, group: ProcessGroup, site: str) -> None:
-        if isinstance(group, TorchGroup):
+        if not group.can_split:
             raise MisuseError("expected a process group of Syncline's to divide into sites, found one of torch's")
         labels = list(dict.fromkeys(exchange_objects(site, group=group)))
         inside = group.split(labels.index(site))

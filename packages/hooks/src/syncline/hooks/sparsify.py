@@ -22,8 +22,8 @@ class TopK(Compressor):
     Args:
         fraction: of each tensor's numbers, above 0 and up to 1; at least one number is sent.
 
-    Bytes sent by each rank: for each number that is sent 4 for the index and those of its dtype; received: as many from each
-    rank.
+    Bytes sent by each rank: for each number that is sent 4 for the index (8 in a tensor of more than 2^31 numbers) and those of
+    its dtype; received: as many from each rank.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -41,7 +41,7 @@ class TopK(Compressor):
             flat = gradient.reshape(-1)
             chosen = torch.topk(in_math_dtype(flat).abs(), _count(flat.numel(), self._fraction), sorted=False).indices
             values.append(flat[chosen])
-            indices.append(chosen.to(torch.int32))
+            indices.append(chosen.to(_index_dtype(flat.numel())))
         return packed([*values, *indices])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ class TopK(Compressor):
         counts = [_count(tensor.numel(), self._fraction) for tensor in like]
         values = [unpacker.take(count, tensor.dtype) for count, tensor in zip(counts, like, strict=True)]
         return [
-            _scattered(tensor, unpacker.take(count, torch.int32).long(), value)
+            _scattered(tensor, unpacker.take(count, _index_dtype(tensor.numel())).long(), value)
             for tensor, count, value in zip(like, counts, values, strict=True)
         ]
 
@@ -91,6 +91,14 @@ class RandomK(LinearCompressor):
             torch.randperm(tensor.numel(), generator=generator)[: _count(tensor.numel(), self._fraction)].to(tensor.device)
             for tensor in like
         ]
+
+
+_MOST_IN_INT32 = 2**31
+
+
+def _index_dtype(numel: int) -> torch.dtype:
+    """Both sides know the number of elements, so they agree on it."""
+    return torch.int32 if numel <= _MOST_IN_INT32 else torch.int64
 
 
 def _scattered(like: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,9 @@ A hook that needs the result of one collective to issue the next is a generator:
 finished; what it returns is the reduced bucket. Every rank must issue the same collectives in the same order, also when several
 buckets are in flight and ranks are scheduled differently. Who resumes a generator therefore depends on the group:
 
-1. Our groups have one total order in which what a callback issues comes before every later collective (Note [One total
-   order] of `syncline.collectives.host.progress`). There the future of each work resumes its generator: `_chained`.
+1. Most of our groups have one total order (`has_total_order`), in which what a callback issues comes before every later
+   collective (Note [One total order] of `syncline.collectives.host.progress`). There the future of each work resumes its
+   generator: `_chained`.
 2. torch's groups order collectives by the moment of the call, and a `RoundRobinGroup` gives turns by it, so what a callback
    issues races with the thread of backward. There only the thread of backward resumes generators, at fixed places: each later
    bucket moves every earlier one on by a stage, and the last bucket of the backward moves all to their end: `Pipeline`. The
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from syncline.collectives import MisuseError, ProcessGroup, RoundRobinGroup, TorchGroup, Work
+from syncline.collectives import MisuseError, ProcessGroup, Work
 
 from .contract import Bucket, TensorFuture
 
@@ -51,7 +52,7 @@ class Pipeline:
         What the first stage raises, this raises; what later ones raise, the future does.
         """
         future = _future_on(bucket.buffer())
-        if not isinstance(group, (TorchGroup, RoundRobinGroup)):
+        if group.has_total_order:
             _chained(stages, next(stages), future)
             return future
         if bucket.index() <= self._latest:

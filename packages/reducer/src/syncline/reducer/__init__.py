@@ -3,8 +3,8 @@
 The life of one gradient, file by file:
 
 1. `gradient_hooks`: autograd calls the hook on the parameter; it notes the parameter's index, and wakes the reducer.
-2. `reducer`: when a bucket has as many gradients as it needs, and all users' hooks on the latest have run (`awaiting_hooks`),
-   it asks `usage` which of them are final. All that happens on the thread of backward, under the reducer's lock.
+2. `pending_gradients`: says when a bucket has as many gradients as it needs, and all users' hooks on the latest have run. Then
+   `reducer` asks `usage` which of them are final. All that happens on the thread of backward, under the reducer's lock.
 3. `readiness`: decides which buckets may start: strictly in order, on every rank alike.
 4. `backward_reduction`: has each such bucket collect its gradients into one flat buffer (`bucket`), and issues it.
 5. `bucket_reduction`: starts `all_reduce(AVG)`, or a communication hook, which runs while backward goes on.
@@ -24,7 +24,8 @@ from .reducer import Reducer
 from .static_usage import StaticUsage
 from .statistics import BucketTimes, IterationStatistics
 from .usage import CompleteUsage, UsageModel
-from .verification import verify_same_options, verify_same_parameters
+from .users_hooks import is_worth_a_look
+from .verification import telling_the_others, verify_same_options, verify_same_parameters
 from .version import __version__
 
 __all__ = [
@@ -42,6 +43,8 @@ __all__ = [
     "UsageModel",
     "__version__",
     "assign_buckets",
+    "is_worth_a_look",
+    "telling_the_others",
     "verify_same_options",
     "verify_same_parameters",
 ]

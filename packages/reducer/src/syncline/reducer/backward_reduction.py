@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from syncline.collectives import ProcessGroup, Work
 
@@ -23,6 +24,7 @@ class BackwardReduction:
         reduction: starts a bucket.
         group: the ranks that average; compares their calls after the last bucket.
         statistics: gets the times.
+        mark: what the ranks compare of this backward, with its first bucket; see Note [Which backward is reduced].
     """
 
     def __init__(
@@ -32,7 +34,9 @@ class BackwardReduction:
         reduction: BucketReduction,
         group: ProcessGroup,
         statistics: IterationStatistics,
+        mark: str,
     ) -> None:
+        self._mark = mark
         self._buckets = buckets
         self._usage = usage
         self._reduction = reduction
@@ -87,7 +91,9 @@ class BackwardReduction:
             bucket.collect(self._usage.locally_unused(bucket.indices))
         times = BucketTimes(bucket.nbytes, ready, time.perf_counter(), number=number)
         self._statistics.buckets.append(times)
-        self._started.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
+        # Buckets start in order, so the first one says for all of them to which backward they belong.
+        with nullcontext() if self._started else self._group.marked(self._mark):
+            self._started.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
 
     def _is_last(self, number: int) -> bool:
         """Whether no later bucket is reduced in this backward; the same on every rank."""

@@ -37,29 +37,33 @@ class BucketBuilder:
     delayed: Collection[int]
     as_view: bool
 
-    def build_first(self) -> list[AnyBucket]:
-        """Buckets in reverse order of definition, for the order of gradients is not known yet. A collective, as `build` is.
+    def assign_first(self) -> list[list[int]]:
+        """The members of buckets in reverse order of definition, for the order of gradients is not known yet.
 
         With one limit for all, they are filled from the front of the model, as torch does: what no rank uses is then apart
         where it is apart in torch. With several limits they are filled from its end: the first limit is the first bucket's.
         """
         backwards = range(len(self.parameters) - 1, -1, -1)
-        return self._build(backwards, from_front=len(self.caps_bytes) == 1)
+        return self.assign(backwards, from_front=len(self.caps_bytes) == 1)
 
-    def build(self, order: Sequence[int], kept_views: Collection[int] = ()) -> list[AnyBucket]:
-        """Buckets filled in this order of parameters (by index). A collective, because it allocates.
-
-        Args:
-            order: the parameters.
-            kept_views: those of them whose gradients become views of the buckets now, with their values.
-        """
-        return self._build(order, kept_views)
-
-    def _build(self, order: Sequence[int], kept_views: Collection[int] = (), *, from_front: bool = False) -> list[AnyBucket]:
+    def assign(self, order: Sequence[int], *, from_front: bool = False) -> list[list[int]]:
+        """The members of buckets that are filled in this order of parameters (by index)."""
         punctual = [index for index in order if index not in self.delayed]
         delayed = [index for index in order if index in self.delayed]
         assign = self._assign_from_front if from_front else self._assign
-        assigned = [*assign(punctual, self.caps_bytes), *self._assign(delayed, [sys.maxsize])]
+        return [*assign(punctual, self.caps_bytes), *self._assign(delayed, [sys.maxsize])]
+
+    def nbytes(self, members: Sequence[int]) -> int:
+        """How many bytes a bucket of these will reduce; 0 of a sparse gradient, which nobody knows before."""
+        return sum(self.parameters[index].nbytes for index in members if not self.sparse[index])
+
+    def build(self, assigned: Sequence[Sequence[int]], kept_views: Collection[int] = ()) -> list[AnyBucket]:
+        """Buckets with these members. A collective, because it allocates.
+
+        Args:
+            assigned: as `assign` gave it.
+            kept_views: the parameters, by index, whose gradients become views of the buckets now, with their values.
+        """
         buckets: list[AnyBucket] = []
         for indices in assigned:
             buckets.append(self._bucket(indices))

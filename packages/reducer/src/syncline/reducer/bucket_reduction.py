@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup, ReduceOp, TorchGroup, Work, premul_sum
+from syncline.collectives import CollectiveTimeout, MisuseError, ProcessGroup, ReduceOp, Work, premul_sum
 from syncline.collectives.internal import Reduction
 
 from .error_messages import naming_parameters
@@ -49,11 +49,11 @@ class BucketReduction:
 
         Whether it is the last is asked for a hook only, because the answer may have to be waited for.
         """
-        with naming_parameters(bucket.names):
+        with naming_parameters(lambda: bucket.names):
             if self.hook is not None:
                 shown = GradBucket(bucket, number, is_last(), self._group)
                 return HookReduction(bucket, times, self._future(self.hook, shown), shown, self._group)
-            if isinstance(bucket, SparseBucket) and isinstance(self._group, TorchGroup):
+            if isinstance(bucket, SparseBucket) and not self._group.has_total_order:
                 return DeferredReduction(bucket, times, self._group, self._op)
             return CollectiveReduction(bucket, times, self._group.all_reduce(bucket.buffer, self._op, async_op=True))
 
@@ -87,9 +87,9 @@ class PendingReduction(ABC):
         """Block until the reduction is over, and return its result: the flat tensor, if a hook keeps its contract.
 
         Raises:
-            TransportError: of the type that the group raised; names the parameters, too.
+            TransportError, DisagreementError: of the type that the group raised; names the parameters, too.
         """
-        with naming_parameters(self.bucket.names):
+        with naming_parameters(lambda: self.bucket.names):
             return self._wait()
 
     @abstractmethod
@@ -162,10 +162,10 @@ class HookReduction(PendingReduction):
 
 
 class DeferredReduction(PendingReduction):
-    """A sparse bucket on a torch.distributed group: reduced when its turn to be waited for has come.
+    """A sparse bucket on a group without a total order (one of torch's): reduced when its turn to be waited for has come.
 
-    A sparse all_reduce continues in a callback, and a torch group gives what a callback issues no defined place among the
-    collectives of other threads (see `TorchGroup`). At the end of backward all ranks have issued everything else.
+    A sparse all_reduce continues in a callback, and such a group gives what a callback issues no defined place among the
+    collectives of other threads. At the end of backward all ranks have issued everything else.
     """
 
     def __init__(self, bucket: SparseBucket, times: BucketTimes, group: ProcessGroup, op: Reduction) -> None:

@@ -78,6 +78,9 @@ class DelayedUsage(UsageModel):
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
         return self._usage.globally_unused(indices)
 
+    def find_nodes_again(self) -> None:
+        self._usage.find_nodes_again()
+
     def reset(self) -> None:
         self._usage.reset()
         self._released = False

@@ -84,12 +84,15 @@ class DynamicUsage(UsageModel):
                 "backward will reach. Install one that syncline-reducer was tested with, or use static_graph=True"
             )
         self._parameters = parameters
-        self._nodes = [accumulation_node(parameter) for parameter in parameters]  # held; see `accumulation_node`
+        self.find_nodes_again()
         self._used: set[int] = set()
         self._waiting: set[int] = set()
         self._map = UsedMap(group, parameters[0].device)
         self._forecast = UsedMap(group, parameters[0].device) if skip_unused else None
         self._unreached: set[int] = set()
+
+    def find_nodes_again(self) -> None:
+        self._nodes = [accumulation_node(parameter) for parameter in self._parameters]  # held; see `accumulation_node`
 
     def begin(self) -> Sequence[int]:
         """Ask autograd; see Note [Unused parameters without a walk].

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from syncline.collectives import MisuseError, TransportError
+from syncline.collectives import DisagreementError, MisuseError, SynclineError, TransportError
 
 _MOST_NAMES = 4
+_STRAY_BACKWARD = " Did a rank run a backward alone (saliency, an attack)? Run it within no_sync(), or use torch.autograd.grad."
 
 
 def never_ready(names: Sequence[str], place: str, hint: str) -> MisuseError:
@@ -31,6 +32,14 @@ def not_expected(name: str, place: str) -> MisuseError:
         f"found a gradient of parameter '{name}' on {place}, which had none in the first backward that was reduced. "
         "Your training graph has changed in this iteration, so it is not static: pass static_graph=False and "
         "find_unused_parameters=True"
+    )
+
+
+def compiled_autograd(place: str) -> MisuseError:
+    """The backward is one that nobody could end."""
+    return MisuseError(
+        f"a backward began on {place} under compiled autograd, which drops what shall happen at its end: its gradients would "
+        "not be averaged. Set torch._dynamo.config.compiled_autograd=False, or compile the forward only: torch.compile(ddp)"
     )
 
 
@@ -116,6 +125,27 @@ def check_shape(name: str, gradient: torch.Tensor, expected: torch.Size, place: 
         )
 
 
+_AFTER_AVERAGE = (
+    "A post-accumulate-grad hook sees this rank's own gradient. To step, clip or log the average, register the hook by "
+    "DistributedDataParallel.register_post_average_grad_hook"
+)
+
+
+def gone_before_average(name: str, place: str) -> MisuseError:
+    """A hook of the user has dropped a gradient."""
+    return MisuseError(f"the gradient of parameter '{name}' was gone before it was averaged, on {place}. {_AFTER_AVERAGE}")
+
+
+def changed_before_average(name: str, place: str) -> MisuseError:
+    """A hook of the user has stepped a parameter."""
+    return MisuseError(f"parameter '{name}' was changed before its gradient was averaged, on {place}. {_AFTER_AVERAGE}")
+
+
+def sees_own_gradients(names: Sequence[str]) -> str:
+    """A warning: parameters have hooks of the user."""
+    return f"{_shortened(names)}: hooks on the gradient before it is averaged. {_AFTER_AVERAGE}"
+
+
 def differentiable(name: str) -> MisuseError:
     """A sparse gradient is part of a graph."""
     return MisuseError(
@@ -124,22 +154,36 @@ def differentiable(name: str) -> MisuseError:
     )
 
 
-def with_parameter_names(error: Exception, names: Sequence[str]) -> TransportError | None:
-    """A transport error, with the parameters whose bucket it hit; None if the error is another one.
+def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineError | None:
+    """A transport error or a disagreement, with the parameters whose bucket it hit; None if the error is another one.
 
     An error that went through a future of torch's own (`torch.futures.collect_all`, say) is a RuntimeError that tells type and
     text of the original one. Both are found again, if it was of our types.
     """
-    told = error if isinstance(error, TransportError) else _told(error)
+    told = error if isinstance(error, TransportError | DisagreementError) else _told(error)
     if told is None:
         return None
+    if isinstance(told, DisagreementError):
+        return disagreement(told, f"the reduction of the gradients of {_shortened(names, 2)}")
     return told.reworded(f"{str(told).rstrip('. ')}. It was the reduction of the gradients of {_shortened(names)}")
 
 
-def _told(error: Exception) -> TransportError | None:
+def disagreement(error: DisagreementError, where: str) -> DisagreementError:
+    """A disagreement, with the remedy if a backward that only some ranks ran has caused it."""
+    remedy = _STRAY_BACKWARD if is_of_a_stray_backward(str(error)) else ""
+    return error.reworded(f"the ranks disagree in {where}.{remedy}\n{error}")
+
+
+def is_of_a_stray_backward(text: str) -> bool:
+    """Whether the calls that differ belong to different backwards, or one of them to a backward for which no forward waited."""
+    marks = set(re.findall(r"backward (\d+) since forward (\d+)", text.partition("The last calls")[0]))
+    return len(marks) > 1 or any(backward != "1" for backward, _ in marks)
+
+
+def _told(error: Exception) -> SynclineError | None:
     if not isinstance(error, RuntimeError):
         return None
-    known = {kind.__name__: kind for kind in _family(TransportError)}
+    known = {kind.__name__: kind for family in (TransportError, DisagreementError) for kind in _family(family)}
     match = re.search(rf"\b({'|'.join(known)}): (.*?)(\n\nAt:\n|$)", str(error), re.DOTALL)
     if match is None:
         return None
@@ -148,7 +192,7 @@ def _told(error: Exception) -> TransportError | None:
     return TransportError(match[2]) if inspect.isfunction(kind.__init__) else kind(match[2])
 
 
-def _family(kind: type[TransportError]) -> Iterator[type[TransportError]]:
+def _family(kind: type[SynclineError]) -> Iterator[type[SynclineError]]:
     yield kind
     for child in kind.__subclasses__():
         yield from _family(child)
@@ -176,12 +220,12 @@ def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence
 
 
 @contextmanager
-def naming_parameters(names: Sequence[str]) -> Iterator[None]:
-    """A context in which transport errors say whose gradients did not come. They keep their type."""
+def naming_parameters(names: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """A context in which transport errors and disagreements say whose gradients did not come. They keep their type."""
     try:
         yield
     except Exception as error:
-        named = with_parameter_names(error, names)
+        named = with_parameter_names(error, names())
         if named is None:
             raise
         raise named from error
@@ -191,10 +235,10 @@ def _quoted(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
 
 
-def _shortened(names: Sequence[str]) -> str:
-    if len(names) <= _MOST_NAMES:
+def _shortened(names: Sequence[str], most: int = _MOST_NAMES) -> str:
+    if len(names) <= most:
         return _quoted(names)
-    return f"{_quoted(names[: _MOST_NAMES - 1])} and {len(names) - _MOST_NAMES + 1} more parameters"
+    return f"{_quoted(names[: most - 1])} and {len(names) - most + 1} more parameters"
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -11,6 +11,7 @@ import torch
 from syncline.collectives import Work
 
 from .bucket_reduction import PendingReduction
+from .error_messages import naming_parameters
 from .sparse_bucket import AnyBucket
 from .statistics import IterationStatistics
 
@@ -57,7 +58,8 @@ def finalize(
     for future in extra_futures:
         future.wait()
     if verification is not None:
-        verification.wait()
+        with naming_parameters(lambda: [name for reduction in reductions for name in reduction.bucket.names]):
+            verification.wait()
     statistics.finished = time.perf_counter()
     statistics.waited_s += statistics.finished - statistics.finalize_started
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,49 +12,8 @@ import torch
 from syncline.collectives import ProcessGroup
 
 from . import torch_internals
+from .pending_gradients import PendingBucket, PendingGradients
 from .torch_internals import GraphNode, accumulation_node, hookable
-
-EVERY_GRADIENT: Container[int] = range(1, 1 << 62)
-
-
-class PendingGradients:
-    """The gradients of one bucket that autograd has accumulated, and that the reducer has not looked at yet.
-
-    Note [What one gradient costs]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Autograd calls a Python function for every gradient, about a microsecond, and that call is what a reducer in Python costs
-    most. So the function only appends an index to a list. It wakes the reducer at a bucket's first gradient, because a
-    backward may begin with it, and when the bucket may be complete. All parameters of a bucket are on one device, and autograd
-    has one thread for each device, so nobody else appends meanwhile.
-
-    Attributes:
-        indices: the parameters, in the order in which their gradients came.
-        wake_at: the lengths of `indices` at which the reducer is woken.
-    """
-
-    __slots__ = ("_needed", "indices", "wake_at")
-
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-        self.expect(None)
-
-    def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
-        """So many gradients make the bucket worth a look (None: each does); with `watch_all` every one wakes the reducer."""
-        self._needed = needed or 1
-        self.wake_at: Container[int] = EVERY_GRADIENT if watch_all or needed is None else (1, needed)
-
-    @property
-    def are_enough(self) -> bool:
-        """Whether the bucket is worth a look."""
-        return len(self.indices) >= self._needed
-
-    def take(self, *, but_last: bool = False) -> list[int]:
-        """Hand over what has come, but for the latest one if users' hooks on it still run. The next is worth a look at once."""
-        count = len(self.indices) - but_last
-        taken = self.indices[:count]
-        del self.indices[:count]
-        self._needed = 1
-        return taken
 
 
 class GradientHooks:
@@ -75,6 +34,9 @@ class GradientHooks:
         wake: called on the thread of backward, inside a hook, when a bucket is worth a look. A method, held
             weakly: hooks do not keep the reducer alive.
         node_done: the same, called when all hooks on a parameter have run that `hook_node` was given, with what that was given.
+        retire: the same, called when another reducer of some of the parameters is about to be used, which this one would
+            disturb: whether it may, because no backward of this one is under way or expected. Then these hooks are off until
+            `register` is called again.
     """
 
     def __init__(
@@ -83,39 +45,50 @@ class GradientHooks:
         group: ProcessGroup,
         *,
         reads_in_place: bool,
-        wake: Callable[[PendingGradients], None],
-        node_done: Callable[[int, PendingGradients], None],
+        wake: Callable[[PendingBucket], None],
+        node_done: Callable[[int, PendingBucket], None],
+        retire: Callable[[], bool],
     ) -> None:
         self._parameters = parameters
         self._group = group
         self._wake = weakref.WeakMethod(wake)
         self._node_done = weakref.WeakMethod(node_done)
+        self._retire = weakref.WeakMethod(retire)
         self._handles: list[Any] = []
-        self._nodes: dict[int, tuple[GraphNode, Any]] = {}
-        self._is_closed = False
+        self._nodes: list[GraphNode] = []
+        self._hooked: dict[int, tuple[GraphNode, Any]] = {}
+        self._is_closed = self.are_off = False
         self.reads_in_place = reads_in_place
         self._others: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
         _introduce(self)
 
-    def register(self, buckets: Sequence[Sequence[int]]) -> list[PendingGradients]:
-        """Hook every parameter, after taking off all hooks from before; return where the gradients of each bucket are noted.
+    def register(self, pending: PendingGradients) -> None:
+        """Hook every parameter, after taking off all hooks from before: gradients are noted in their buckets.
 
-        The parameters of a bucket stand in the order in which their gradients are expected.
+        Note [One stream for all gradients]
+        ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+        Autograd accumulates a gradient on the stream that was current when the parameter's node was made. It makes a new node
+        in each forward if nobody holds the old one. A bucket is collected on the stream of its last gradient, so all of its
+        nodes must belong to one stream. The reducer holds all of them: to hold a node costs nothing, to hook one costs time. If
+        it held only some, a forward on another stream than that of construction (`with torch.cuda.stream(...)`, CUDA graphs)
+        would leave the nodes on two streams, and nothing would order the others' gradients before the collection.
         """
         self._remove()
-        pending = [PendingGradients() for _ in buckets]
+        self.are_off = self._is_closed
         if self._is_closed:
-            return pending
-        for indices, noted in zip(buckets, pending, strict=True):
-            for index in indices:
-                self._hook_parameter(index, noted)
-            self.hook_node(indices[-1], noted)
-        return pending
+            return
+        # The CPU has no streams. There a new node serves better: it knows the shape of a parameter that was resized, so the
+        # error comes from the bucket, which names the parameter.
+        self._nodes = [accumulation_node(parameter) for parameter in self._parameters if not parameter.is_cpu]
+        for bucket in pending:
+            for index in bucket.members:
+                self._hook_parameter(index, bucket)
+            self.hook_node(bucket.members[-1], bucket)
 
-    def hook_node(self, index: int, pending: PendingGradients) -> None:
+    def hook_node(self, index: int, bucket: PendingBucket) -> None:
         """From the next backward on, tell when all hooks on this parameter, whose gradient is noted there, have run."""
         node = accumulation_node(self._parameters[index])
-        hooked, handle = self._nodes.get(index, (None, None))
+        hooked, handle = self._hooked.get(index, (None, None))
         if self._is_closed or hooked is node:
             return
         if handle is not None:  # the parameter was converted, and has another node
@@ -125,35 +98,47 @@ class GradientHooks:
         def tell(*_: object) -> None:
             method = node_done()
             if method is not None:
-                method(index, pending)
+                method(index, bucket)
 
-        self._nodes[index] = node, node.register_hook(tell)
+        self._hooked[index] = node, node.register_hook(tell)
 
-    @property
-    def conflicts_with_another_reducer(self) -> bool:
-        """Whether another reducer has hooks on some of the parameters, and one would disturb the other.
+    def take_over(self) -> bool:
+        """Take the hooks of all others off that would disturb this reducer; whether all of them could be taken off.
 
-        It does if one of them averages gradients in place. It does, too, if both use one group: gradients may come in another
-        order on each rank, and then the buckets of the two would mix.
+        Another reducer with hooks on some of the parameters disturbs this one if one of them averages gradients in place. It
+        does, too, if both use one group: gradients may come in another order on each rank, and then the buckets of the two
+        would mix. If neither a forward nor a backward of it is open, it has no part in what comes next: a wrapper of the same
+        module that is not used any more, say.
         """
+        if not self._others:
+            return True
         with _lock:
-            others = [other for other in self._others if not other._is_closed]
-        return any(self.reads_in_place or other.reads_in_place or self._group is other._group for other in others)
+            others = [other for other in self._others if not other.are_off]
+        disturbing = [one for one in others if self.reads_in_place or one.reads_in_place or self._group is one._group]
+        return [one for one in disturbing if not one._step_aside()] == []  # each is asked
+
+    def _step_aside(self) -> bool:
+        retire = self._retire()
+        if retire is not None and not retire():
+            return False
+        self._remove()
+        self.are_off = True
+        return True
 
     def close(self) -> None:
         """Take all hooks off, for good."""
-        self._is_closed = True
+        self._is_closed = self.are_off = True
         self._remove()
 
-    def _hook_parameter(self, index: int, pending: PendingGradients) -> None:
-        add, indices, wake = pending.indices.append, pending.indices, self._wake
+    def _hook_parameter(self, index: int, bucket: PendingBucket) -> None:
+        add, indices, wake = bucket.indices.append, bucket.indices, self._wake
 
         def note(_: object) -> None:
             add(index)
-            if len(indices) in pending.wake_at:
+            if len(indices) in bucket.wake_at:
                 method = wake()
                 if method is not None:
-                    method(pending)
+                    method(bucket)
 
         parameter = self._parameters[index]
         with hookable(parameter):
@@ -162,9 +147,9 @@ class GradientHooks:
             self._handles.append(torch_internals.hook_undefined_gradients(parameter, lambda: note(None)))
 
     def _remove(self) -> None:
-        for handle in (*self._handles, *(handle for _, handle in self._nodes.values())):
+        for handle in (*self._handles, *(handle for _, handle in self._hooked.values())):
             handle.remove()
-        self._handles, self._nodes = [], {}
+        self._handles, self._hooked, self._nodes = [], {}, []
 
 
 _lock = threading.RLock()  # reentrant, because the garbage collector may run anything, also in between

@@ -13,27 +13,30 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import override
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives.internal import Inherited, not_the_rank, tell_in_forks
 
 from . import error_messages
 from .arrival_order import ArrivalOrder
-from .awaiting_hooks import AwaitingHooks
 from .backward_reduction import BackwardReduction
 from .bucket_building import BucketBuilder, gradients_as_views
 from .bucket_reduction import BucketReduction, CommunicationHook
 from .delayed_usage import DelayedUsage
 from .dynamic_usage import DynamicUsage
 from .finalize import AnyFuture, OnDelivery
-from .gradient_hooks import GradientHooks, PendingGradients
+from .gradient_hooks import GradientHooks
 from .named_parameters import NamedParameters
+from .pending_gradients import PendingBucket, PendingGradients
 from .readiness import MarkedTwiceError, Readiness
 from .sparse_bucket import AnyBucket
 from .static_usage import StaticUsage
 from .statistics import IterationStatistics
 from .sync_policy import GradSyncPolicy
-from .torch_internals import call_at_backward_end
+from .torch_internals import call_at_backward_end, current_backward, in_compiled_autograd
 from .usage import CompleteUsage, UnexpectedGradientError, UsageModel
+from .users_hooks import UsersHooks, is_worth_a_look
 
 logger = logging.getLogger("syncline.reducer")
 
@@ -65,14 +68,16 @@ class _BackwardEnd:
         self._reducer = reducer
 
     def end(self) -> None:
-        self._reducer._end()
-        call_at_backward_end(self.finish)
+        if not self._reducer.is_in_fork:  # which was made within this backward
+            self._reducer._end()
+            call_at_backward_end(self.finish)
 
     def finish(self) -> None:
-        self._reducer._finish()
+        if not self._reducer.is_in_fork:
+            self._reducer._finish()
 
 
-class Reducer:
+class Reducer(Inherited):
     """Averages the gradients of some parameters over the ranks of a group, during backward.
 
     ::
@@ -88,7 +93,8 @@ class Reducer:
 
     Args:
         named_parameters: names and parameters; with `requires_grad`; the same on all ranks. Names appear in errors.
-        group: whose ranks average. Constructing a reducer is a collective of this group.
+        group: whose ranks average. The buckets are allocated, which is a collective of this group, by the first forward whose
+            backward is reduced, or else by the first backward.
         bucket_cap_bytes: a bucket is closed when it has reached this size; or the sizes for the first, second, ... bucket,
             of which the last holds for all further ones.
         first_bucket_cap_bytes: the same for the first bucket, which is small so that communication starts early; means
@@ -107,8 +113,10 @@ class Reducer:
 
     Attributes:
         statistics: what happened when in the latest iteration.
-        first_bucket_sizes: bytes of the buckets as they were first.
+        first_bucket_sizes: bytes of the buckets as they are built first.
         seems_static: whether all backwards so far have left out the same parameters.
+        is_in_fork: whether this process is a fork of the rank: its backwards add to its own gradients, as without a reducer.
+        reductions: how many backwards were reduced; the same on all ranks.
 
     Extra memory: the buckets, as large as all gradients together, in which large gradients stay until the next backward; none
     with `gradient_as_bucket_view`.
@@ -134,29 +142,18 @@ class Reducer:
         delayed: Sequence[str] = (),
         delayed_until: str | None = None,
     ) -> None:
-        self._named = named = NamedParameters(named_parameters, sparse)
-        self._parameters = named.parameters
-        self._group = group
         if delayed_until is not None and not delayed:
             raise InvalidArgumentError(f"delayed_until='{delayed_until}' without delayed: name what waits, or leave it out")
-        self._delayed = [named.index(name) for name in delayed]
-        self._delayed_until = None if delayed_until is None else named.index(delayed_until)
-        self._usage = self._make_usage(
-            find_unused=find_unused_parameters, skip_unused=skip_all_reduce_unused_params, static=static_graph
+        self._group = group
+        self._find_unused, self._skip_unused, self._is_static = (
+            find_unused_parameters,
+            skip_all_reduce_unused_params,
+            static_graph,
         )
-        self._builder = BucketBuilder(
-            named.names,
-            named.parameters,
-            group,
-            caps_bytes=_caps_bytes(bucket_cap_bytes, first_bucket_cap_bytes),
-            sparse=named.sparse,
-            delayed=self._delayed,
-            as_view=gradient_as_bucket_view,
-        )
+        self._as_view = gradient_as_bucket_view
+        self._delayed_names, self._delayed_until_name = delayed, delayed_until
         self._reduction = BucketReduction(group)
         self._sync_policy = GradSyncPolicy()
-        self._arrival_order = ArrivalOrder(len(self._parameters))
-        self._awaiting_hooks = AwaitingHooks()
         self._lock = threading.Lock()
         # The backward that is being reduced, and what autograd calls at its end; None and dead between iterations.
         self._running: BackwardReduction | None = None
@@ -164,27 +161,53 @@ class Reducer:
         self._on_delivery: OnDelivery | None = None
         self._on_iteration: Callable[[IterationStatistics], None] | None = None
         self._extra_futures: list[AnyFuture] = []
-        self._absent: Sequence[int] | None = None
         self._latest_error: str | None = None
         self._has_accumulated = False
         self._counts_at_end = False
-        self.seems_static = True
+        self.is_in_fork = False
         self.statistics = IterationStatistics(time.perf_counter())
+        self.reductions = 0
+        self._set_up(NamedParameters(named_parameters, sparse), _caps_bytes(bucket_cap_bytes, first_bucket_cap_bytes))
+        tell_in_forks(self)
+
+    def _set_up(self, named: NamedParameters, caps_bytes: Sequence[int]) -> None:
+        """All that depends on which parameters there are. No collective."""
+        self._named = named
+        self._parameters = named.parameters
+        self._delayed = [named.index(name) for name in self._delayed_names]
+        self._delayed_until = None if self._delayed_until_name is None else named.index(self._delayed_until_name)
+        self._usage = self._make_usage()
+        self._builder = BucketBuilder(
+            named.names,
+            named.parameters,
+            self._group,
+            caps_bytes=caps_bytes,
+            sparse=named.sparse,
+            delayed=self._delayed,
+            as_view=self._as_view,
+        )
+        self._arrival_order = ArrivalOrder(len(self._parameters))
+        self._absent: Sequence[int] | None = None
+        self.seems_static = True
+        self._buckets: list[AnyBucket] | None = None
         self._hooks = GradientHooks(
             self._parameters,
-            group,
-            reads_in_place=gradient_as_bucket_view,
+            self._group,
+            reads_in_place=self._as_view,
             wake=self._on_wake,
             node_done=self._on_node_done,
+            retire=self._may_retire,
         )
-        self._use(self._builder.build_first())
-        self.first_bucket_sizes = [bucket.nbytes for bucket in self._buckets]
-        weakref.finalize(self, self._hooks.close)
+        self._users_hooks = UsersHooks(named.names, self._parameters, self._group.place())
+        self._close_hooks = weakref.finalize(self, _close, self._hooks, self._users_hooks)
+        members = self._builder.assign_first()
+        self.first_bucket_sizes = [self._builder.nbytes(of_bucket) for of_bucket in members]
+        self._watch(members)
 
     @property
     def buckets(self) -> Sequence[AnyBucket]:
-        """The buckets, in the order in which they are reduced."""
-        return self._buckets
+        """The buckets, in the order in which they are reduced; none before they are allocated."""
+        return self._buckets or ()
 
     @property
     def names(self) -> Sequence[str]:
@@ -210,6 +233,11 @@ class Reducer:
     def latest_error(self) -> str | None:
         """Type and text of the latest error that was raised here or noted; None if there was none."""
         return self._latest_error
+
+    def explained(self, error: DisagreementError, where: str) -> DisagreementError:
+        """An error of a collective beside the buckets; with the remedy, if another rank was in a stray backward meanwhile."""
+        is_stray = error_messages.is_of_a_stray_backward(str(error))
+        return error_messages.disagreement(error, where) if is_stray else error
 
     def note_error(self, error: Exception) -> None:
         """Remember type and text of an error."""
@@ -239,7 +267,8 @@ class Reducer:
                 f"set_static_graph on {self._group.place()} should be called before training loop starts: a backward has given "
                 "gradients. Call it before the first backward, or pass static_graph=True at construction"
             )
-        self._usage = self._make_usage(static=True)
+        self._is_static = True
+        self._usage = self._make_usage()
 
     def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
         """Let `hook(state, bucket)` reduce each bucket instead of `all_reduce(AVG)`; None returns to that.
@@ -282,34 +311,42 @@ class Reducer:
 
     @_noting_errors
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
-        """Call before each forward. After the first backward it rebuilds the buckets, which is a collective.
+        """Call before each forward. The first time and after the first backward it builds the buckets, which is a collective.
+
+        In a fork of the rank there is nothing to prepare, if the backward is not to be reduced.
 
         Args:
             synchronizes: whether the backward of this forward shall be reduced. If not, it adds to this rank's own gradients,
                 and a later one reduces what was added up. See `GradSyncPolicy` for several forwards before a backward.
 
         Raises:
-            MisuseError: the previous backward began to reduce and never ended, or another reducer has some of the parameters
-                and the same group, or one of both averages them in views of its buckets.
+            GroupClosedError: the backward shall be reduced, and this process is a fork of the rank.
+            MisuseError: the previous backward began to reduce and never ended; or a forward or backward is open of another
+                reducer that would disturb this one: it has some of the parameters, and the same group, or one of the two
+                averages them in views of its buckets.
         """
+        if self.is_in_fork and not synchronizes:
+            return
         self._check_idle("prepare_for_backward")
-        self._check_other_reducers()
+        self._take_over()
         self._count_unsynchronized()
         self._sync_policy.forward(synchronizes)
         if synchronizes:
-            self._rebuild_if_due()
+            self._build_if_due()
             self.statistics = IterationStatistics(time.perf_counter())
 
     def rebuild_buckets(self) -> bool:
-        """Build the buckets in the order in which gradients arrived, if that is due; the next forward would. A collective.
+        """Build the buckets if that is due: the first time, or in the order in which gradients arrived. The next forward would.
+
+        A collective.
 
         Returns:
-            Whether it was due.
+            Whether they were built in the order of the gradients.
         """
         self._check_idle("rebuild_buckets")
-        before = self._buckets
-        self._rebuild_if_due()
-        return self._buckets is not before
+        before = self.has_rebuilt_buckets
+        self._build_if_due()
+        return self.has_rebuilt_buckets and not before
 
     def change_bucket_caps(self, caps_bytes: Sequence[int]) -> None:
         """Build the buckets once more, with other sizes, at the next forward that is reduced.
@@ -332,10 +369,52 @@ class Reducer:
         self._builder = replace(self._builder, caps_bytes=list(caps_bytes))
         self._arrival_order.is_used = False
 
+    def change_parameters(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        *,
+        sparse: Sequence[bool] | None = None,
+        bucket_cap_bytes: Sequence[int],
+    ) -> None:
+        """From now on average the gradients of these parameters: the model has changed. Every rank calls it, before a forward.
+
+        The next backward is a first one: buckets are built anew, and a static graph is learnt anew. Gradients that are there
+        stay, and count for it.
+
+        Args:
+            named_parameters: as at construction.
+            sparse: as at construction.
+            bucket_cap_bytes: as at construction, a list of sizes.
+
+        Raises:
+            MisuseError: a backward is under way, or has failed.
+            InvalidArgumentError: one of the delayed parameters is not among them.
+        """
+        self._check_idle("change_parameters")
+        named = NamedParameters(named_parameters, sparse)
+        self._count_unsynchronized()
+        self._release_gradients()
+        self._close_hooks()
+        self._set_up(named, bucket_cap_bytes)
+        there = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
+        self._usage.accumulated(there, ())
+
+    def find_nodes_again(self) -> None:
+        """Parameters were converted to another dtype or device and back: autograd has other nodes for them."""
+        self._check_idle("find_nodes_again")
+        self._count_unsynchronized()
+        self._usage.find_nodes_again()
+        if not self._hooks.are_off:
+            self._hooks.register(self._pending)
+
     def cancel_forward(self) -> None:
         """The forward that was prepared for last raised an error, and there will be no backward."""
         self._count_unsynchronized()
         self._sync_policy.cancel_forward()
+
+    def keep_local(self, is_local: bool) -> None:
+        """Whether a backward that runs from now on, and for which no forward waits, adds to this rank's own gradients only."""
+        self._sync_policy.keep_local(is_local)
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
         """Let the end of the next backward that is reduced wait for these, too."""
@@ -358,7 +437,8 @@ class Reducer:
         if self.needs_everyone:
             raise error_messages.needs_everyone(self._group.place())
         self._count_unsynchronized()
-        self._rebuild_if_due()
+        self._sync_policy.forward(reduces=True)
+        self._build_if_due()
         with self._lock:
             self.statistics = IterationStatistics(time.perf_counter())
             self.statistics.backward_started = self.statistics.forward_started
@@ -367,22 +447,39 @@ class Reducer:
             self._running.start_empty()
         self._running.finish()
         self._sync_policy.reduced()
+        self.reductions += 1
         if self._learns_order:
-            self._arrival_order.learned = [index for bucket in self._buckets for index in bucket.indices]
+            self._arrival_order.learned = [index for bucket in self.buckets for index in bucket.indices]
         self._reset()
 
     def check_finalized(self) -> None:
         """Raise a MisuseError if a backward has begun to reduce and has not ended."""
         self._check_idle("check_finalized")
 
+    @override
+    def in_fork(self) -> None:
+        """See `Inherited`."""
+        self.is_in_fork = True
+        self._close_hooks()
+        self._running = None
+
+    @property
+    def has_users_hooks(self) -> bool:
+        """Whether the user has hooks on parameters that see a gradient before it is averaged; as of the last look."""
+        return bool(self._users_hooks.indices)
+
+    def users_hooks_in_words(self) -> str:
+        """A warning of such hooks."""
+        return error_messages.sees_own_gradients([self._named.names[index] for index in self._users_hooks.indices])
+
     def close(self) -> None:
         """Take the hooks off the parameters; their gradients stay. The end of the reducer's life does the same."""
-        self._hooks.close()
+        self._close_hooks()
 
     # ---- during backward ----
 
     @_noting_errors
-    def _on_wake(self, pending: PendingGradients) -> None:
+    def _on_wake(self, bucket: PendingBucket) -> None:
         """Called inside a hook, on the thread of backward; see Notes [What one gradient costs], [After all users' hooks]."""
         self._has_accumulated = True
         if not self._sync_policy.is_due:
@@ -395,29 +492,33 @@ class Reducer:
                 self._begin()
             elif self._backward_end() is None:
                 raise error_messages.backward_never_ended("a gradient came", self._group.place())
-            for done in self._awaiting_hooks.pop_done():
-                self._take(done, but_last=done is pending)
             if self._learns_order:
-                self._arrival_order.arrived(pending.indices[-1])
-            if pending.are_enough:
-                self._awaiting_hooks.add(pending)
+                self._arrival_order.arrived(bucket.indices[-1])
+            self._look_at(self._pending.came(bucket, (threading.get_ident(), current_backward())))
 
     @_noting_errors
-    def _on_node_done(self, index: int, pending: PendingGradients) -> None:
+    def _on_node_done(self, index: int, bucket: PendingBucket) -> None:
         """Called on the thread of backward when all hooks on a parameter have run that was expected to complete its bucket."""
         with self._lock:
-            if self._awaiting_hooks.node_done(pending, index):
-                self._process(pending.take())
+            taken = self._pending.node_done(bucket, index)
+            if taken:
+                self._process(taken)
 
-    def _take(self, pending: PendingGradients, *, but_last: bool = False) -> None:
-        """Look at a bucket whose latest gradient was not the expected one; from the next backward on it is."""
-        taken = pending.take(but_last=but_last)
-        if taken:
-            self._hooks.hook_node(taken[-1], pending)
-            self._process(taken)
+    def _look_at(self, buckets: Sequence[tuple[PendingBucket, list[int]]]) -> None:
+        """Look at buckets whose latest gradient was not the expected one; from the next backward on it is."""
+        for bucket, taken in buckets:
+            if taken:
+                self._hooks.hook_node(taken[-1], bucket)
+                self._process(taken)
 
     def _begin(self) -> None:
         """At the first gradient of a backward, before any is marked."""
+        if in_compiled_autograd():
+            raise error_messages.compiled_autograd(self._group.place())
+        if not self._sync_policy.has_forward:
+            self._take_over()
+        if self._buckets is None:  # no forward came before
+            self._buckets = self._builder.build([bucket.members for bucket in self._pending])
         if not self._buckets:
             raise error_messages.no_buckets(self._group.place())
         backward_end = _BackwardEnd(self)
@@ -426,6 +527,9 @@ class Reducer:
         if self.statistics.backward_started:  # by another backward of the same forward
             self.statistics = IterationStatistics(time.perf_counter())
         self.statistics.backward_started = time.perf_counter()
+        if is_worth_a_look(self.reductions):
+            self._users_hooks.look(GradientHooks.__module__)
+        self._users_hooks.begin()
         self._running = self._make_running()
         absent = self._usage.begin()
         self.seems_static &= self._absent is None or absent == self._absent
@@ -440,7 +544,9 @@ class Reducer:
         return self._usage.order_recurs and not self._arrival_order.is_used
 
     def _make_running(self) -> BackwardReduction:
-        return BackwardReduction(self._buckets, self._usage, self._reduction, self._group, self.statistics)
+        return BackwardReduction(
+            self.buckets, self._usage, self._reduction, self._group, self.statistics, self._sync_policy.mark
+        )
 
     def _process(self, indices: Sequence[int]) -> None:
         self._mark_ready(self._tell_usage(self._usage.arrived, indices))
@@ -449,9 +555,9 @@ class Reducer:
         """Gradients of a backward that is not reduced, at its end: they count for a later one."""
         with self._lock:
             self._counts_at_end = False
-            for pending in self._pending:
-                if pending.indices:
-                    self._tell_usage(self._usage.accumulated, pending.take())
+            for _, taken in self._pending.take_all():
+                self._tell_usage(self._usage.accumulated, taken)
+            self._users_hooks.reset()
 
     def _tell_usage(self, method: Callable[[Sequence[int], Collection[int]], T], indices: Sequence[int]) -> T:
         """Tell the usage model which gradients came, and which of these are None after all."""
@@ -470,6 +576,9 @@ class Reducer:
             raise error_messages.marked_twice(name, self._group.place(), self._usage.hint_twice) from None
         if startable:
             assert self._running is not None, "gradients are marked within a backward"
+            if self._users_hooks.indices:
+                for number in startable:
+                    self._users_hooks.check(self.buckets[number].indices)
             self._running.start(startable, is_last=self._readiness.is_complete)
 
     @_noting_errors
@@ -480,8 +589,7 @@ class Reducer:
             MisuseError: gradients are missing.
         """
         with self._lock:
-            for pending in self._pending:
-                self._take(pending)
+            self._look_at(self._pending.take_all())
             self._mark_ready(self._usage.ended())
         if not self._readiness.is_complete:
             names = [self._named.names[index] for index in self._readiness.missing()]
@@ -496,30 +604,37 @@ class Reducer:
             self._arrival_order.learn()
         self._extra_futures = []
         self._sync_policy.reduced()
+        self.reductions += 1
         self._reset()
         if self._on_iteration is not None:
             self._on_iteration(self.statistics)
 
     def _reset(self) -> None:
-        self._awaiting_hooks.clear()
         self._arrival_order.forget_arrivals()
+        self._users_hooks.reset()
         self._readiness.reset()
         self._usage.reset()
         self._running = None
 
     # ---- buckets ----
 
-    def _use(self, buckets: list[AnyBucket]) -> None:
-        self._buckets = buckets
-        members = [bucket.indices for bucket in buckets]
+    def _watch(self, members: list[list[int]]) -> None:
+        """From now on note gradients for buckets with these members."""
         self._readiness = Readiness(members)
-        self._pending = self._hooks.register(members)
+        self._pending = PendingGradients(members)
+        self._hooks.register(self._pending)
 
-    def _rebuild_if_due(self) -> None:
-        """Once, build the buckets anew in the order in which rank 0's gradients arrived. A collective.
+    def _build_if_due(self) -> None:
+        """Build the buckets for the first time, and once more in the order in which rank 0's gradients arrived. A collective.
 
-        The old ones are given up first: to have both for a moment was the peak of a whole training's memory.
+        Not at construction: a copy of a wrapped module on one rank (an average of its weights, say) needs no buckets, and must
+        not wait for the other ranks.
         """
+        if self._buckets is None:
+            members = self._builder.assign_first()
+            if members != [bucket.members for bucket in self._pending]:  # parameters were converted since construction
+                self._watch(members)
+            self._buckets = self._builder.build(members)
         order_here = self._arrival_order.learned
         if not self._learns_order or order_here is None:
             return
@@ -528,39 +643,60 @@ class Reducer:
         self._group.broadcast(order, 0)
         self._release_gradients()
         kept = gradients_as_views(self._buckets)
+        # The old ones are given up first: to have both for a moment was the peak of a whole training's memory.
         self._buckets = []
-        self._use(self._builder.build(order.tolist(), kept))
+        members = self._builder.assign(order.tolist())
+        self._buckets = self._builder.build(members, kept)
+        self._watch(members)
         self._arrival_order.is_used = True
         logger.debug("rebuilt the buckets in the order of rank 0's gradients: %d buckets", len(self._buckets))
 
     def _release_gradients(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.release_gradients()
 
     # ---- the usage model ----
 
-    def _make_usage(self, *, find_unused: bool = False, skip_unused: bool = False, static: bool = False) -> UsageModel:
+    def _make_usage(self) -> UsageModel:
         usage: UsageModel = CompleteUsage()
-        if static:
+        if self._is_static:
             usage = StaticUsage(self._parameters, self._group)
-        elif find_unused:
-            usage = DynamicUsage(self._parameters, self._group, skip_unused=skip_unused)
+        elif self._find_unused:
+            usage = DynamicUsage(self._parameters, self._group, skip_unused=self._skip_unused)
         return DelayedUsage(usage, self._delayed, self._delayed_until) if self._delayed else usage
 
     # ---- checks ----
 
     def _check_idle(self, what: str) -> None:
+        if self.is_in_fork:
+            raise not_the_rank(what, self._group.place())
         if self._running is not None:
             raise error_messages.backward_never_ended(what, self._group.place())
 
-    def _check_other_reducers(self) -> None:
+    def _take_over(self) -> None:
+        """Have other reducers of some of the parameters step aside; of several wrappers, the one that is used averages."""
         for pause_s in (0.0, 0.01, 0.05, 0.25):
-            if not self._hooks.conflicts_with_another_reducer:
-                return
+            if self._hooks.take_over():
+                break
             time.sleep(pause_s)  # another thread may be collecting garbage: then this returns at once
             gc.collect()  # the other one may be garbage
-        if self._hooks.conflicts_with_another_reducer:
-            raise error_messages.another_reducer(self._group.place())
+        else:
+            if not self._hooks.take_over():
+                raise error_messages.another_reducer(self._group.place())
+        if self._hooks.are_off:
+            self._pending.take_all()  # what came meanwhile was another's
+            self._hooks.register(self._pending)
+
+    def _may_retire(self) -> bool:
+        """Whether no backward of this reducer is under way or expected; one that has failed will not go on."""
+        if self._running is not None:
+            return self._backward_end() is None
+        return not self._sync_policy.has_forward
+
+
+def _close(hooks: GradientHooks, users_hooks: UsersHooks) -> None:
+    hooks.close()
+    users_hooks.close()
 
 
 def _caps_bytes(cap_bytes: int | Sequence[int], first_cap_bytes: int) -> list[int]:

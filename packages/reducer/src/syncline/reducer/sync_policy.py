@@ -1,4 +1,4 @@
-"""Whether the next backward is reduced: forwards decide it. Pure."""
+"""Whether the next backward is reduced, and what the ranks compare of it: forwards decide both. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from __future__ import annotations
 class GradSyncPolicy:
     """What the forwards so far say of the next backward.
 
+    Note [Which backward is reduced]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     The policy does not know which forward a backward belongs to. The first backward after a forward outside of `no_sync` is
-    reduced, wherever it runs; without a forward since the last reduction (a second backward through one graph, say), the
-    latest forward decides. So after a forward outside and one inside, the backward that comes first is reduced, with all
-    that was accumulated, and the other one adds to this rank's gradients only, until a later one is reduced. As in torch.
+    reduced, wherever it runs; so after a forward outside and one inside, the backward that comes first is reduced, with all
+    that was accumulated. A backward for which no forward waits (a second one through one graph, one of the bare module) is
+    reduced, too, unless the latest forward was within `no_sync`, or the backward itself is. Each other backward adds to this
+    rank's gradients, until a later one is reduced.
+
+    Ranks pair their reduced backwards by count. If one rank alone runs a backward of the bare module, all later ones of that
+    rank would pair with the wrong ones of the others. So the ranks compare, with the first bucket, to which forward a backward
+    belongs, and its number since that forward (`mark`). Forwards are counted when their backward is reduced: a forward without
+    a backward, or several before one, are nobody's mistake, and may be on some ranks only. What is not seen: strays in a loop
+    that never calls the wrapper's forward. There nothing tells one backward from another.
 
     Attributes:
         is_due: whether the next backward is reduced.
@@ -18,6 +27,8 @@ class GradSyncPolicy:
     def __init__(self) -> None:
         self._announced, self._latest = False, True
         self._before = (False, True)
+        self._is_local = False
+        self._forwards = self._backwards = 0
         self.is_due = True
 
     def forward(self, reduces: bool) -> None:
@@ -31,8 +42,28 @@ class GradSyncPolicy:
 
     def reduced(self) -> None:
         """A reduction has ended."""
+        self._forwards, self._backwards = self._next()
         self._set(False, self._latest)
+
+    def keep_local(self, is_local: bool) -> None:
+        """Whether backwards run within `no_sync` from now on."""
+        self._is_local = is_local
+        self._set(self._announced, self._latest)
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether a forward waits for its backward, which is to be reduced."""
+        return self._announced
+
+    @property
+    def mark(self) -> str:
+        """What the ranks compare of the backward that is reduced next."""
+        forward, backward = self._next()
+        return f"backward {backward} since forward {forward}"
+
+    def _next(self) -> tuple[int, int]:
+        return (self._forwards + 1, 1) if self._announced else (self._forwards, self._backwards + 1)
 
     def _set(self, announced: bool, latest: bool) -> None:
         self._announced, self._latest = announced, latest
-        self.is_due = announced or latest
+        self.is_due = announced or (latest and not self._is_local)

@@ -8,6 +8,9 @@ private to torch                        without it
 ``_current_graph_task_id``              a bucket whose last gradient was not the expected one waits for the end of backward
 ``_will_engine_execute_node``           ``find_unused_parameters=True`` is an error
 ``_storage_Use_Count``                  no gradient is aliased: all are copied back
+``_post_accumulate_grad_hooks``         hooks of the user that use a gradient before it is averaged are not found
+``Tensor._version``                     a step in such a hook is found only if it drops the gradient
+``in_compiled_autograd_region``         compiled autograd is not refused: the first backward is not averaged to the end
 hooks on gradients left undefined       each parameter's node has a hook of its own, too: half a microsecond; after a
                                         change of dtype an undefined gradient is an error at the end (torch 2.6 and 2.7)
 ======================================  ==============================================================================
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +101,23 @@ def unreached(nodes: Sequence[GraphNode]) -> list[int]:
     if all(map(will_execute, nodes)):  # in half the time
         return []
     return [position for position, node in enumerate(nodes) if not will_execute(node)]
+
+
+def in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs the backward: it drops what is queued for the end of backward."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # not loaded by whoever does not use it
+    return bool(getattr(module, "in_compiled_autograd_region", False))
+
+
+def hooks_after_accumulation(parameter: torch.nn.Parameter) -> Collection[object]:
+    """The post-accumulate-grad hooks on a parameter, anybody's."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return () if hooks is None else hooks.values()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows when the tensor is changed in place."""
+    return getattr(tensor, "_version", 0)
 
 
 def storage_users(tensor: torch.Tensor) -> tuple[int, int]:

@@ -91,6 +91,9 @@ class UsageModel(ABC):
         """Those of the parameters that no rank has used: their gradients stay as they are. May wait for `sync_used_map`."""
         return frozenset()
 
+    def find_nodes_again(self) -> None:  # noqa: B027 - most hold none
+        """Autograd may have other nodes for the parameters."""
+
     def reset(self) -> None:  # noqa: B027 - most remember nothing
         """Forget this backward."""
 
@@ -100,7 +103,8 @@ class CompleteUsage(UsageModel):
 
     hint_missing = (
         "Every parameter must take part in every backward: remove those on which the loss does not depend, freeze them "
-        "(requires_grad_(False)), or pass find_unused_parameters=True"
+        "(requires_grad_(False)), or pass find_unused_parameters=True. If they are used in a re-entrant checkpoint whose "
+        "inputs need no gradient, autograd never reaches them: use use_reentrant=False there"
     )
     hint_twice = (
         "It happens when a part of the model runs twice in a re-entrant checkpoint (use use_reentrant=False, or "

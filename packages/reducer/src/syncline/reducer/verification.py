@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 
-from syncline.collectives import DisagreementError, ProcessGroup
+from syncline.collectives import DisagreementError, MisuseError, ProcessGroup, SynclineError
 from syncline.collectives.internal import all_gather_bytes, are_same_on_all_ranks, broadcast_object
 
+logger = logging.getLogger("syncline.reducer")
+
 Description = dict[str, list[object]]
+
+# In place of the options of a rank that refuses its model: why.
+_REFUSED = "refused"
 
 
 class Difference(NamedTuple):
@@ -58,12 +65,16 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
     Cost: that of `verify_same_parameters`.
 
     Raises:
-        DisagreementError: on every rank alike; names the options that differ, and the values on both ranks.
+        DisagreementError: on every rank alike; names the options that differ, and the values on both ranks, or says why a rank
+            has refused its model (see `telling_the_others`).
     """
     difference = _find_difference(options, group)
     if difference is None:
         return
     rank, reference, found = difference
+    for its_rank, its in ((0, reference), (rank, found)):
+        if _REFUSED in its:
+            raise DisagreementError(f"rank {its_rank} has refused its model ({group.place()}): {its[_REFUSED]}")
     different = ", ".join(
         f"{name}={reference.get(name)!r} on rank 0 and {found.get(name)!r} on rank {rank}"
         for name in {**reference, **found}
@@ -72,6 +83,25 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
     raise DisagreementError(
         f"expected the same options on every rank ({group.place()}), found {different}. Pass the same on every rank"
     )
+
+
+@contextmanager
+def telling_the_others(group: ProcessGroup) -> Iterator[None]:
+    """A context of checks that come before `verify_same_options`: what one rank raises there, the others hear in that call.
+
+    Otherwise they would wait for that rank, or meet it in another call when it goes on. If all raise the same, nobody waits.
+
+    Raises:
+        MisuseError: what was raised within; on this rank it comes after the others have heard, or after the group's timeout.
+    """
+    try:
+        yield
+    except MisuseError as error:
+        if group.size > 1:
+            logger.info("rank %d refuses its model, and tells the other ranks: %s", group.rank, error)
+            with suppress(SynclineError):  # this rank's own error says more
+                _find_difference({_REFUSED: str(error)}, group)
+        raise
 
 
 def _find_difference(mine: object, group: ProcessGroup) -> Difference | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import itertools
+import json
 import os
 import weakref
 from collections import Counter
@@ -25,18 +26,36 @@ from ..contract.deadline import Deadline
 from ..contract.reduce_op import HALVES, Reduction
 from ..contract.running_call import RunningCall
 from ..contract.work import Work
-from ..errors import BackendUnavailableError, CollectiveTimeout, LaunchError, SynclineError, TransportError
+from ..errors import (
+    BackendUnavailableError,
+    CollectiveTimeout,
+    DisagreementError,
+    LaunchError,
+    MisuseError,
+    SynclineError,
+    TransportError,
+)
 from ..failures.detached_call import DetachedCall
 from ..failures.liveness import Liveness
 from ..failures.stall_watch import StatusPost
+from ..forks import in_forks
 from ..host.host_group import HostGroup
 from ..host.progress import all_idle, finish_all
 from ..host.transport import Request, Transport
 from ..host.wire_tag import sized_wire_tag
+from ..startup.addresses import (
+    INTERFACE_VARIABLE,
+    LOOPBACK,
+    address_towards,
+    addresses_for_others,
+    loopback_domain,
+    own_addresses,
+)
 from ..startup.backend import Backend, ConnectRequest
-from ..startup.meeting import meet
+from ..startup.meeting import Met, address_by_group, address_by_store, meet
 from ..startup.registry import load_backend
 from ..startup.rendezvous import loopback_host, store_at, store_of_running_job, tcp_store_of_rank_0
+from ..startup.user_secret import is_loopback
 from ..stores import AsTorchStore, FromTorchStore, Store
 from ..survivors.reconnector import Generation
 from ..survivors.shrinkable_group import ShrinkableGroup
@@ -50,7 +69,12 @@ _SCATTER_HALVES_FROM_BYTES = 64 * 1024
 # A collective that takes long looks whether waiting is in vain; rarer the longer it takes.
 _FIRST_LOOK_S, _LOOK_S = 0.1, 0.5
 _LARGEST_TAG = 2**31 - 1
+# The key under which a process that comes later finds the host of rank 0, and its address.
+_HOST_0 = "host of rank 0"
+Devices = tuple[Mapping[str, str], ...]
+"""What Gloo listens on: {"hostname": an address} or {"interface": its name}."""
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
+in_forks(_open.clear)
 
 
 class GlooTransport(Transport):
@@ -59,19 +83,19 @@ class GlooTransport(Transport):
     Args:
         group: the torch group.
         store: where subsets of its ranks find one another.
-        host: whose address alone Gloo shall use; None for its choice.
+        devices: what Gloo listens on.
         liveness: says which of the ranks are lost; None where nobody can know.
     """
 
     backend_name = "gloo"
 
     def __init__(
-        self, group: TorchGroup, store: dist.Store, host: str | None = None, *, liveness: Liveness | None = None
+        self, group: TorchGroup, store: dist.Store, devices: Devices = (), *, liveness: Liveness | None = None
     ) -> None:
         self._group = group
         self.liveness = liveness
         self._store = store
-        self._host = host
+        self.devices = devices
         self._subsets: Counter[str] = Counter()  # how many of each name and members were made
         _open.add(self)
 
@@ -138,6 +162,10 @@ class GlooTransport(Transport):
         return self._group.start_recv(tensor, src, _tag(tag, tensor))
 
     @override
+    def meeting_store(self) -> dist.Store:
+        return self._store
+
+    @override
     def status_post(self) -> StatusPost:
         return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
 
@@ -147,7 +175,7 @@ class GlooTransport(Transport):
         group = f"{name}/{crc32(repr(list(members)).encode()):x}"
         self._subsets[group] += 1
         store = dist.PrefixStore(f"{group}/{self._subsets[group]}", self._store)
-        return connect(store, rank, len(members), name, deadline, self._host)
+        return connect(store, rank, len(members), name, deadline, self.devices)
 
     def outlive(self, store: dist.Store, timeout_s: float) -> None:
         """After connecting under a shorter limit: let subsets meet in this store, and collectives take so many seconds."""
@@ -167,6 +195,11 @@ class GlooTransport(Transport):
         """
         _open.discard(self)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    @override
+    def leave_to_parent(self) -> None:
+        """The destructor would wait for threads that a fork does not have."""
+        self.abort()
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
         return None if block is None else list(block.view(self._group.size, part.numel()))
@@ -202,40 +235,77 @@ def connect(
     size: int,
     name: str,
     deadline: Deadline,
-    host: str | None = None,
+    devices: Devices = (),
     liveness: Liveness | None = None,
+    interfaces: Sequence[str] = (),
 ) -> GlooTransport:
-    """Connect with the other ranks, who call it with the same store, size and name; over one address of a host, or Gloo's.
+    """Connect with the other ranks, who call it with the same store, size and name.
 
     Gloo's own limit holds for each of its steps, and not for connecting as a whole. So the ranks meet in the store first, which
     is where one that does not come is found, and Gloo connects on a thread that is left behind when the time is up. Ranks that
     know one another (`liveness`) do not meet before.
 
+    Args:
+        store: where they meet.
+        rank: this one.
+        size: how many there are.
+        name: of the group.
+        deadline: for all of it.
+        devices: what Gloo listens on, on this rank; by default on `interfaces`, or at an address that all ranks reach.
+        liveness: of ranks that know one another.
+        interfaces: see `ConnectRequest`.
+
     Raises:
         CollectiveTimeout: not all ranks came, or Gloo did not connect them in time.
+        DisagreementError: the ranks were told different sizes.
+        LaunchError: the hosts do not reach one another.
         RankLostError: a rank ended while they connected.
         TransportError: Gloo failed.
     """
     place = f"Gloo could not connect rank {rank} of {size} in group '{name}'"
     ours = dist.PrefixStore(name, store)
     try:
-        known = liveness or Liveness(meet(FromTorchStore(ours), rank, size, deadline), rank)
-        gloo = _connect_patiently(partial(_connected, ours, rank, size, deadline.timeout_s, host), known, deadline)
+        known = liveness
+        if known is None:
+            met = meet(FromTorchStore(ours), rank, size, deadline)
+            known = Liveness(met.processes, rank)
+            devices = devices or _devices(FromTorchStore(ours), met, rank, size, interfaces, deadline)
+        gloo = _connect_patiently(partial(_connected, ours, rank, size, deadline.timeout_s, devices), known, deadline, devices)
+    except (MisuseError, DisagreementError):
+        raise
     except SynclineError as error:
         raise error.reworded(f"{place}: {error}") from error.__cause__
     except TimeoutError as error:
         raise CollectiveTimeout(f"{place} within {deadline.timeout_s:g} s (timeout): {error}") from error
-    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=deadline.timeout_s), store, host, liveness=known)
+    return GlooTransport(TorchGroup(gloo, name=name, timeout_s=deadline.timeout_s), store, devices, liveness=known)
 
 
-def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, deadline: Deadline) -> Any:
+def _devices(store: Store, met: Met, rank: int, size: int, interfaces: Sequence[str], deadline: Deadline) -> Devices:
+    """What this rank lets Gloo listen on, so that all others reach it."""
+    if interfaces:
+        (own_addresses if met.share_loopback else addresses_for_others)(interfaces)  # what is wrong with them is said here
+        return tuple({"interface": name} for name in interfaces)
+    if size == 1 or met.share_loopback:
+        return _at(LOOPBACK)
+    return _at(address_by_store(store, rank, size, interfaces, deadline))
+
+
+def _at(address: str) -> Devices:
+    return ({"hostname": address},)
+
+
+def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, deadline: Deadline, devices: Devices) -> Any:
     connecting = DetachedCall(connect, nullcontext, "syncline-gloo-connect")
     while not connecting.done.wait(_FIRST_LOOK_S):
         lost = liveness.reason_to_give_up()
         if lost is not None:
             raise lost
         if deadline.expired():
-            raise TimeoutError("it takes too long, though all ranks have come; can they reach one another's addresses?")
+            mine = ", ".join(value for device in devices for value in device.values())
+            raise TimeoutError(
+                f"it takes too long, though all ranks have come; this rank is to be reached at {mine}. Choose the interface "
+                f"with {INTERFACE_VARIABLE}, or `interface` in the site file, or let the firewall pass connections"
+            )
     try:
         return connecting.result()
     except SynclineError:
@@ -244,21 +314,16 @@ def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, deadline:
         raise (liveness.loss_behind(error) or TransportError(str(error))) from error
 
 
-def _connected(store: dist.Store, rank: int, size: int, timeout_s: float, host: str | None) -> Any:
+def _connected(store: dist.Store, rank: int, size: int, timeout_s: float, devices: Devices) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
     options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [_device(host)]
+    options._devices = [dist.ProcessGroupGloo.create_device(**device) for device in devices]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _tag(tag: int, tensor: torch.Tensor) -> int:
     """Gloo compares neither dtypes nor sizes, so only tensors of one dtype and size meet."""
     return sized_wire_tag(tag, tensor.dtype, tensor.numel(), _LARGEST_TAG)
-
-
-def _device(host: str | None) -> Any:
-    gloo = dist.ProcessGroupGloo
-    return gloo.create_default_device() if host is None else gloo.create_device(hostname=host)
 
 
 def _wait(work: Work, deadline: Deadline) -> None:
@@ -300,13 +365,17 @@ class GlooBackend(Backend):
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
         if request.joins:
             return _newcomer(request)
-        store, rank, size = rendezvous(request)
+        own_addresses(request.interfaces)  # an interface that this host does not have is an error before anybody waits
+        rank, size = _place(request)
+        store, devices = _shared_store(request, rank, size)
         store = _numbered(store)
-        host = _only_host(request, size)
-        transport = connect(store, rank, size, request.group_name, Deadline(request.timeout_s), host)
+        deadline = Deadline(request.timeout_s)
+        transport = connect(store, rank, size, request.group_name, deadline, devices, interfaces=request.interfaces)
         generation, lack = Generation(0, tuple(range(size)), rank), store_lack(request, size)
-        job = Job(size, _options(request))
-        reconnector = GlooReconnector(store, generation, job, _connect_again(request, store, host), lack, admit_lack(request))
+        if rank == 0 and admit_lack(request) is None:
+            store.set(_HOST_0, json.dumps([loopback_domain(), *transport.devices[0].values()]))
+        again = _connect_again(request, store, transport.devices)
+        reconnector = GlooReconnector(store, generation, Job(size, _options(request)), again, lack, admit_lack(request))
         return _started(transport, reconnector, request)
 
 
@@ -320,9 +389,26 @@ def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
     else:
         met_in = store_of_running_job(request.init_method or "", request.timeout_s)
     store = _numbered(met_in)
-    reconnector = GlooReconnector.of_newcomer(store, _options(request), _connect_again(request, store, None), request.timeout_s)
+    again = _connect_again(request, store, _devices_of_newcomer(request, FromTorchStore(store)))
+    reconnector = GlooReconnector.of_newcomer(store, _options(request), again, request.timeout_s)
     alone = connect(dist.HashStore(), 0, 1, request.group_name, Deadline(request.timeout_s))
     return _started(alone, reconnector, request)
+
+
+def _devices_of_newcomer(request: ConnectRequest, store: Store) -> Devices:
+    """What a process that comes later lets Gloo listen on: the address from which it reaches that of rank 0."""
+    if request.interfaces:
+        own_addresses(request.interfaces)
+        return tuple({"interface": name} for name in request.interfaces)
+    domain, address = json.loads(store.get(_HOST_0, request.timeout_s))
+    if domain == loopback_domain():
+        return _at(LOOPBACK if is_loopback(address) else address)
+    if is_loopback(address):
+        raise LaunchError(
+            f"this process joins a job on another host, whose ranks are at {address}, where only that host reaches them: start "
+            f"the job with {INTERFACE_VARIABLE}, or `interface` in the site file"
+        )
+    return _at(address_towards(address))
 
 
 def _started(transport: GlooTransport, reconnector: GlooReconnector, request: ConnectRequest) -> ShrinkableGroup:
@@ -336,10 +422,10 @@ def _options(request: ConnectRequest) -> dict[str, bool]:
     return {"check_calls": request.check_calls, "reproducible": request.reproducible}
 
 
-def _connect_again(request: ConnectRequest, store: dist.Store, host: str | None) -> Connect:
+def _connect_again(request: ConnectRequest, store: dist.Store, devices: Devices) -> Connect:
     def connect_again(generation: Generation, known: Liveness, met_in: dist.Store, timeout_s: float) -> GlooTransport:
         size, deadline = len(generation.members), Deadline(timeout_s)
-        again = connect(met_in, generation.rank, size, request.group_name, deadline, host, known)
+        again = connect(met_in, generation.rank, size, request.group_name, deadline, devices, known)
         again.outlive(dist.PrefixStore(f"{generation.prefix}/subsets", store), request.timeout_s)
         return again
 
@@ -357,37 +443,39 @@ def _given(store: Store | dist.Store) -> dist.Store:
 def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
     """A store that all ranks share, this process's rank, and the number of ranks."""
     rank, size = _place(request)
-    return _shared_store(request, rank, size), rank, size
+    return _shared_store(request, rank, size)[0], rank, size
 
 
-def _shared_store(request: ConnectRequest, rank: int, size: int) -> dist.Store:
+def _shared_store(request: ConnectRequest, rank: int, size: int) -> tuple[dist.Store, Devices]:
+    """Where the ranks meet, and what Gloo listens on, if that is known by then."""
     if request.store is not None:
-        return _given(request.store)
+        return _given(request.store), ()
     if request.init_method is not None:
-        return store_at(request.init_method, rank, size, request.timeout_s)
+        return _at_url(request.init_method, rank, size, request)
     if size == 1:
-        return dist.HashStore()
+        return dist.HashStore(), ()
     lack = None
     if request.launch is not None and request.launch.is_mpi:
         lack = load_backend("mpi").missing()
         if lack is None:
             return _over_mpi(request)
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        return store_at("env://", rank, size, request.timeout_s)
+        return _at_url("env://", rank, size, request)
+    ways = (
+        "init_method='file:///shared/folder' or 'tcp://host:port?secret_file=PATH', a store, MASTER_ADDR and MASTER_PORT (as "
+        "torchrun sets them), or a launch by MPI"
+    )
+    if lack is not None:
+        raise LaunchError(f"{lack}\nBackend 'gloo' needs MPI here, or another way for its {size} ranks to meet: {ways}")
     raise LaunchError(
-        f"backend 'gloo' has {size} ranks and no way for them to meet: expected an init_method (such as "
-        "'file:///shared/folder' or 'tcp://host:port?secret_file=PATH'), a store, MASTER_ADDR and MASTER_PORT as torchrun sets "
-        f"them, or a launch by MPI{'' if lack is None else f'; MPI launched this job, but cannot be used: {lack}'}"
+        f"backend 'gloo' has {size} ranks and no way for them to meet: pass init_method='file:///shared/folder', or set "
+        f"MASTER_ADDR and MASTER_PORT\nThe ways to meet: {ways}"
     )
 
 
-def _only_host(request: ConnectRequest, size: int) -> str | None:
-    """The loopback address, if the ranks meet there."""
-    if size == 1 or request.store is not None or (request.launch is not None and request.launch.is_mpi):
-        return None
-    if request.init_method is not None:
-        return loopback_host(request.init_method)
-    return loopback_host("env://") if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ else None
+def _at_url(url: str, rank: int, size: int, request: ConnectRequest) -> tuple[dist.Store, Devices]:
+    host = None if size == 1 or request.interfaces else loopback_host(url)
+    return store_at(url, rank, size, request.timeout_s), () if host is None else _at(host)
 
 
 def _place(request: ConnectRequest) -> tuple[int, int]:
@@ -413,11 +501,13 @@ def _place(request: ConnectRequest) -> tuple[int, int]:
     return launch.rank, launch.world_size or request.world_size or 1
 
 
-def _over_mpi(request: ConnectRequest) -> dist.Store:
-    """A store on a port that the system chose; MPI tells the others where it is."""
+def _over_mpi(request: ConnectRequest) -> tuple[dist.Store, Devices]:
+    """A store on a port that the system chose; MPI tells the others where it is, and each at which address it is reached."""
     mpi = load_backend("mpi").connect(request)
     try:
-        return tcp_store_of_rank_0(mpi, request.timeout_s)
+        address = address_by_group(mpi, request.interfaces, request.timeout_s)
+        store = tcp_store_of_rank_0(mpi, request.timeout_s, address)
+        return store, tuple({"interface": name} for name in request.interfaces) or _at(address)
     finally:
         mpi.close()
         # After MPI's own, hence before it: a process that MPI keeps at its end shall not keep its sockets.

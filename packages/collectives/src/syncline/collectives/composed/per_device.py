@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
@@ -11,6 +13,9 @@ from ..contract.process_group import ProcessGroup
 from ..contract.work import Work
 from ..errors import InvalidArgumentError
 from .delegating_group import DelegatingGroup, close_all
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 class PerDeviceGroup(DelegatingGroup):
@@ -37,6 +42,16 @@ class PerDeviceGroup(DelegatingGroup):
         return ",".join(f"{device_type}:{group.backend_name}" for device_type, group in self.groups.items())
 
     @property
+    @override
+    def has_total_order(self) -> bool:
+        return all(group.has_total_order for group in self.groups.values())
+
+    @property
+    @override
+    def can_split(self) -> bool:
+        return all(group.can_split for group in self.groups.values())
+
+    @property
     def device_types(self) -> frozenset[str]:
         """Those that have a group."""
         return frozenset(self.groups)
@@ -44,6 +59,10 @@ class PerDeviceGroup(DelegatingGroup):
     def describe(self) -> str:
         """What each group says."""
         return "; ".join(f"{device_type} by {group.describe()}" for device_type, group in self.groups.items())
+
+    @override
+    def meeting_store(self) -> dist.Store | None:
+        return self.groups["cpu"].meeting_store() if "cpu" in self.groups else None
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         """Memory of the group for that device."""
@@ -63,6 +82,14 @@ class PerDeviceGroup(DelegatingGroup):
     def verify_calls(self, *, async_op: bool = False) -> Work | None:
         works = [work for group in self.groups.values() if (work := group.verify_calls(async_op=async_op)) is not None]
         return works[0] if works else None  # only groups of the host compare later, and there is one
+
+    @contextmanager
+    @override
+    def marked(self, mark: str) -> Iterator[None]:
+        with ExitStack() as marks:
+            for group in self.groups.values():
+                marks.enter_context(group.marked(mark))
+            yield
 
     # ---- after a loss: the group of the host finds out who is left, and the others meet in it ----
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from typing_extensions import override
@@ -45,6 +46,16 @@ class RoundRobinGroup(DelegatingGroup):
         return f"round_robin({', '.join(group.backend_name for group in self.groups)})"
 
     @property
+    @override
+    def has_total_order(self) -> bool:
+        return False
+
+    @property
+    @override
+    def can_split(self) -> bool:
+        return all(group.can_split for group in self.groups)
+
+    @property
     def device_types(self) -> frozenset[str]:
         """What all of them serve."""
         return frozenset.intersection(*(group.device_types for group in self.groups))
@@ -55,7 +66,7 @@ class RoundRobinGroup(DelegatingGroup):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         """Plain memory: whose turn it will be is not known."""
-        return torch.empty(numel, dtype=dtype, device=device)
+        return super().allocate(numel, dtype, device)
 
     @override
     def set_timeout(self, timeout_s: float) -> None:
@@ -68,6 +79,14 @@ class RoundRobinGroup(DelegatingGroup):
         """In each of the groups: each has an order of its own."""
         works = [work for group in self.groups if (work := group.verify_calls(async_op=True)) is not None]
         return self._together(works, "verify_calls", async_op) if works else None
+
+    @contextmanager
+    @override
+    def marked(self, mark: str) -> Iterator[None]:
+        with ExitStack() as marks:
+            for group in self.groups:
+                marks.enter_context(group.marked(mark))
+            yield
 
     @override
     def _barrier(self, async_op: bool) -> Work:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
+from ..contract.collective import different_calls
 from ..contract.deadline import DEFAULT_TIMEOUT_S
 from ..contract.layout import bytes_of, in_plain_order
+from ..contract.object_exchange import all_gather_bytes
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction, divide
 from ..contract.work import Work
 from ..errors import InvalidArgumentError
+from ..failures.call_digest import CallDigest
 from ..host.reduction import core_op, reduce_in_rank_order
 from ..host.transfer import TransferWork
 from .torch_work import TorchRequest, TorchWork, mapped
@@ -57,7 +63,20 @@ class TorchGroup(ProcessGroup):
         self, torch_group: dist.ProcessGroup | TorchBackend, *, name: str = "torch", timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s)
-        self.torch_group: Any = torch_group  # the stub of Backend has no collectives
+        self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
+        self._marks_said = CallDigest()
+        self._marks_compared = 0
+        self._latest_mark = ""
+
+    @property
+    @override
+    def has_total_order(self) -> bool:
+        return False
+
+    @property
+    @override
+    def can_split(self) -> bool:
+        return False
 
     @property
     def backend_name(self) -> str:
@@ -82,6 +101,39 @@ class TorchGroup(ProcessGroup):
 
     def abort(self) -> None:
         """Nothing: the torch group is its maker's."""
+
+    # ---- agreement ----
+
+    @contextmanager
+    @override
+    def marked(self, mark: str) -> Iterator[None]:
+        """As the base says; nothing else is compared here, where calls are torch's."""
+        self._marks_said.add(crc32(mark.encode()))
+        self._latest_mark = mark
+        yield
+
+    @override
+    def verify_calls(self, *, async_op: bool = False) -> Work | None:
+        """Compare the marks since the last time, by an all_reduce of 16 bytes, if torch's group has a backend for the CPU."""
+        count = self._marks_said.count
+        if self.size == 1 or count == self._marks_compared or not self._serves_cpu():
+            return None
+        self._marks_compared = count
+        mark, digest = self._latest_mark, self._marks_said.value
+        numbers = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+        options = dist.AllreduceOptions()
+        options.reduceOp = _TORCH_OP[ReduceOp.MAX]
+
+        def compare() -> None:
+            if numbers[0] != -numbers[1]:
+                said = all_gather_bytes(mark.encode(), group=self)
+                raise different_calls([f"a call with the mark: {text.decode()}" for text in said])
+
+        return self._work([], self.torch_group.allreduce([numbers], options), compare, async_op)
+
+    def _serves_cpu(self) -> bool:
+        devices = getattr(self.torch_group, "_device_types", None)  # a bare backend has none
+        return devices is None or any(device.type == "cpu" for device in devices)
 
     # ---- reductions ----
 

@@ -16,7 +16,8 @@ from typing_extensions import override
 from ..contract.deadline import Deadline, seconds
 from ..contract.layout import untracked
 from ..contract.work import TensorsFuture, Work
-from ..errors import CollectiveTimeout, TransportError
+from ..errors import CollectiveTimeout, SynclineError, TransportError
+from ..forks import in_forks
 from ..host.transport import Request
 from ..torch_internals import source_rank
 
@@ -93,6 +94,9 @@ class TorchWork(Work):
                     self._do_what_remains()
             if future is not None:
                 future.wait()
+        except SynclineError as error:  # of what remained to be done
+            self._error = error
+            raise
         except RuntimeError as error:
             self._error = mapped(error)
             raise self._error from error
@@ -183,6 +187,7 @@ class _Delivery:
 _EXIT_S = 5.0
 _LET_GO_S = 0.02  # four times the interval after which a thread asks for the interpreter
 _deliveries: weakref.WeakSet[_Delivery] = weakref.WeakSet()
+in_forks(_deliveries.clear)
 
 
 @atexit.register

@@ -6,20 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import TypeGuard, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from ..torch_internals import is_zero_tensor
+from ..torch_internals import is_functorch_wrapped
 from .collective import in_words
 from .layout import overlaps_itself
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
     """Whether a quick test shows that `unusable` and `unwritable` would find no problem. False: ask them."""
-    if not isinstance(tensor, torch.Tensor):
-        return False  # type: ignore[unreachable]  # an unchecked caller may pass anything
     return (
-        ("cpu" if tensor.is_cpu else tensor.device.type) in device_types
+        type(tensor) in _PLAIN_TYPES
+        and ("cpu" if tensor.is_cpu else tensor.device.type) in device_types
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.is_contiguous()
+        and _has_memory(tensor)
     )
 
 
@@ -33,7 +37,41 @@ def is_simple(tensor: object) -> TypeGuard[torch.Tensor]:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or is_zero_tensor(tensor))
+        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_nested)
+        and _has_memory(tensor)
+    )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a library may read the tensor where it points to. Empty tensors may have an address or not."""
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # inside a transformation of torch.func
+        return False
+
+
+def no_memory(tensor: torch.Tensor) -> str | None:
+    """The problem if there is no memory where the tensor points to; see Note [Tensors that are no memory] in `arguments`."""
+    kind = type(tensor)
+    if is_lazy(tensor):
+        return f"expected a tensor, found {kind.__name__}, which has no shape yet; run a forward first"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            f"expected a plain tensor, found {kind.__name__}, whose values lie elsewhere; pass the tensor that it is made of "
+            "(of a DTensor to_local())"
+        )
+    if tensor.is_nested:
+        return "expected a tensor of one shape, found a nested tensor; pass its values, or to_padded_tensor()"
+    if tensor.layout is not torch.strided or tensor.is_meta or _has_memory(tensor):
+        return None
+    if is_functorch_wrapped(tensor):
+        return (
+            "found a tensor inside a transformation of torch.func (such as grad or vmap), which has no memory of its own; "
+            "communicate outside of the transformation"
+        )
+    return (
+        "the tensor has no memory: its storage was freed (resize_(0)), or it is one of autograd's zero tensors; allocate it "
+        "first, or pass tensor.clone()"
     )
 
 
@@ -45,6 +83,16 @@ def is_simple_block(block: object, part: torch.Tensor, size: int, rank: int) -> 
         and not_times(block, part, size, "block") is None
         and not_own_part(part, block, rank) is None
     )
+
+
+def is_integer(value: object) -> bool:
+    """Whether something is an integer, of Python's or another library's; a float that is equal to one is none."""
+    return hasattr(type(value), "__index__")
+
+
+def is_list_of_integers(value: object) -> bool:
+    """Whether something is a list, or another sequence, of nothing but integers."""
+    return isinstance(value, Sequence) and all(map(is_integer, value))
 
 
 def no_tensors(call_arguments: Mapping[str, object]) -> str | None:
@@ -65,6 +113,9 @@ def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: s
     """The problem if a group cannot read or write the tensor at all."""
     if not isinstance(tensor, torch.Tensor):  # an unchecked caller may pass anything
         return f"expected a torch.Tensor, found {type(tensor).__name__}"  # type: ignore[unreachable]
+    problem = no_memory(tensor)
+    if problem is not None:
+        return problem
     if tensor.device.type not in device_types:
         served = ", ".join(sorted(device_types))
         return (
@@ -113,6 +164,15 @@ def not_times(large: torch.Tensor, small: torch.Tensor, size: int, what: str) ->
     return None
 
 
+def no_size(numel: object, dtype: object) -> str | None:
+    """The problem if there can be no flat tensor of so many elements of that dtype."""
+    if not isinstance(dtype, torch.dtype):
+        return f"expected a torch.dtype, found {dtype!r}"
+    if not is_integer(numel) or not 0 <= cast(int, numel) * dtype.itemsize < 2**63:
+        return f"expected a number of elements of 0 or above, whose bytes 63 bits can count, found {numel!r} of {dtype}"
+    return None
+
+
 def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> str | None:
     """The problem if `splits` (None: evenly) do not divide the first dimension of a tensor over `size` ranks."""
     if tensor.dim() == 0:
@@ -120,6 +180,8 @@ def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, si
     rows = tensor.shape[0]
     if splits is None:
         return None if rows % size == 0 else f"the {what} has {rows} rows, which {size} ranks cannot share evenly; pass splits"
+    if not is_list_of_integers(splits):
+        return f"expected the {what} splits to be a list of integers, found {splits!r}"
     if len(splits) != size or min(splits, default=0) < 0 or sum(splits) != rows:
         return f"expected {size} {what} splits, none below 0, that add up to its {rows} rows, found {list(splits)}"
     return None

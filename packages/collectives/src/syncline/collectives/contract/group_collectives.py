@@ -83,8 +83,8 @@ class GroupCollectives(Membership):
         Extra memory: one block as large as all outputs together.
         """
         self._refuse_if("all_gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}))
-        self._refuse_if("all_gather", checks.not_one_each("output", outputs, tensor, self.size))
         self._check_tensors("all_gather", reads=(tensor,), writes=outputs)
+        self._refuse_if("all_gather", checks.not_one_each("output", outputs, tensor, self.size))
         return self._all_gather(list(outputs), tensor, async_op)
 
     @recorded("_all_gather_base")
@@ -97,8 +97,8 @@ class GroupCollectives(Membership):
             async_op: return at once, before the collective has finished.
         """
         self._refuse_if("all_gather_into_tensor", checks.no_tensors({"tensor": tensor, "output": output}))
-        self._refuse_if("all_gather_into_tensor", checks.not_times(output, tensor, self.size, "output"))
         self._check_tensors("all_gather_into_tensor", reads=(tensor,), writes=(output,))
+        self._refuse_if("all_gather_into_tensor", checks.not_times(output, tensor, self.size, "output"))
         self._refuse_if("all_gather_into_tensor", checks.not_own_part(tensor, output, self.rank))
         return self._all_gather_into_tensor(output, tensor, async_op)
 
@@ -121,8 +121,8 @@ class GroupCollectives(Membership):
         """
         self._check_root("gather", root)
         self._refuse_if("gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}))
-        self._check_on_root("gather", "outputs", outputs, tensor, root)
         self._check_tensors("gather", reads=(tensor,), writes=outputs or ())
+        self._check_on_root("gather", "outputs", outputs, tensor, root)
         return self._gather(tensor, None if outputs is None else list(outputs), root, async_op)
 
     @recorded("scatter")
@@ -144,8 +144,8 @@ class GroupCollectives(Membership):
         """
         self._check_root("scatter", root)
         self._refuse_if("scatter", checks.no_tensors({"tensor": tensor, "inputs": inputs}))
-        self._check_on_root("scatter", "inputs", inputs, tensor, root)
         self._check_tensors("scatter", reads=inputs or (), writes=(tensor,))
+        self._check_on_root("scatter", "inputs", inputs, tensor, root)
         return self._scatter(tensor, None if inputs is None else list(inputs), root, async_op)
 
     @recorded("reduce_scatter")
@@ -164,14 +164,13 @@ class GroupCollectives(Membership):
         Extra memory: one block as large as all inputs together.
         """
         self._refuse_if("reduce_scatter", checks.no_tensors({"output": output, "inputs": inputs}))
+        self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
         op = checked_reduction(op, output.dtype)
         if uneven.is_uneven(inputs):
             self._refuse_if("reduce_scatter", checks.not_one_each_like("input", inputs, output, self.rank, self.size))
             self._refuse_if("reduce_scatter", checks.overlapping((output,), inputs))
-            self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
             return uneven.reduce_scatter(self, output, inputs, op, async_op)
         self._refuse_if("reduce_scatter", checks.not_one_each("input", inputs, output, self.size))
-        self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
         return self._reduce_scatter(output, list(inputs), op, async_op)
 
     @recorded("_reduce_scatter_base")
@@ -187,9 +186,9 @@ class GroupCollectives(Membership):
             async_op: return at once, before the collective has finished.
         """
         self._refuse_if("reduce_scatter_tensor", checks.no_tensors({"output": output, "tensor": tensor}))
+        self._check_tensors("reduce_scatter_tensor", reads=(tensor,), writes=(output,))
         op = checked_reduction(op, output.dtype)
         self._refuse_if("reduce_scatter_tensor", checks.not_times(tensor, output, self.size, "input"))
-        self._check_tensors("reduce_scatter_tensor", reads=(tensor,), writes=(output,))
         self._refuse_if("reduce_scatter_tensor", checks.not_own_part(output, tensor, self.rank))
         return self._reduce_scatter_tensor(output, tensor, op, async_op)
 

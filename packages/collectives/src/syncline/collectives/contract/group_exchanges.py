@@ -31,13 +31,13 @@ class GroupExchanges(Membership):
         Extra memory: a copy of the inputs and one of the outputs.
         """
         self._refuse_if("all_to_all", checks.no_tensors({"outputs": outputs, "inputs": inputs}))
+        self._check_tensors("all_to_all", reads=inputs, writes=outputs)
         for what, tensors in (("output", outputs), ("input", inputs)):
             if len(tensors) != self.size:
                 self._refuse_if("all_to_all", f"expected {self.size} {what} tensors, one for each rank, found {len(tensors)}")
             if any(tensor.dtype != inputs[0].dtype for tensor in tensors):
                 self._refuse_if("all_to_all", f"expected every {what} to be {inputs[0].dtype}, as the first input is")
         self._refuse_if("all_to_all", checks.overlapping(outputs, inputs))
-        self._check_tensors("all_to_all", reads=inputs, writes=outputs)
         return self._all_to_all(list(outputs), list(inputs), async_op)
 
     @recorded("all_to_all")
@@ -61,12 +61,12 @@ class GroupExchanges(Membership):
         """
         name = "all_to_all_single"
         self._refuse_if(name, checks.no_tensors({"output": output, "tensor": tensor}))
+        self._check_tensors(name, reads=(tensor,), writes=(output,))
         self._refuse_if(name, checks.bad_splits("output", output, output_split_sizes, self.size))
         self._refuse_if(name, checks.bad_splits("input", tensor, input_split_sizes, self.size))
         if output.dtype != tensor.dtype or output.shape[1:] != tensor.shape[1:]:
             self._refuse_if(name, f"expected rows like those of {in_words(tensor)} in the output, found {in_words(output)}")
         self._refuse_if(name, checks.overlapping((output,), (tensor,)))
-        self._check_tensors(name, reads=(tensor,), writes=(output,))
         return self._all_to_all_single(
             output,
             tensor,

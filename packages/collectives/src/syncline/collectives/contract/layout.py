@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -69,6 +70,12 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     A single element is contiguous to torch whatever its stride, but a view as another dtype wants stride 1.
     """
     return tensor.view(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def contents(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor of bytes on the CPU. They share its memory, so use them as long as the tensor lives."""
+    # An array of ctypes counts in 64 bits. `ctypes.string_at` takes a C int: beyond 4 GiB it returns the rest of a division.
+    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr()))
 
 
 def _has_duplicates(shape: Sequence[int], strides: Sequence[int]) -> bool:

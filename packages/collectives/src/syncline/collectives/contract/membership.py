@@ -25,6 +25,7 @@ class Membership(ABC):
         self.ranks = tuple(range(size) if ranks is None else ranks)
         self.name = name
         self.timeout_s = timeout_s
+        self._marks: dict[int, str] = {}  # by thread; mostly empty. See `ProcessGroup.marked`
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} '{self.name}' ({self.describe()}), rank {self.rank} of {self.size}>"
@@ -65,8 +66,8 @@ class Membership(ABC):
             raise InvalidArgumentError(f"{collective} on {self.place()}: {problem}")
 
     def _check_root(self, collective: str, root: int) -> None:
-        if not 0 <= root < self.size:
-            self._refuse_if(collective, f"expected a root in 0..{self.size - 1}, found {root}")
+        if not checks.is_integer(root) or not 0 <= root < self.size:
+            self._refuse_if(collective, f"expected a root in 0..{self.size - 1}, found {root!r}")
 
     def _check_on_root(
         self, collective: str, what: str, tensors: Sequence[torch.Tensor] | None, like: torch.Tensor, root: int
@@ -79,12 +80,14 @@ class Membership(ABC):
             self._refuse_if(collective, checks.not_one_each(what.removesuffix("s"), tensors, like, self.size))
 
     def _check_peer(self, collective: str, peer: int | None, tag: int) -> None:
-        if tag < 0:
-            self._refuse_if(collective, f"expected a tag of 0 or above, found {tag}")
+        if not checks.is_integer(tag) or tag < 0:
+            self._refuse_if(collective, f"expected a tag of 0 or above, found {tag!r}")
         if is_reserved(tag):
             self._refuse_if(collective, f"the tags {FIRST_RESERVED} to {LAST_RESERVED} are for Syncline itself, found {tag}")
-        if peer == self.rank or (peer is not None and not 0 <= peer < self.size):
-            self._refuse_if(collective, f"expected another rank in 0..{self.size - 1}, found {peer}")
+        if peer is None and collective == "recv":
+            return
+        if not checks.is_integer(peer) or peer == self.rank or not 0 <= peer < self.size:  # type: ignore[operator]
+            self._refuse_if(collective, f"expected another rank in 0..{self.size - 1}, found {peer!r}")
 
     def _check_tensors(
         self, collective: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()

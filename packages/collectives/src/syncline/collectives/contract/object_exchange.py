@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import pickle
 from typing import Any
 
 import torch
 
+from .layout import contents
 from .process_group import ProcessGroup
 from .reduce_op import ReduceOp
 
@@ -30,20 +30,12 @@ def all_gather_bytes(payload: bytes, *, group: ProcessGroup) -> list[bytes]:
 
     Two all-gathers: one of the lengths, one of the payloads padded to the longest.
     """
-    device = _device_of(group)
-    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    lengths = [torch.empty_like(length) for _ in range(group.size)]
-    group.all_gather(lengths, length)
-    longest = max(int(entry) for entry in lengths)
-    padded = _to_tensor(payload.ljust(longest, b"\0")).to(device)
-    blocks = [torch.empty_like(padded) for _ in range(group.size)]
-    group.all_gather(blocks, padded)
-    return [_to_bytes(block)[: int(entry)] for block, entry in zip(blocks, lengths, strict=True)]
+    return [bytes(contents(block)[:length]) for block, length in _gathered(payload, group)]
 
 
 def exchange_objects(payload: Any, *, group: ProcessGroup) -> list[Any]:
     """Give every rank the objects of all ranks, by rank."""
-    return [pickle.loads(entry) for entry in all_gather_bytes(pickle.dumps(payload), group=group)]
+    return [pickle.loads(contents(block)[:length]) for block, length in _gathered(pickle.dumps(payload), group)]
 
 
 def broadcast_object(payload: Any, root: int, *, group: ProcessGroup) -> Any:
@@ -54,7 +46,21 @@ def broadcast_object(payload: Any, root: int, *, group: ProcessGroup) -> Any:
     group.broadcast(length, root)
     buffer = _to_tensor(data).to(device) if group.rank == root else torch.empty(int(length), dtype=torch.uint8, device=device)
     group.broadcast(buffer, root)
-    return pickle.loads(_to_bytes(buffer))
+    received = buffer.cpu()
+    return pickle.loads(contents(received))
+
+
+def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, int]]:
+    """For each rank its bytes, on the CPU and padded, and how many they are."""
+    device = _device_of(group)
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    lengths = [torch.empty_like(length) for _ in range(group.size)]
+    group.all_gather(lengths, length)
+    longest = max(int(entry) for entry in lengths)
+    padded = _to_tensor(payload.ljust(longest, b"\0")).to(device)
+    blocks = [torch.empty_like(padded) for _ in range(group.size)]
+    group.all_gather(blocks, padded)
+    return [(block.cpu(), int(entry)) for block, entry in zip(blocks, lengths, strict=True)]
 
 
 def _device_of(group: ProcessGroup) -> torch.device:
@@ -64,8 +70,3 @@ def _device_of(group: ProcessGroup) -> torch.device:
 
 def _to_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def _to_bytes(tensor: torch.Tensor) -> bytes:
-    on_cpu = tensor.cpu()
-    return ctypes.string_at(on_cpu.data_ptr(), on_cpu.numel())

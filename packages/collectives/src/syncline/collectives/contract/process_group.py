@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import BackendUnavailableError, InvalidArgumentError
+from . import checks
+from .collective import Collective
 from .group_collectives import GroupCollectives
 from .group_exchanges import GroupExchanges
 from .profiling import recorded
 from .reduce_op import Reduction
 from .work import Work
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 DEFAULT_SILENCE_TIMEOUT_S = 30.0
 """How long survivors wait for a silent rank, in seconds, unless told otherwise."""
@@ -47,7 +55,11 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         ranks: for each rank of this group its rank in the default group.
         name: how messages call the group.
         timeout_s: how long one collective may take, in seconds.
+        torch_group: the group of torch.distributed that this one stands for; None if it stands for none. It is made anew
+            whenever a torch group is handed in, so this says which of them are the same.
     """
+
+    torch_group: Any = None
 
     # ---- no tensor ----
 
@@ -67,8 +79,10 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         Returns:
             The new group that this rank is in, or None without a color.
         """
-        if color is not None and color < 0:
-            self._refuse_if("split", f"expected a color of 0 or above, or None, found {color}")
+        if color is not None and not (checks.is_integer(color) and 0 <= color < 2**63):
+            self._refuse_if("split", f"expected a color of 0 or above (64 bits), or None, found {color!r}")
+        if key is not None and not (checks.is_integer(key) and -(2**63) <= key < 2**63):
+            self._refuse_if("split", f"expected a key that is an integer of 64 bits, or None, found {key!r}")
         return self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
 
     def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
@@ -82,7 +96,12 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         Raises:
             InvalidArgumentError: a rank twice or outside the group, or not this one; or the backend needs all ranks (`split`).
         """
-        if len(set(members)) < len(members) or self.rank not in members or not all(0 <= rank < self.size for rank in members):
+        if (
+            not checks.is_list_of_integers(members)
+            or not all(0 <= rank < self.size for rank in members)
+            or len(set(members)) < len(members)
+            or self.rank not in members
+        ):
             self._refuse_if("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
         return self._subset(list(members), name, self.timeout_s if timeout_s is None else timeout_s)
 
@@ -94,7 +113,23 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
         Returns:
             A flat, uninitialised tensor of `numel` elements. The default is `torch.empty`.
         """
+        self._refuse_if("allocate", checks.no_size(numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
+
+    # ---- what a group is: questions of those who would otherwise ask for its type ----
+
+    @property
+    def has_total_order(self) -> bool:
+        """Whether what a future's callback issues has the same place among this group's collectives on every rank.
+
+        If not, only the thread that issues the others may issue a collective that depends on one.
+        """
+        return True
+
+    @property
+    def can_split(self) -> bool:
+        """Whether `split` makes groups; if not, whoever made this group makes its parts."""
+        return True
 
     # ---- what it does ----
 
@@ -149,6 +184,34 @@ class ProcessGroup(GroupCollectives, GroupExchanges):
             DisagreementError: the ranks called different collectives, and results are wrong; on all ranks.
         """
         return None
+
+    def meeting_store(self) -> dist.Store | None:
+        """The store in which the ranks of this group met, for others that want to meet; None if they met elsewhere."""
+        return None
+
+    @contextmanager
+    def marked(self, mark: str) -> Iterator[None]:
+        """A context in which the first call that this thread issues says more of itself than its arguments tell.
+
+        The mark must be the same on every rank, as the rest of the call: "backward 1 since forward 12", say. Where calls are
+        compared, marks are compared with them, and errors show them. A group that compares each call before it runs has the
+        ranks meet once more before a call that is marked, which costs microseconds; others pay nothing.
+
+        Only the first call: what a callback issues may run on this thread on one rank, and on another thread elsewhere.
+
+        Args:
+            mark: a few words, without a comma.
+        """
+        self._marks[get_ident()] = mark
+        try:
+            yield
+        finally:
+            self._marks.pop(get_ident(), None)
+
+    def _with_mark(self, call: Collective) -> Collective:
+        """The call as it is compared; see `marked`."""
+        mark = self._marks.pop(get_ident(), None)
+        return call if mark is None else call._replace(detail=f"{call.detail}, {mark}" if call.detail else mark)
 
     def end_together(self, companion: ProcessGroup) -> None:
         """Close another group of the same ranks when this one is closed, and abort it when this one is aborted.

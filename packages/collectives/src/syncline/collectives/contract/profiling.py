@@ -1,4 +1,4 @@
-"""Who looks at the calls of a group: torch's profiler, which shows a range for each, and observers in this process."""
+"""What every public call of a group begins with: a look at its tensors, and who looks at it (torch's profiler, observers)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from ..torch_internals import ProfilerRange, profiler_runs
+from .arguments import are_usual, has_fakes, resolved
 from .call_observer import observed, observers
-from .work import Work
+from .work import FinishedWork, Work
 
 Method = TypeVar("Method", bound=Callable[..., Work])
 
@@ -29,11 +30,20 @@ def recorded(title: str) -> Callable[[Method], Method]:
     """A decorator of a group's method: show each call to whoever looks.
 
     A profiler shows it as `profiled_as:title` (see `record`), and observers are told of it (see `call_observer`).
+
+    Before that, tensors that stand for others are replaced, and a call on tensors that do not exist ends; see Note [Tensors
+    that are no memory] in `arguments`.
     """
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def call(group: Any, *args: Any, **kwargs: Any) -> Work:
+            if not are_usual(args) or not are_usual(kwargs.values()):
+                args = tuple(map(resolved, args))
+                kwargs = {name: resolved(value) for name, value in kwargs.items()}
+                values = (*args, *kwargs.values())
+                if has_fakes(values):
+                    return FinishedWork(list(_tensors(values)))
             is_profiled = profiler_runs() and group.profiled_as is not None
             if not (is_profiled or observers):
                 return method(group, *args, **kwargs)

@@ -12,6 +12,7 @@ import torch
 from typing_extensions import override
 
 from ..errors import CollectiveTimeout
+from ..forks import generation, not_the_rank
 from .deadline import seconds
 
 if TYPE_CHECKING:
@@ -44,10 +45,13 @@ class GroupFuture(AnyFuture):
     def __init__(self, devices: Devices) -> None:
         super().__init__(devices=devices)
         self._devices = devices
+        self._generation = generation()
 
     @override
     def wait(self) -> Any:
         if not self.done():
+            if self._generation != generation():
+                raise not_the_rank("wait", "a future of a collective")
             _prepare_to_block(self.done)
         return super().wait()
 
@@ -111,6 +115,40 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
     if not futures:
         settle()
     return joined
+
+
+def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyFuture:
+    """A future with the outcome of another one, for torch's C++ code, whose errors are errors there, too.
+
+    Note [Futures that fail]
+    ~~~~~~~~~~~~~~~~~~~~~~~~
+    torch's `Future.set_exception` stores the exception as the value, and lets the Python object raise it. C++ (the reducer of
+    torch's DDP, its communication hooks) sees the value alone: it takes the exception for a list of tensors, reads the first,
+    and dies by SIGSEGV. A future fails for C++ only if a function given to torch's own `then` raises. It fails with a
+    RuntimeError that has the text of what was raised, which names the call, the rank and the group.
+
+    Our futures keep the exception itself, which callers of ours catch by its class. So the future is exchanged where it goes
+    to torch: in the works that torch gets of our groups, and in what our hooks return to torch's DDP. A callback that asks a
+    work for its future gets ours, for it may wait for that (see `GroupFuture.wait`); if the callback raises the error, it fails
+    the exchanged future that it was attached to. A callback must not wait for an exchanged future that it did not ask for
+    itself: it waits for the work.
+
+    Callbacks that were attached before it is done run inside the callback of `future` that is attached here. So a group knows
+    them for callbacks of its collective, as it knows those of `future` (see Note [Late callbacks] in `host.callback_order`).
+
+    Args:
+        future: of ours or torch's.
+        tensors: those that `future` will hold.
+    """
+    is_over: AnyFuture = AnyFuture(devices=devices_of(tensors))
+
+    def outcome(_: object) -> Any:
+        _wait_as_torch_does(future)  # it is done; on CUDA, the current stream is ordered after it
+        return future.value()
+
+    given: AnyFuture = is_over.then(outcome)
+    future.add_done_callback(lambda _: is_over.set_result(None))
+    return given
 
 
 def devices_of(tensors: Sequence[torch.Tensor]) -> Devices:
@@ -206,15 +244,23 @@ class FinishedWork(Work):
 class PendingWork(Work):
     """A collective that another thread will finish, by calling `succeed` or `fail`; the first call counts."""
 
-    __slots__ = ("_describe", "_done", "_error", "_future", "_lock", "_tensors")
+    __slots__ = ("_describe", "_error", "_future", "_is_done", "_lock", "_tensors", "_waiting")
 
     def __init__(self, tensors: list[torch.Tensor], describe: Callable[[], str]) -> None:
         self._tensors = tensors
         self._describe = describe
-        self._done = threading.Event()
+        self._is_done = False
+        self._waiting: threading.Event | None = None  # made by the first thread that has to block: most find it done
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
+
+    def leave_to_parent(self, error: BaseException) -> None:
+        """In a fork, where no thread finishes it: to wait for it raises `error`. See Note [Forks]."""
+        self._lock = threading.Lock()
+        self._waiting = None
+        self._error = error
+        self._is_done = True
 
     def succeed(self) -> None:
         """Finish well: wake the waiters, then run the future's callbacks on this thread."""
@@ -227,11 +273,13 @@ class PendingWork(Work):
     def _finish(self, error: BaseException | None) -> None:
         """The first call counts: an abort may be faster than the thread that it gives up on."""
         with self._lock:
-            if self._done.is_set():
+            if self._is_done:
                 return
             self._error = error
-            self._done.set()
-            future = self._future
+            self._is_done = True
+            future, waiting = self._future, self._waiting
+        if waiting is not None:
+            waiting.set()
         if future is not None:
             self._settle(future)
 
@@ -244,7 +292,7 @@ class PendingWork(Work):
     @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         timeout_s = None if timeout is None else seconds(timeout)
-        if not self._done.wait(timeout_s):
+        if not (self._is_done or self._wait_until_done(timeout_s)):
             raise CollectiveTimeout(
                 f"{self._describe()} did not finish within the {timeout_s:g} s timeout given to wait(); it goes on, and its "
                 "tensors still belong to it. Wait again, or abort the group."
@@ -253,9 +301,18 @@ class PendingWork(Work):
             raise self._error
         return True
 
+    def _wait_until_done(self, timeout_s: float | None) -> bool:
+        with self._lock:
+            if self._is_done:
+                return True
+            if self._waiting is None:
+                self._waiting = threading.Event()
+            waiting = self._waiting
+        return waiting.wait(timeout_s)
+
     def is_completed(self) -> bool:
         """Whether `succeed` or `fail` was called."""
-        return self._done.is_set()
+        return self._is_done
 
     def exception(self) -> BaseException | None:
         """The error given to `fail`, or None."""
@@ -271,7 +328,7 @@ class PendingWork(Work):
             if self._future is not None:
                 return self._future
             future = self._future = self._new_future()
-            already_done = self._done.is_set()
+            already_done = self._is_done
         if already_done:
             self._settle(future)
         return future

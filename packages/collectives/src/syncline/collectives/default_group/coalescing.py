@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from ..contract import checks
+from ..contract.arguments import has_fakes, resolved
 from ..contract.layout import untracked
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import ReduceOp, Reduction
-from ..contract.work import FutureWork, TensorsFuture, Work, join_futures
+from ..contract.torch_reduction import checked_reduction
+from ..contract.work import FinishedWork, FutureWork, TensorsFuture, Work, join_futures
 from ..errors import InvalidArgumentError
 from ..torch_internals import copy_each
 from .default_group import resolve_group
@@ -72,7 +74,11 @@ def broadcast_coalesced(
     if buffer_size_bytes < 1:
         raise InvalidArgumentError(f"expected buffer_size_bytes of at least 1, found {buffer_size_bytes}")
     chosen = resolve_group(group)
-    _check_dense("broadcast_coalesced", tensors, chosen)
+    is_root = chosen.rank == root
+    # On the root, too: a tensor that one rank cannot write is refused on all.
+    tensors, are_fake = _checked("broadcast_coalesced", tensors, chosen, are_written=chosen.size > 1)
+    if are_fake:
+        return
     pending: deque[_Pending] = deque()
     plan = _plan(tensors, buffer_size_bytes)
     at_once = len(plan) == len(set(map(_kind, tensors))) and sum(map(_nbytes, tensors)) <= _BLOCKING_BYTES
@@ -81,7 +87,7 @@ def broadcast_coalesced(
             pending.popleft().wait_and_copy_back()
         targets = [tensors[index] for index in members]
         buffer = _flatten(targets)
-        destinations = [] if chosen.rank == root else targets
+        destinations = [] if is_root else targets
         if at_once:
             chosen.broadcast(buffer, root)
             _copy_back(buffer, destinations)
@@ -108,7 +114,11 @@ def all_reduce_coalesced(
     Extra memory: a copy of all tensors.
     """
     chosen = resolve_group(group)
-    _check_dense("all_reduce_coalesced", tensors, chosen)
+    tensors, are_fake = _checked("all_reduce_coalesced", tensors, chosen, are_written=True)
+    for dtype in {tensor.dtype for tensor in tensors}:
+        checked_reduction(op, dtype)
+    if are_fake:
+        return FinishedWork(tensors) if async_op else None
     futures: list[TensorsFuture] = []
     for members in _plan(tensors, DEFAULT_BUFFER_BYTES):
         targets = [tensors[index] for index in members]
@@ -136,17 +146,20 @@ def all_gather_coalesced(
         InvalidArgumentError: the wrong number of lists, or a list that is not like the input.
     """
     chosen = resolve_group(group)
-    for tensors in (input_tensor_list, *output_tensor_lists):
-        _check_dense("all_gather_coalesced", tensors, chosen)
-    _check_lists(output_tensor_lists, input_tensor_list, chosen)
+    inputs, are_fake = _checked("all_gather_coalesced", input_tensor_list, chosen, are_written=False)
+    rows_and_fakes = [_checked("all_gather_coalesced", tensors, chosen, are_written=True) for tensors in output_tensor_lists]
+    output_tensor_lists = [row for row, _ in rows_and_fakes]
+    _check_lists(output_tensor_lists, inputs, chosen)
+    everything = [tensor for outputs in output_tensor_lists for tensor in outputs]
+    if are_fake or any(fake for _, fake in rows_and_fakes):
+        return FinishedWork(everything) if async_op else None
     futures: list[TensorsFuture] = []
-    for members in _plan(input_tensor_list, DEFAULT_BUFFER_BYTES):
-        buffer = _flatten([input_tensor_list[index] for index in members])
+    for members in _plan(inputs, DEFAULT_BUFFER_BYTES):
+        buffer = _flatten([inputs[index] for index in members])
         rows = [torch.empty_like(buffer) for _ in range(chosen.size)]
         work = chosen.all_gather(rows, buffer, async_op=True)
         targets = [outputs[index] for outputs in output_tensor_lists for index in members]
         futures.append(_Pending(work, rows, targets).copied_back())
-    everything = [tensor for outputs in output_tensor_lists for tensor in outputs]
     return _joined(futures, everything, "all_gather_coalesced", chosen, async_op)
 
 
@@ -215,12 +228,25 @@ def _joined(
     return None
 
 
-def _check_dense(name: str, tensors: Sequence[torch.Tensor] | None, group: ProcessGroup) -> None:
+def _checked(
+    name: str, tensors: Sequence[torch.Tensor] | None, group: ProcessGroup, *, are_written: bool
+) -> tuple[list[torch.Tensor], bool]:
+    """The tensors, as a collective can use them, and whether they do not exist. All are looked at before the first is sent.
+
+    See Note [Tensors that are no memory] in `contract.arguments`.
+    """
     problem = "expected a list of tensors, found None" if tensors is None else checks.no_tensors({"tensors": tensors})
     if problem is None and not all(tensor.layout is torch.strided for tensor in tensors or ()):
         problem = "expected dense tensors, which are joined to one, found a sparse one; reduce it by all_reduce"
+    usable = [] if problem is not None else resolved(list(tensors or ()))
+    are_fake = has_fakes(usable)
+    for tensor in () if are_fake else usable:
+        problem = problem or checks.unusable(tensor, group.device_types, group.backend_name)
+        if are_written:
+            problem = problem or checks.unwritable(tensor)
     if problem is not None:
         raise InvalidArgumentError(f"{name} on {group.place()}: {problem}")
+    return usable, are_fake
 
 
 def _check_lists(outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], group: ProcessGroup) -> None:

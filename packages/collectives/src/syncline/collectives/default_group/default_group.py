@@ -18,7 +18,7 @@ from ..contract.process_group import ProcessGroup
 from ..errors import BackendUnavailableError, InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.backend_choice import BackendChoice, choose_backend
-from ..startup.launch import check_init_method, detect_launch
+from ..startup.launch import check_init_method, launch_by, take_launch
 from ..startup.registry import load_backend, what_is_missing
 from ..startup.settings import load_settings
 from ..startup.uncaught_errors import print_failure_once
@@ -26,6 +26,7 @@ from .non_member import NonMember
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from mpi4py import MPI
 
     from ..stores import Store
 
@@ -50,6 +51,7 @@ def init_process_group(
     rank: int = -1,
     store: Store | dist.Store | None = None,
     *,
+    communicator: MPI.Intracomm | None = None,
     reproducible: bool | None = None,
     check_calls: bool = False,
 ) -> ProcessGroup:
@@ -71,6 +73,8 @@ def init_process_group(
         rank: this process's rank; -1 takes the launcher's, another value must agree with it.
         store: what the ranks of Gloo meet in, instead of an `init_method`: one of `stores`, or a `torch.distributed.Store`.
             It must hold nothing of an earlier run.
+        communicator: of mpi4py; its ranks are the group's, and only they call. For jobs in which other ranks of MPI serve data,
+            simulate or do inference.
         reproducible: reductions give the same bits in every run, at the price that the backend states. By default the site
             file's, else False. (Every rank of one run has the same bits always.)
         check_calls: before each collective the ranks compare what they are about to do (not for sends and receives), so that a
@@ -85,18 +89,21 @@ def init_process_group(
         SiteFileError, UnknownBackendError, BackendUnavailableError, LaunchError: see `errors`.
     """
     global _default
-    if world_size != -1 and world_size < 1:
-        raise InvalidArgumentError(f"expected a world_size of at least 1 (or -1 for the launcher's), found {world_size}")
-    if rank < -1:
-        raise InvalidArgumentError(f"expected a rank of at least 0 (or -1 for the launcher's), found {rank}")
-    if store is not None and init_method is not None:
-        raise InvalidArgumentError(f"expected an init_method or a store, found both ({init_method!r} and {store!r})")
-    settings = load_settings(os.environ)
-    timeout_s = seconds(timeout, settings.timeout_s)
-    launch = detect_launch(os.environ)
-    joins = _joins(os.environ)
-    scheme = check_init_method(init_method)
+    launch, is_known = None, False
     try:
+        _check_arguments(world_size, rank, init_method, store)
+        settings, joins = load_settings(os.environ), _joins(os.environ)
+        timeout_s = seconds(timeout, settings.timeout_s)
+        if communicator is None:
+            launch = take_launch(os.environ, is_given=joins or (rank != -1 and world_size != -1))
+        else:
+            launch = launch_by(communicator)
+        is_known = True
+        scheme = check_init_method(init_method)
+        if communicator is not None and (store is not None or scheme not in (None, "mpi") or joins):
+            raise InvalidArgumentError(
+                "a communicator was given, whose ranks meet over MPI: leave out init_method and store, and unset SYNCLINE_JOIN"
+            )
         with _lock:
             if _default is not None:
                 raise MisuseError(
@@ -123,6 +130,7 @@ def init_process_group(
                 store=store,
                 check_calls=check_calls,
                 joins=joins,
+                communicator=communicator,
             )
             logger.debug("backend %s: %s", choice.name, choice.reason)
             chosen = _load(choice)
@@ -133,7 +141,8 @@ def init_process_group(
                 )
             _default = chosen.connect(request)
     except Exception:
-        print_failure_once(launch, is_initialized)
+        # What is wrong before the launcher is known may be the launcher's.
+        print_failure_once(is_initialized, has_siblings=launch is not None or not is_known)
         raise
     if (
         not joins
@@ -147,6 +156,15 @@ def init_process_group(
     if _default.rank == 0:
         logger.info("%d rank(s) over %s (%s)", _default.size, _default.describe(), choice.reason)
     return _default
+
+
+def _check_arguments(world_size: int, rank: int, init_method: str | None, store: object) -> None:
+    if world_size != -1 and world_size < 1:
+        raise InvalidArgumentError(f"expected a world_size of at least 1 (or -1 for the launcher's), found {world_size}")
+    if rank < -1:
+        raise InvalidArgumentError(f"expected a rank of at least 0 (or -1 for the launcher's), found {rank}")
+    if store is not None and init_method is not None:
+        raise InvalidArgumentError(f"expected an init_method or a store, found both ({init_method!r} and {store!r})")
 
 
 def _joins(environ: Mapping[str, str]) -> bool:

@@ -9,10 +9,19 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from ..contract.object_exchange import broadcast_object, exchange_objects
+from ..contract import object_exchange
+from ..contract.object_exchange import broadcast_object
 from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError
 from .default_group import rank_in, resolve_group
+
+
+def exchange_objects(payload: Any, *, group: ProcessGroup | None = None) -> list[Any]:
+    """Give every rank the objects of all ranks, by rank; in the default group if none is given.
+
+    Two all-gathers: one of the lengths, one of the pickles padded to the longest.
+    """
+    return object_exchange.exchange_objects(payload, group=resolve_group(group))
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
@@ -22,7 +31,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
         raise InvalidArgumentError(
             f"all_gather_object on {chosen.place()}: expected a list with {chosen.size} places, found {len(object_list)}"
         )
-    object_list[:] = exchange_objects(obj, group=chosen)
+    object_list[:] = object_exchange.exchange_objects(obj, group=chosen)
 
 
 def gather_object(
@@ -38,7 +47,7 @@ def gather_object(
     if (chosen.rank == root) != (object_gather_list is not None):
         expected = "a list" if chosen.rank == root else "None, for it is not the root"
         raise InvalidArgumentError(f"gather_object on {chosen.place()}: expected {expected} as object_gather_list")
-    objects = exchange_objects(obj, group=chosen)
+    objects = object_exchange.exchange_objects(obj, group=chosen)
     if object_gather_list is not None:
         object_gather_list[:] = objects
 

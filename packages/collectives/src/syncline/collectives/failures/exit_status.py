@@ -1,6 +1,7 @@
 """With which status this process ends, known while it still can do something about it.
 
-Python tells nobody: neither `sys.excepthook` nor `atexit` see the status of `sys.exit(3)`. So `sys.exit` is wrapped. Many
+Python tells nobody: neither `sys.excepthook` nor `atexit` see the status of `sys.exit(3)`. So `sys.exit` is wrapped, and with
+it `exit` and `quit`, which the module `site` offers to scripts. Many
 programs catch what it raises (argparse in a test, a server's loop), so what counts is an exception that nobody caught: Python
 releases that one when no frame of the main thread is left, and one that was caught while some frame still runs. An exception
 that something else keeps alive is taken for caught.
@@ -10,9 +11,10 @@ What is raised by other means (`raise SystemExit(3)`) is not seen; then the stat
 
 from __future__ import annotations
 
+import builtins
 import sys
 import threading
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _python_exit = sys.exit
 _status: int | None = None
@@ -35,9 +37,28 @@ def _exit(status: object = None, /) -> NoReturn:
 
 
 def watch_exit_status() -> None:
-    """Wrap `sys.exit`. A second call is harmless."""
+    """Wrap `sys.exit`, `exit` and `quit`. A second call is harmless."""
     if sys.exit is _python_exit:
         sys.exit = _exit
+        for name in ("exit", "quit"):
+            quitter = getattr(builtins, name, None)
+            if type(quitter).__name__ == "Quitter":  # not where `python -S` has none, or a shell its own
+                setattr(builtins, name, _Quitter(quitter))
+
+
+class _Quitter:
+    """In place of `exit` or `quit`. Theirs also close the standard input, which matters at a prompt only."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __repr__(self) -> str:
+        return repr(self._before)
+
+    def __call__(self, code: object = None) -> None:
+        if hasattr(sys, "ps1"):
+            self._before(code)
+        _exit(code)
 
 
 def exit_status() -> int:

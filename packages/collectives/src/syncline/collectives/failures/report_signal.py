@@ -25,21 +25,25 @@ _STOP_S = 5.0
 def report_on_signal(reporter: Reporter) -> bool:
     """Let SIGUSR1 write a report from now on. A handler of Python's that is there already is called as well.
 
+    A handler that the program sets after the first call takes the signal over, for good: there is no report then, and a later
+    call, for another group, does not take the signal back.
+
     Python runs handlers between two instructions of the main thread, which may be inside a library for long. So a thread
     listens, too: Python's own handler in C tells it by a pipe (`signal.set_wakeup_fd`), unless the program uses that already.
 
     Returns:
-        Whether it was set: only the main thread can, and not over a handler that was set by C code.
+        Whether it was set: only the main thread can, and not over a handler that was set by C code, or after our own.
     """
+    global _ours
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
         return False
     earlier = signal.getsignal(signal.SIGUSR1)
     if isinstance(earlier, _OnSignal):
         earlier.reporter = reporter
         return True
-    if earlier is None:
+    if earlier is None or _ours is not None:
         return False
-    handler = _OnSignal(reporter, earlier)
+    _ours = handler = _OnSignal(reporter, earlier)
     signal.signal(signal.SIGUSR1, handler)
     _listen(handler)
     return True
@@ -59,6 +63,10 @@ class _OnSignal:
         if callable(self._earlier):
             self._earlier(number, frame)
 
+    def is_set(self) -> bool:
+        """Whether no other handler of Python's has taken the signal over."""
+        return signal.getsignal(signal.SIGUSR1) is self
+
     def report(self) -> None:
         """Write once for each signal. Does not wait for another thread that does, for it may be this one, interrupted."""
         if not self._writing.acquire(blocking=False):
@@ -72,6 +80,9 @@ class _OnSignal:
             self._writing.release()
         if folder is not None:
             print(f"syncline: rank {self.reporter.rank} has written its report to {folder}", file=sys.stderr)
+
+
+_ours: _OnSignal | None = None
 
 
 def _listen(handler: _OnSignal) -> None:
@@ -95,7 +106,7 @@ def _report_when_told(heard: int, handler: _OnSignal) -> None:
             signals = os.read(heard, 64)
         except OSError:
             return
-        if signal.SIGUSR1 in signals:
+        if signal.SIGUSR1 in signals and handler.is_set():
             handler.report()
         if not signals or _STOP in signals:
             return

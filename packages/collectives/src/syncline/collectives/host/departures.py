@@ -15,12 +15,14 @@ ranks assume that everything which it sent has arrived.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from zlib import crc32
 
+from ..contract.process_group import ProcessGroup
 from ..errors import RankLostError
 from ..failures.flight_recorder import CallCount
 
@@ -57,6 +59,7 @@ class Departures:
         self._lock = threading.Lock()
         self._left: dict[int, tuple[Departure, float]] = {}
         self._groups: dict[str, GroupCalls] = {}
+        self._made_by: list[weakref.ref[ProcessGroup]] = []
         self._made: Counter[str] = Counter()
 
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupCalls:
@@ -82,6 +85,15 @@ class Departures:
         with self._lock:
             return any(not (calls.is_part or calls.is_closed) for calls in self._groups.values())
 
+    def add(self, group: ProcessGroup) -> None:
+        """A group whose calls are counted here."""
+        self._made_by = [made for made in self._made_by if made() is not None]
+        self._made_by.append(weakref.ref(group))
+
+    def open_groups(self) -> list[ProcessGroup]:
+        """The groups that somebody holds, the latest one first."""
+        return [group for made in reversed(self._made_by) if (group := made()) is not None]
+
     def left(self) -> dict[int, tuple[Departure, float]]:
         """For each rank that has left: its notice, and when it came (on the monotonic clock)."""
         with self._lock:
@@ -106,6 +118,10 @@ class GroupCalls:
         self._departures = departures
         self._key = key
         self._ranks = tuple(ranks)
+
+    def belong_to(self, group: ProcessGroup) -> None:
+        """The group whose calls these are."""
+        self._departures.add(group)
 
     def part(self, name: str, members: Sequence[int]) -> GroupCalls:
         """The same for a group of some members of this one, by their ranks in it."""

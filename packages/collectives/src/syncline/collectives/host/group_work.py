@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
 from typing_extensions import override
 
 from ..contract.work import PendingWork, TensorsFuture, devices_of
+from ..torch_internals import modes_active
 from .callback_order import CallbackOrder, GuardedFuture
 from .device_runtime import StreamOrder
 from .progress import Progress
@@ -36,9 +38,11 @@ class GroupWork(PendingWork):
         self._was_waited_for = False
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until finished; inside a callback, run the group's queue up to this collective."""
+        """Block until finished; inside a callback, or if no other thread does, run the group's queue up to this collective."""
         if self._progress.is_running_here():
             self._progress.run_until(self.is_completed)
+        elif timeout is None and not modes_active():  # what runs here has no limit but the group's, and no mode shall see it
+            self._progress.help(self.is_completed)
         super().wait(timeout)
         self._was_waited_for = True
         if isinstance(self._future, GuardedFuture):
@@ -54,8 +58,10 @@ class GroupWork(PendingWork):
         return future
 
     def _settle(self, future: TensorsFuture) -> None:
-        if self._order is None:
-            super()._settle(future)
-            return
-        with self._order.resumed():
+        """Run the callbacks: see point 5 of Note [One total order] in `progress`."""
+        if not self._progress.hand_over(lambda: self._settle_here(future)):
+            self._settle_here(future)
+
+    def _settle_here(self, future: TensorsFuture) -> None:
+        with nullcontext() if self._order is None else self._order.resumed():
             super()._settle(future)

@@ -34,6 +34,7 @@ class HostGroup(HostExchanges):
         """On the CPU, memory of the transport's; it has a place in the total order."""
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
+        self._refuse_if("allocate", checks.no_size(numel, dtype))
         call = Collective("allocate", detail=f"numel={numel}, dtype={dtype}")
         made: list[torch.Tensor] = []
 
@@ -92,6 +93,8 @@ class HostGroup(HostExchanges):
         if not self._plans:  # such as a transport's that has none
             return False
         if self._check_calls or observers or self._callbacks.running or profiler_runs() or not checks.is_simple(tensor):
+            return False
+        if self._marks:  # a plan does not know of them
             return False
         if type(op) is not ReduceOp and op is not None:
             return False

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from threading import get_ident
 
 from ..contract.work import before_blocking
+from ..forks import in_forks
 
 Task = Callable[[], None]
 
@@ -33,6 +34,9 @@ class Progress:
        every task that waits in the queue, on every rank alike. The callback may therefore wait for it.
     4. A callback that waits for a task still in the queue, for its work or for a future that depends on it, runs the queue
        up to that task (`run_until`). Not so for a future of torch's own, such as that of `torch.futures.collect_all`.
+    5. Whoever waits for a work outside of a callback takes the turn, if it is free, and runs the queue up to that task on its
+       own thread (`help`): to wake another thread takes longer than a small collective. The callbacks of what was run so are
+       the next task (`hand_over`), for which that thread does not wait: they may want a lock that it holds.
 
     So if every rank issues the same collectives from its main thread, and attaches to each the same callbacks before it
     issues the next, the order is the same on every rank, however the threads are scheduled: the children of a collective
@@ -55,6 +59,7 @@ class Progress:
         self._changed = threading.Condition()  # the thread waits for tasks, or for the end
         self._queue: deque[Task] = deque()
         self.running_on: int | None = None
+        self._helper: int | None = None  # the thread that runs a task by `help`
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -121,6 +126,32 @@ class Progress:
         while self._queue and not is_done():
             self._queue.popleft()()
 
+    def help(self, is_done: Callable[[], bool]) -> None:
+        """On a thread that is about to wait: run queued tasks, in order, until `is_done` or another thread has the turn."""
+        me = get_ident()
+        while self._queue and not is_done() and self.turn.acquire(False):
+            try:
+                self._helper = me
+                self._run_first()
+            finally:
+                self._helper = None
+                self.turn.release()
+
+    def hand_over(self, task: Task) -> bool:
+        """Inside a task that runs by `help`: let the progress thread run this one next, before all that are queued.
+
+        Returns:
+            False, for the caller to run it: this is another task, or the progress thread may have ended.
+        """
+        if self._helper != get_ident():
+            return False
+        with self._changed:
+            if self._stopping:
+                return False
+            self._queue.appendleft(task)
+            self._changed.notify_all()
+        return True
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing runs and nothing is queued; false if that took longer than `timeout_s` seconds."""
         end = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
@@ -149,6 +180,13 @@ class Progress:
                 self._changed.notify_all()
             finally:
                 self._changed.release()
+
+    def leave_to_parent(self) -> None:
+        """In a fork, which has no such thread, and in which a lock may be held for ever. Nothing runs any more."""
+        self.turn, self.running_on = threading.Lock(), None
+        self._changed = threading.Condition()
+        self._queue.clear()
+        self._stopping, self._thread = True, None
 
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is queued."""
@@ -191,6 +229,12 @@ _EXIT_S = 5.0
 _started: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 before_blocking.append(_run_queues_here)
+in_forks(_started.clear)
+
+
+def a_queue_runs_here() -> bool:
+    """Whether this thread is inside a callback of some group's collective, or inside the collective itself."""
+    return any(progress.is_running_here() for progress in tuple(_started))
 
 
 def all_idle() -> bool:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from typing_extensions import override
@@ -28,6 +28,7 @@ from ..failures.report import Reporter, reported
 from ..failures.report_signal import report_on_signal
 from ..failures.stall_watch import StallWatch, look_now_and_then
 from ..failures.watchdog import watch
+from ..forks import Inherited, not_the_rank, tell_in_forks
 from .call_verification import verify_call
 from .callback_order import CallbackOrder
 from .control_messages import TransportMessages
@@ -39,6 +40,9 @@ from .history_verification import HistoryVerification
 from .progress import Progress
 from .runnable import IssuedCall, KeptPlan, PlanKey, Runnable
 from .transport import Transport
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -59,7 +63,7 @@ GIVEN_UP_KEPT = 16
 _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 
 
-class SerialGroup(ProcessGroup):
+class SerialGroup(ProcessGroup, Inherited):
     """Runs the blocking calls of a `Transport` in one total order; see Note [One total order] in `progress`.
 
     A collective with `async_op=False` runs on the caller's thread when nothing is in flight (a hop to another thread costs
@@ -107,6 +111,7 @@ class SerialGroup(ProcessGroup):
         self._callbacks = CallbackOrder()
         self._splits_made = itertools.count()
         self._closed = False
+        self._is_in_fork = False
         self._companions: list[ProcessGroup] = []
         self._first_failure: BaseException | None = None
         self._in_flight: set[PendingWork] = set()
@@ -123,6 +128,9 @@ class SerialGroup(ProcessGroup):
         )
         if liveness is not None:
             watch(self)
+        if calls is not None:
+            calls.belong_to(self)
+        tell_in_forks(self)
 
     @property
     def backend_name(self) -> str:
@@ -137,6 +145,10 @@ class SerialGroup(ProcessGroup):
     @override
     def describe(self) -> str:
         return self._transport.describe()
+
+    @override
+    def meeting_store(self) -> dist.Store | None:
+        return self._transport.meeting_store()
 
     def start(self, options: Mapping[str, object], stall_warning_s: float = 0) -> None:
         """Compare options with the other ranks, and report failures from now on. All ranks call it, before anything else.
@@ -275,6 +287,17 @@ class SerialGroup(ProcessGroup):
             work.fail(failure)
         self._progress.stop()
 
+    @override
+    def in_fork(self) -> None:
+        """As if it were closed, without a word to anybody. Without plans every call comes to `_check_open`."""
+        self._closed = self._is_in_fork = True
+        self._plans = {}
+        self._stall_watch = None
+        for work in list(self._in_flight):
+            work.leave_to_parent(not_the_rank("wait", self.place()))
+        self._progress.leave_to_parent()
+        self._transport.leave_to_parent()
+
     def _issue(
         self,
         call: Collective,
@@ -290,6 +313,8 @@ class SerialGroup(ProcessGroup):
         `outputs` and `inputs` together are all the tensors that the body touches.
         """
         self._check_open(call)
+        if self._marks and is_numbered and not self.is_in_callback():
+            call, body = self._marked(call, body)
         issued = self._callbacks.issue(call.name, self.place) if is_numbered else self._callbacks.issued
         sequence = next(self._sequence) if is_numbered else None
         entry = self.recorder.issue(sequence, *call, depth=3)
@@ -320,6 +345,18 @@ class SerialGroup(ProcessGroup):
     def _ordered_on(self, device: DeviceRuntime, tensors: Sequence[torch.Tensor]) -> StreamOrder | None:
         owned = [tensor for tensor in tensors if device.owns(tensor)]
         return device.order(owned) if owned else None
+
+    def _marked(self, call: Collective, body: Body) -> tuple[Collective, Body]:
+        """A call with its mark. Plans do not know of marks, so a transport that compares each call meets once more before."""
+        marked = self._with_mark(call)
+        if marked is call or self._verification is not None or self._check_calls or self.size == 1:
+            return marked, body
+
+        def met_first(running: RunningCall) -> None:
+            self._transport.barrier(running)
+            body(running)
+
+        return marked, met_first
 
     def _verified_first(self, body: Body) -> Body:
         def verified(running: RunningCall) -> None:
@@ -448,6 +485,8 @@ class SerialGroup(ProcessGroup):
         return get_ident() in self._callbacks.running
 
     def _check_open(self, call: Collective) -> None:
+        if self._is_in_fork:
+            raise not_the_rank(call.name, self.place())
         if self._closed:
             raise GroupClosedError(
                 f"{call.name} on {self.place()}: the group is closed; create it again with init_process_group or new_group"

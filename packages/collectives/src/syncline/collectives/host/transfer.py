@@ -13,6 +13,7 @@ from ..contract.deadline import Deadline, seconds
 from ..contract.layout import untracked
 from ..contract.work import TensorsFuture, Work, new_future
 from ..errors import CollectiveTimeout, SynclineError, TransportError
+from ..forks import generation, not_the_rank
 from .transport import Request
 
 
@@ -48,6 +49,7 @@ class TransferWork(Work):
         self._interrupt = interrupt
         self._driving = threading.Lock()
         self._settling = threading.Lock()
+        self._generation = generation()
         self._done = False
         self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
@@ -55,6 +57,8 @@ class TransferWork(Work):
     @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if not self._done:
+            if self._generation != generation():
+                raise not_the_rank("wait", self._describe())
             self._drive_within(seconds(timeout, self._timeout_s))
         if self._error is not None:
             raise self._error
@@ -62,7 +66,7 @@ class TransferWork(Work):
 
     def is_completed(self) -> bool:
         """Whether it is over, well or badly, as far as the library can tell without waiting."""
-        if self._driving.acquire(blocking=False):
+        if self._generation == generation() and self._driving.acquire(blocking=False):
             try:
                 if not self._done:
                     self._finish_if(self._request.test)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,6 +14,9 @@ from ..contract.reduce_op import Reduction
 from ..contract.running_call import RunningCall
 from ..failures.liveness import Liveness
 from ..failures.stall_watch import StatusPost
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 class Request(ABC):
@@ -179,12 +182,19 @@ class Transport(ABC):
         `name` and `number` (0 or above) are the same for all members. At any time there is only one subset of that name.
         """
 
+    def meeting_store(self) -> dist.Store | None:
+        """As `ProcessGroup.meeting_store`."""
+        return None
+
     def status_post(self) -> StatusPost | None:
         """Where the ranks leave lines for rank 0, without disturbing what they do; None if there is no such place."""
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most have no way to say it
         """A collective has failed here, and there will be no other: tell the ranks that wait, if possible. Must not block."""
+
+    def leave_to_parent(self) -> None:  # noqa: B027 - most objects can be dropped
+        """In a fork, which must neither use nor free what the library keeps for the parent; see Note [Forks] in `forks`."""
 
     def lost_ranks(self) -> Sequence[int]:
         """The ranks of which the library says that they have failed. Must not block."""

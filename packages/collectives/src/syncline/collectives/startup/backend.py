@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..contract.process_group import ProcessGroup
 from ..failures.stall_watch import DEFAULT_STALL_WARNING_S
+from .addresses import chosen_interfaces
 from .algorithm_thresholds import AlgorithmThresholds
 from .launch import Launch
-from .settings import Settings
+from .settings import DEFAULT_SPIN_S, Settings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -36,6 +38,10 @@ class ConnectRequest:
         check_calls: the ranks compare each collective before it starts. A backend that cannot must refuse to connect.
         thresholds: from which sizes on ranks of a node use memory that they share, for a backend that can.
         stall_warning_s: after so many seconds in one call rank 0 logs who waits for whom; 0: never.
+        communicator: an mpi4py communicator whose ranks are the group's, or None for all ranks of the MPI job.
+        interfaces: the network interfaces on which ranks of several hosts meet and Gloo communicates; none: those that lead
+            there.
+        spin_s: for how long a rank that waits looks for the others before it sleeps, for a backend that looks.
         joins: this process comes later than the others: it waits until they let it in (`ProcessGroup.admit`).
         devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
     """
@@ -52,8 +58,11 @@ class ConnectRequest:
     check_calls: bool = False
     thresholds: AlgorithmThresholds = field(default_factory=AlgorithmThresholds)
     stall_warning_s: float = DEFAULT_STALL_WARNING_S
+    spin_s: float = DEFAULT_SPIN_S
     devices: frozenset[str] | None = None
     joins: bool = False
+    communicator: Any = None
+    interfaces: tuple[str, ...] = field(default_factory=lambda: chosen_interfaces(os.environ))
 
     @classmethod
     def from_settings(cls, settings: Settings, environ: Mapping[str, str], timeout_s: float, **given: Any) -> ConnectRequest:
@@ -62,6 +71,8 @@ class ConnectRequest:
             "reproducible": settings.reproducible,
             "thresholds": settings.thresholds.overridden(environ),
             "stall_warning_s": settings.stall_warning_s,
+            "interfaces": chosen_interfaces(environ, settings.interface),
+            "spin_s": settings.spin_s_overridden(environ),
         }
         return cls(timeout_s=timeout_s, **{**said, **given})
 

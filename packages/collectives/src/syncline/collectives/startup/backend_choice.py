@@ -77,7 +77,8 @@ def _choose_automatically(launch: Launch | None, missing: Callable[[str], str | 
         lack = missing("mpi")
         if lack is None:
             return BackendChoice("mpi", f"launched by {launch.launcher}")
-        return BackendChoice("gloo", f"launched by {launch.launcher}, but MPI cannot be used: {lack}")
+        why = lack.splitlines()[0]
+        return BackendChoice("gloo", f"launched by {launch.launcher}, but MPI cannot be used: {why}")
     if launch is not None:
         return BackendChoice("gloo", f"launched by {launch.launcher}")
     if rendezvous_given:

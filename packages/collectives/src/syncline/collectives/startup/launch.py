@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import stat
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
 
 from ..errors import InvalidArgumentError, LaunchError
 
@@ -38,7 +42,9 @@ class Launch:
 
     def least_world_size(self) -> int:
         """The number of processes, or as many as there must at least be."""
-        return self.rank + 1 if self.world_size is None else self.world_size
+        if self.world_size is not None:
+            return self.world_size
+        return max(self.rank + 1, self.local_world_size or 1)
 
 
 @dataclass(frozen=True)
@@ -61,17 +67,22 @@ class _LauncherEnv:
 #
 # 1. torchrun. TORCHELASTIC_RUN_ID is its signature. It may run under anything, as one process per node of an MPI job whose
 #    own numbers count nodes: no contradiction.
-# 2. Open MPI and PMI (MPICH's Hydra, Intel MPI, Cray). If both speak, one is inside the other and nothing says which.
-# 3. Slurm, where srun started the process (it has a step id that is a number); a batch script sees SLURM_PROCID=0 and all
-#    of SLURM_NTASKS, but is alone. An mpirun of Open MPI starts its daemons by srun, so inside 2 Slurm's numbers are theirs.
-# 4. PMIx alone (prterun, and other launchers that only speak PMIx), which says a rank but no size. Where it comes with Open
-#    MPI or srun it says the same as they do.
-# 5. RANK, WORLD_SIZE and MASTER_ADDR without torchrun's signature: written by hand, by a batch script or by Kubernetes.
+# 2. The mpirun or mpiexec of an MPI: Open MPI, PMI (MPICH's Hydra, Intel MPI, Cray), MVAPICH. If two of them speak, one is
+#    inside the other and nothing says which.
+# 3. The launcher of a resource manager: Flux (may run inside Slurm, so it comes first), PALS, JSM, and Slurm where srun
+#    started the process (it has a step id that is a number); a batch script sees SLURM_PROCID=0 and all of SLURM_NTASKS, but
+#    is alone. An mpirun starts its daemons by these, so inside 2 their numbers are the daemons'.
+# 4. PMIx alone (prterun, and other launchers that only speak PMIx), which says a rank but no size. Where it comes with one of
+#    the above it says the same as they do.
+# 5. RANK and WORLD_SIZE without torchrun's signature: written by hand, by a batch script or by Kubernetes.
 #
-# A contradiction is two sources that both mean *this* process and differ: Open MPI and PMI, or one of 2, 3, 4 and the pair
-# RANK and WORLD_SIZE by hand, which many scripts copy from MPI's or Slurm's variables and which then agree. A stale pair,
-# from a shell profile or a container image, would give the wrong rank to half of a program; so it is an error, not a
-# preference.
+# A contradiction is two sources that both mean *this* process and differ: two of 2, or one of 2, 3, 4 and the pair RANK and
+# WORLD_SIZE by hand, which many scripts copy from MPI's or Slurm's variables and which then agree. A stale pair, from a shell
+# profile or a container image, would give the wrong rank to half of a program; so it is an error, not a preference.
+#
+# If none of them has set all its variables, but one that is there says that there are several processes, that is an error,
+# too. A process that took no notice would train alone as rank 0 of 1, and so would all others: N trainings that overwrite one
+# another's checkpoints, without a word.
 _TORCHRUN = _LauncherEnv("torchrun", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", also="TORCHELASTIC_RUN_ID")
 _OPEN_MPI = _LauncherEnv(
     "Open MPI",
@@ -82,37 +93,201 @@ _OPEN_MPI = _LauncherEnv(
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 _PMI = _LauncherEnv("PMI (MPICH, Intel MPI)", True, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_MVAPICH = _LauncherEnv(
+    "MVAPICH", True, "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
+)
+_FLUX = _LauncherEnv("Flux", True, "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "")
+_PALS = _LauncherEnv("PALS", True, "PALS_RANKID", None, "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", also="PALS_APID")
+_JSM = _LauncherEnv(
+    "JSM", True, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
+)
 _SLURM = _LauncherEnv(
     "Slurm", True, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", also="SLURM_STEP_ID"
 )
 _PMIX = _LauncherEnv("PMIx", True, "PMIX_RANK", None, "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE", also="PMIX_NAMESPACE")
-_BY_HAND = _LauncherEnv(
-    "RANK and WORLD_SIZE", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", also="MASTER_ADDR"
-)
+_BY_HAND = _LauncherEnv("RANK and WORLD_SIZE", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OF_AN_MPI = (_OPEN_MPI, _PMI, _MVAPICH)
+_OF_A_MANAGER = (_FLUX, _PALS, _JSM, _SLURM, _PMIX)
 
 
-def detect_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Read what the launcher put into the environment; None if nothing launched this process.
+def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Launch | None:
+    """Read what the launcher put into the environment; None if nothing launched this process. A pure function.
 
     See Note [Order of launchers].
 
+    Args:
+        environ: the environment variables.
+        is_given: the caller said rank and world size itself, so a claim that nobody understands does no harm.
+
     Raises:
-        LaunchError: a variable that should hold a number does not, the rank is not below the world size, or two launchers
-            both claim this process and differ.
+        LaunchError: a variable that should hold a number does not, the rank is not below the world size, two launchers
+            both claim this process and differ, or a variable claims several processes and its launcher is not understood.
     """
     if _is_set(_TORCHRUN, environ):
         return _read(_TORCHRUN, environ)
-    spoken = [launcher_env for launcher_env in (_OPEN_MPI, _PMI) if _is_set(launcher_env, environ)]
+    spoken = [launcher_env for launcher_env in _OF_AN_MPI if _is_set(launcher_env, environ)]
     if not spoken:
-        spoken = [launcher_env for launcher_env in (_SLURM, _PMIX) if _is_set(launcher_env, environ)][:1]
-    if not spoken:
-        return _read(_BY_HAND, environ) if _is_set(_BY_HAND, environ) else None
-    if "RANK" in environ and "WORLD_SIZE" in environ:
+        spoken = [launcher_env for launcher_env in _OF_A_MANAGER if _is_set(launcher_env, environ)][:1]
+    if _is_set(_BY_HAND, environ) and (spoken or not _says_one(environ)):
         spoken.append(_BY_HAND)
+    if not spoken:
+        claim = None if is_given else _claim(environ)
+        if claim is not None:
+            raise LaunchError(claim)
+        return None
     launches = [_read(launcher_env, environ) for launcher_env in spoken]
     for launcher_env, launch in zip(spoken[1:], launches[1:], strict=True):
         _check_agreement(spoken[0], launches[0], launcher_env, launch)
     return launches[0]
+
+
+def _says_one(environ: Mapping[str, str]) -> bool:
+    """Whether RANK and WORLD_SIZE mean a process that is alone, and has nobody to meet."""
+    return environ["WORLD_SIZE"] == "1" and environ["RANK"] == "0" and "MASTER_ADDR" not in environ
+
+
+def _claim(environ: Mapping[str, str]) -> str | None:
+    """Why this is one of several processes, though no launcher is understood; None if no variable says so."""
+    for launcher_env in (*_OF_AN_MPI, *_OF_A_MANAGER, _BY_HAND):
+        if launcher_env is _SLURM and ("SLURM_STEP_ID" in environ or _number_if_plain(_SLURM.rank, environ) == 0):
+            continue  # a batch script, or a shell: it sees the size of its allocation
+        needed = (launcher_env.rank, launcher_env.world_size, launcher_env.also)
+        rank, size = (_number_if_plain(variable or "", environ) for variable in needed[:2])
+        if (rank or 0) > 0 or (size or 0) > 1:
+            there = [f"{name}={environ[name]}" for name in needed[:2] if name is not None and name in environ]
+            lacks = [name for name in needed if name is not None and name not in environ]
+            return (
+                f"{' and '.join(there)} in the environment: this is one of several processes, but {' and '.join(lacks)} is "
+                "missing. Set it, or unset the other; else each process would train alone\n"
+                "The launcher may be one that Syncline does not know: then export RANK, WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT for each process. A process that is alone on purpose passes rank=0, world_size=1"
+            )
+    return None
+
+
+# Note [The place of a process]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A child inherits the launcher's variables, but not the place in the job that they describe: the connection to the launcher
+# belongs to the rank. If the child started MPI with them, MPICH would end the whole job, and Open MPI would wait for ever. So
+# the first process that takes a place notes its number in the environment, where its children find it:
+#
+#   rank (pid 10)  PMI_RANK=0 ... SYNCLINE_PLACE="10 8a1f33c0 4711"
+#     child (pid 12)               the same text: pid 10 is not 12, so this process has no place
+#     mpiexec -> rank (pid 14)     the same text, but other variables of a launcher, or another socket: a place of its own
+#
+# The second number is a digest of the launcher's variables. MPICH's are the same for rank 0 of 2 in all jobs; there the third
+# tells jobs apart, the number of the socket behind PMI_FD.
+PLACE_VARIABLE = "SYNCLINE_PLACE"
+_OF_A_JOB = (
+    "PMIX_NAMESPACE",
+    "PMI_PORT",
+    "PMI_ID",
+    "PMI_JOBID",
+    "MPIRUN_ID",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "FLUX_JOB_ID",
+    "PALS_APID",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+
+
+def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) -> Launch | None:
+    """`detect_launch`, for a process that takes the place which the launcher describes; see Note [The place of a process].
+
+    Args:
+        environ: the environment variables; the place is noted there.
+        is_given: the caller said rank and world size itself. To a child of a rank the launcher then says nothing.
+
+    Raises:
+        LaunchError: as `detect_launch`, or this process is a child of a rank.
+    """
+    launch = detect_launch(environ, is_given=is_given)
+    if launch is None:
+        return None
+    parent = parent_rank(environ)
+    if parent is None:
+        environ[PLACE_VARIABLE] = _place(os.getpid(), environ)
+        return launch
+    if is_given:
+        return None
+    raise LaunchError(child_of_rank(launch.rank, parent))
+
+
+def launch_by(communicator: Any) -> Launch:
+    """The place of this process in an mpi4py communicator that the caller gives.
+
+    Raises:
+        InvalidArgumentError: it is none, or this process is not in it (MPI.COMM_NULL).
+    """
+    if not hasattr(communicator, "Get_rank") or not communicator:
+        raise InvalidArgumentError(
+            f"communicator={communicator!r}: expected an mpi4py communicator that this rank is in; a rank that got "
+            "MPI.COMM_NULL does not call init_process_group"
+        )
+    return Launch("the communicator", True, communicator.Get_rank(), communicator.Get_size())
+
+
+def parent_rank(environ: Mapping[str, str]) -> int | None:
+    """The process id of the rank whose child this process is, or None if it is not the child of one."""
+    pid, _, place = environ.get(PLACE_VARIABLE, "").partition(" ")
+    if not pid.isdigit() or int(pid) == os.getpid() or place.split()[:1] != _place(0, environ).split()[1:2]:
+        return None
+    own = _socket_number(environ)
+    return None if own not in ("", place.split()[-1]) else int(pid)
+
+
+def child_of_rank(rank: int | None, parent: int) -> str:
+    """What to tell a child of a rank that starts a group. A pure function."""
+    which = "a rank" if rank is None else f"rank {rank}"
+    return (
+        f"this process is a child of {which} (pid {parent}), and no rank of the job itself: do not start a group in it, or "
+        "pass rank, world_size and init_method for a group of its own\n"
+        "- A script that multiprocessing or a DataLoader imports again: put its code under `if __name__ == '__main__':`.\n"
+        "- Several children: pass rank=..., world_size=... and init_method='file:///folder' in each, with backend 'gloo'.\n"
+        "- A child that is alone: pass rank=0, world_size=1.\n"
+        "- Another MPI job: start it with mpiexec"
+    )
+
+
+def _place(pid: int, environ: Mapping[str, str]) -> str:
+    spoken = [row for row in (*_OF_AN_MPI, *_OF_A_MANAGER) if _is_set(row, environ)]
+    if not spoken or _is_set(_TORCHRUN, environ):  # else a script may have written its own rank there
+        spoken.append(_BY_HAND)
+    names = {name for row in spoken for name in (row.rank, row.world_size)} | set(_OF_A_JOB)
+    said = repr(sorted((name, environ[name]) for name in names if name is not None and name in environ))
+    return f"{pid} {crc32(said.encode()):08x} {_socket_number(environ)}"
+
+
+def _socket_number(environ: Mapping[str, str]) -> str:
+    """The system's number of the socket behind PMI_FD, by which a rank of MPICH speaks to its mpiexec; "" if there is none."""
+    try:
+        status = os.fstat(int(environ.get("PMI_FD", "")))
+    except (ValueError, OSError):
+        return ""
+    return str(status.st_ino) if stat.S_ISSOCK(status.st_mode) else ""
+
+
+# ---- who connects the ranks of an MPI job ----
+
+SRUN_PMIX, SRUN_PMI2, OPEN_MPI, HYDRA = "srun --mpi=pmix", "srun --mpi=pmi2", "Open MPI's mpirun", "MPICH's mpiexec"
+
+
+def process_manager(environ: Mapping[str, str]) -> str | None:
+    """What connects the processes of this MPI job: one of the four above; None where that is not known. A pure function.
+
+    An mpirun inside a step of Slurm, or one that starts its daemons by srun, connects them itself, while Slurm's variables stay
+    visible.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        return OPEN_MPI
+    if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):
+        return HYDRA if "HYDI_CONTROL_FD" in environ else None if "PMI_RANK" in environ else SRUN_PMIX
+    step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    if environ.get("PMI_JOBID") == step:
+        return SRUN_PMI2
+    return HYDRA if {"HYDI_CONTROL_FD", "PMI_RANK"} <= environ.keys() else None
 
 
 def tolerates_faults(environ: Mapping[str, str]) -> bool:

@@ -11,7 +11,6 @@ import atexit
 import functools
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +20,14 @@ import torch.distributed as dist
 from ..contract.object_exchange import exchange_objects
 from ..contract.process_group import ProcessGroup
 from ..errors import LaunchError
-from ..stores import AsTorchStore, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
+from ..forks import in_forks
+from ..stores import AsTorchStore, FileStore, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
+from ..stores.file import leave_run
 from ..stores.tcp.secret import require_pyzmq
+from .addresses import chosen_interfaces
 from .init_method import Address, address_by_environment, parse_address, parse_folder
 from .launch import check_init_method
+from .meeting import address_by_group
 from .user_secret import is_loopback, user_secret
 
 SECRET_VARIABLE = "SYNCLINE_SECRET"
@@ -54,7 +57,7 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
     scheme = check_init_method(init_method)
     if scheme == "file":
         logger.debug("rank %d of %d: rendezvous in the folder of %s", rank, size, init_method)
-        return AsTorchStore(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
+        return _left_at_exit(file_rendezvous(parse_folder(init_method), rank, size, timeout=timeout_s))
     if scheme == "tcp":
         return _over_tcp(parse_address(init_method), rank, timeout_s, environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -71,7 +74,14 @@ def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
         InvalidArgumentError: it names none.
         StoreError: no job has met there; see `stores.join_latest_run`.
     """
-    return AsTorchStore(join_latest_run(parse_folder(init_method), timeout=timeout_s))
+    return _left_at_exit(join_latest_run(parse_folder(init_method), timeout=timeout_s))
+
+
+def _left_at_exit(store: FileStore) -> dist.Store:
+    """Subsets of a group's ranks meet there, too, and survivors; so it is needed until the process ends."""
+    pid = os.getpid()
+    _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # a fork that exits has not used it
+    return AsTorchStore(store)
 
 
 def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -132,11 +142,16 @@ def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[st
     return _client(address.host, address.port, secret, timeout_s)
 
 
-def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float) -> dist.Store:
-    """A store on rank 0, on one address and a port that the system chose; the group tells the others where, and its secret."""
+def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | None = None) -> dist.Store:
+    """A store on rank 0, on one address and a port that the system chose; the group tells the others where, and its secret.
+
+    Args:
+        group: of the ranks.
+        timeout_s: the store's time limit in seconds.
+        address: at which each rank is reached, if that is known; see `address_by_group`.
+    """
     require_pyzmq()  # before anybody waits for rank 0
-    hosts = exchange_objects(socket.gethostname(), group=group)
-    address = "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostbyname(hosts[0])
+    address = address or address_by_group(group, chosen_interfaces(os.environ), timeout_s)
     told = None
     if group.rank == 0:
         secret = new_secret()
@@ -162,6 +177,9 @@ def _client(host: str, port: int, secret: str, timeout_s: float) -> dist.Store:
     store = TCPStore(host, port, secret=secret, timeout=timeout_s)
     _close_at_exit.append(store.close)
     return AsTorchStore(store)
+
+
+in_forks(_close_at_exit.clear)
 
 
 @atexit.register

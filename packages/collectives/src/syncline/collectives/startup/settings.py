@@ -21,6 +21,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+DEFAULT_SPIN_S = 0.002
+SPIN_VARIABLE = "SYNCLINE_SPIN_S"
 SITE_VARIABLE = "SYNCLINE_SITE"
 DEFAULT_SITE_FILE = Path("/etc/syncline/site.toml")
 
@@ -43,6 +45,12 @@ class Settings:
     stall_warning_s: float = _key(
         float, DEFAULT_STALL_WARNING_S, "after so many seconds in one call rank 0 logs who waits for whom; 0: never"
     )
+    interface: str | None = _key(
+        str, None, 'the network interface on which ranks of several hosts meet, and Gloo communicates, such as "ib0"'
+    )
+    spin_s: float = _key(
+        float, DEFAULT_SPIN_S, "for how long a rank that waits over MPI looks for the others before it sleeps between two looks"
+    )
 
     #: The file that they were read from, or None; not a key.
     path: str | None = None
@@ -51,6 +59,23 @@ class Settings:
     def thresholds(self) -> AlgorithmThresholds:
         """From which size on which algorithm is used."""
         return AlgorithmThresholds(**{entry.name: getattr(self, entry.name) for entry in fields(AlgorithmThresholds)})
+
+    def spin_s_overridden(self, environ: Mapping[str, str] = os.environ) -> float:
+        """As set by the environment, where it is.
+
+        Raises:
+            InvalidArgumentError: by no number of seconds.
+        """
+        text = environ.get(SPIN_VARIABLE)
+        if not text:
+            return self.spin_s
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not value >= 0:
+            raise InvalidArgumentError(f"{SPIN_VARIABLE}: expected a number of seconds, or inf for ever, found {text!r}")
+        return value
 
 
 _KEYS = {entry.name: entry.metadata["kind"] for entry in fields(Settings) if "kind" in entry.metadata}
@@ -101,6 +126,8 @@ def _checked(key: str, value: Any, path: str) -> Any:
         raise SiteFileError(
             f"{path}: expected 'stall_warning_s' to be a number of seconds, or 0 for no warnings, found {value}"
         )
+    if key == "spin_s" and not value >= 0:
+        raise SiteFileError(f"{path}: expected 'spin_s' to be a number of seconds, or inf for ever, found {value}")
     if key == "timeout_s":
         try:
             return seconds(float(str(value)))

@@ -34,15 +34,18 @@ def user_secret(folder: Path | None = None) -> str:
     Raises:
         LaunchError: the folder or the file belongs to somebody else, or others can read it.
     """
-    path = (folder or _default_folder()) / "secret"
+    path = Path("secret")
     try:
-        private_folder(folder)
+        path = private_folder(folder) / path
         if not path.exists():
             _make(path)
         _check_private(path, stat.S_ISREG)
         return path.read_text()
     except OSError as error:
-        raise LaunchError(f"cannot keep the secret of ranks that meet on this machine in {path}: {error}. {_REMEDY}") from error
+        raise LaunchError(
+            f"cannot keep the secret of ranks that meet on this machine: set TMPDIR to a folder that this user can write, or "
+            f"give every rank the same SYNCLINE_SECRET\nThe system said of {path}: {error}"
+        ) from error
 
 
 def private_folder(folder: Path | None = None) -> Path:

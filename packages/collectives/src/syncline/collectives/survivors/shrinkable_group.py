@@ -11,6 +11,7 @@ from ..contract.collective import Collective
 from ..contract.deadline import Deadline
 from ..contract.process_group import ProcessGroup
 from ..errors import GroupClosedError, StoreError, TransportError
+from ..forks import not_the_rank
 from ..host.host_group import HostGroup
 from ..host.transport import Transport
 from .reconnector import Reconnector
@@ -81,6 +82,8 @@ class ShrinkableGroup(HostGroup):
         return self._replaced(transport)
 
     def _check_is_latest(self, call: str) -> None:
+        if self._is_in_fork:  # before anybody is told
+            raise not_the_rank(call, self.place())
         if self._is_replaced:
             raise GroupClosedError(f"{call} on {self.place()}: there is a newer group already; call it on that one")
 

@@ -22,6 +22,7 @@ from collections.abc import Generator
 
 import pytest
 
+from ..backends.mpi.backend import start_mpi
 from ..contract.process_group import ProcessGroup
 from ..default_group.default_group import destroy_process_group, init_process_group
 from ..startup.backend import ConnectRequest
@@ -30,6 +31,7 @@ from ..startup.registry import load_backend
 from .rank_plugin import RankPlugin
 
 _RANK_PLUGIN = "syncline-ranks"
+_START_S = 120.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     lack = load_backend("mpi").missing()
     if lack is not None:
         raise pytest.UsageError(f"tests under mpirun: {lack}")
+    start_mpi(_START_S)
     plugin = RankPlugin(config, float(config.getini("mpi_limit_s")), float(config.getini("mpi_patience_s")))
     config.pluginmanager.register(plugin, _RANK_PLUGIN)
 

@@ -15,8 +15,10 @@ from ..contract.process_group import ProcessGroup
 from ..contract.profiling import record
 from ..contract.work import FinishedWork, Work
 from ..errors import MisuseError
-from ..torch_internals import profiler_runs
+from ..torch_internals import jit_trace, modes_active, profiler_runs
+from . import watched
 from .options import time_limit_s
+from .watched import Seen
 from .works import CoalescedWork, TorchSideWork
 
 Issue = Callable[[bool], Work]
@@ -61,19 +63,25 @@ class CallIssuer(dist.ProcessGroup):
         self._unasked: dict[int, TorchSideWork] = {}
 
     def _issue(
-        self, title: str, inputs: list[torch.Tensor], issue: Issue, opts: Any = None, timeout: timedelta | None = None
+        self,
+        title: str,
+        inputs: list[torch.Tensor],
+        issue: Issue,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        seen: Callable[[], Seen] | None = None,
     ) -> dist.Work:
         if isinstance(opts, timedelta):  # in the place of the options, as some of torch's forms have it
             opts, timeout = None, opts
         is_async = getattr(opts, "asyncOp", True)
         limit_s = time_limit_s(getattr(opts, "timeout", None) if timeout is None else timeout)
-        if title not in _TRANSFERS:
-            self._collectives_issued += 1
         starts_only = is_async or limit_s is not None or self._coalesced is not None
-        if profiler_runs():
-            work = record(f"{self._backend_name}:{title}", inputs, lambda: issue(starts_only), is_async=starts_only)
+        if modes_active() or jit_trace() is not None:
+            # What is coalesced is waited for without its own work, which would copy the results.
+            shown = None if seen is None or self._coalesced is not None else seen()
+            work = watched.issue(self, title, shown, lambda: self._issued(title, inputs, issue, starts_only))
         else:
-            work = issue(starts_only)
+            work = self._issued(title, inputs, issue, starts_only)
         if self._coalesced is not None:
             self._coalesced.append(work)
             return TorchSideWork(work, limit_s)
@@ -99,6 +107,16 @@ class CallIssuer(dist.ProcessGroup):
         if len(self._unasked) > _UNASKED_KEPT:
             self._unasked.pop(next(iter(self._unasked)))
         return torchs
+
+    def _issued(self, title: str, inputs: list[torch.Tensor], issue: Issue, starts_only: bool) -> Work:
+        if title not in _TRANSFERS:
+            self._collectives_issued += 1
+        if profiler_runs():
+            work = record(f"{self._backend_name}:{title}", inputs, lambda: issue(starts_only), is_async=starts_only)
+        else:
+            work = issue(starts_only)
+        watched.note_issued(work)
+        return work
 
     def _start_coalescing(self, device: torch.device) -> None:
         """From here on, what is issued is one work for whoever waits. It is issued at once all the same."""

@@ -4,24 +4,58 @@ from __future__ import annotations
 
 import logging
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..contract.process_group import ProcessGroup
-from ..errors import BackendUnavailableError, InvalidArgumentError, LaunchError, UnknownBackendError
+from ..default_group.default_group import get_default_group
+from ..errors import BackendUnavailableError, InvalidArgumentError, LaunchError, MisuseError, UnknownBackendError
 from ..startup.backend import ConnectRequest
 from ..startup.backend_choice import choose_backend
-from ..startup.launch import detect_launch
+from ..startup.launch import take_launch
 from ..startup.registry import load_backend
 from ..startup.settings import load_settings
+from . import compiled
+from .rendezvous import store_over
 from .torch_process_group import TorchProcessGroup
 
 logger = logging.getLogger("syncline.collectives")
 
 # By the name that torch knows: the group of all ranks from which groups of some are made.
 _everybody: dict[str, ProcessGroup] = {}
+# While `share_default_group` runs: the group that torch shall get.
+_shared: ProcessGroup | None = None
+
+
+def share_default_group() -> None:
+    """Let torch.distributed have our default group as its own default, for libraries that ask there who they are.
+
+    Call it after our `init_process_group`. From then on `torch.distributed.is_initialized()` is true, `get_rank()` and
+    collectives are those of our group, and groups made there are made from it. `torch.distributed.destroy_process_group()`
+    leaves our group open. A collective: it makes a store for torch, which rank 0 serves on a thread, by messages of the group.
+
+    Raises:
+        NotInitializedError: there is no default group of ours.
+        MisuseError: torch.distributed has a default group already.
+    """
+    global _shared
+    ours = get_default_group()
+    if dist.is_initialized():
+        raise MisuseError(
+            "share_default_group: torch.distributed is initialised already; call it before, or leave it out: our "
+            "DistributedDataParallel takes torch's group if there is no default group of ours"
+        )
+    store = store_over(ours)
+    _shared = ours
+    try:
+        dist.init_process_group(
+            "syncline", store=store, rank=ours.rank, world_size=ours.size, timeout=timedelta(seconds=ours.timeout_s)
+        )
+    finally:
+        _shared = None
 
 
 def create(torch_name: str, backend: str | None, devices: list[str], options: Any, pg_options: Any) -> TorchProcessGroup:
@@ -43,15 +77,19 @@ def create(torch_name: str, backend: str | None, devices: list[str], options: An
         raise InvalidArgumentError(f"backend '{torch_name}' has no options, found {pg_options!r}; leave pg_options out")
     members = list(options.global_ranks_in_group)
     timeout_s = options.timeout.total_seconds()
-    if not members or _has_all(members, torch_name):
+    if _shared is not None:
+        ours = _shared
+    elif not members or _has_all(members, torch_name):
         ours = _connect(torch_name, backend, options, timeout_s)
     else:
         ours = _root(torch_name, members).subset(members, options.group_id, timeout_s=timeout_s)
     _check_device(torch_name, devices, options, ours)
+    compiled.serve(ours.device_types)
     is_root = torch_name not in _everybody and ours.size == _world_size(ours)
     if is_root:
         _everybody[torch_name] = ours
-    return TorchProcessGroup(ours, options.store, torch_name, on_close=(lambda: _forget(torch_name)) if is_root else None)
+    on_close = (lambda: _forget(torch_name)) if is_root else None
+    return TorchProcessGroup(ours, options.store, torch_name, on_close=on_close, is_shared=ours is _shared)
 
 
 def _forget(torch_name: str) -> None:
@@ -77,7 +115,7 @@ def _root(torch_name: str, members: list[int]) -> ProcessGroup:
 
 
 def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: float) -> ProcessGroup:
-    launch = detect_launch(os.environ)
+    launch = take_launch(os.environ, is_given=True)
     name = _choice(options.group_size) if backend is None else backend
     try:
         chosen = load_backend(name)
@@ -100,7 +138,7 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
 
 def _choice(size: int) -> str:
     """One backend for each device: what the site wants or the launch allows, and NCCL where there is CUDA."""
-    launch = detect_launch(os.environ)
+    launch = take_launch(os.environ, is_given=True)
     choice = choose_backend(
         None,
         os.environ,

@@ -28,6 +28,11 @@ def reduction_of(options: Any) -> Reduction:
     return ours
 
 
+def word(reduction: Reduction) -> str | None:
+    """What torch's functional operators call a reduction; None if they have no word for it."""
+    return reduction.value if isinstance(reduction, ReduceOp) else None
+
+
 def root_of(options: Any) -> int:
     """The root that options (or a number in their place) name; 0 without any."""
     if options is None:

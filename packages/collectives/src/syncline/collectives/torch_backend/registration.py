@@ -37,7 +37,7 @@ def register() -> None:
     """
     check_torch(torch.__version__, is_available=dist.is_available())
     for name, (backend, devices) in BACKENDS.items():
-        _register_backend(name, backend, devices)
+        _register_backend(name, backend, devices_there(devices))
     _decline_flight_recorder()
     _close_when_torch_destroys()
     _register_scheme()
@@ -57,6 +57,16 @@ def check_torch(version: str, *, is_available: bool) -> None:
         raise BackendUnavailableError(
             f"syncline.collectives.torch_backend needs torch {oldest} or later, found torch {version}"
         )
+
+
+def devices_there(devices: list[str]) -> list[str]:
+    """Those of the devices that this machine has: torch's libraries take the word of a backend, and make tensors on them.
+
+    A backend that serves CUDA alone keeps it: without a device there is nothing else that it could be asked for.
+    """
+    # The count asks the driver's library, and starts CUDA only where that library is missing: forked children can still use it.
+    has_cuda = torch.cuda.device_count() > 0
+    return [device for device in devices if device != "cuda" or has_cuda] or devices
 
 
 def _register_backend(name: str, backend: str | None, devices: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,14 +13,18 @@ from urllib.parse import parse_qsl, urlsplit
 import torch.distributed as dist
 
 from ..contract.deadline import DEFAULT_TIMEOUT_S, seconds
+from ..contract.process_group import ProcessGroup
 from ..errors import InvalidArgumentError, LaunchError
+from ..forks import in_forks
 from ..startup.backend import ConnectRequest
-from ..startup.launch import Launch, detect_launch
+from ..startup.launch import Launch, take_launch
 from ..startup.registry import load_backend
 from ..stores import AsTorchStore
 from ..stores.over_group import GroupStore
 
 _open: list[GroupStore] = []
+in_forks(_open.clear)
+_numbers = itertools.count()  # the same on all ranks
 
 
 def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -32,7 +37,7 @@ def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator
         LaunchError: no MPI launcher started this process, or what was asked for contradicts it.
     """
     rank, world_size = _asked_for(url)
-    launch = detect_launch(os.environ)
+    launch = take_launch(os.environ)
     if launch is None:
         yield _alone(rank, world_size)
         return
@@ -72,11 +77,28 @@ def _over_mpi(launch: Launch, rank: int, world_size: int, timeout_s: float) -> t
     )
     group = load_backend("mpi").connect(request)
     close_stores()
+    return _store_of(group, timeout_s), group.rank, group.size
+
+
+def store_over(group: ProcessGroup) -> dist.Store:
+    """A store for the ranks of a group, which goes on with its own work. A collective."""
+    if group.size == 1:
+        return dist.HashStore()
+    met_in = group.meeting_store()
+    if met_in is not None:
+        return dist.PrefixStore(f"torch/{next(_numbers)}", met_in)
+    part = group.split(0)
+    assert part is not None
+    return _store_of(part, group.timeout_s)
+
+
+def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
+    """A store for the ranks of a group that has no other use."""
     if not _open:
         atexit.register(close_stores)
     store = GroupStore(group, timeout_s)
     _open.append(store)
-    return AsTorchStore(store), group.rank, group.size
+    return AsTorchStore(store)
 
 
 def close_stores() -> None:

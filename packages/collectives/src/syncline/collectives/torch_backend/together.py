@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from ..contract import checks
+from ..contract.arguments import has_fakes, resolved
 from ..contract.layout import untracked
 from ..contract.process_group import ProcessGroup
 from ..contract.reduce_op import ReduceOp, Reduction
 from ..contract.torch_reduction import checked_reduction
-from ..contract.work import FutureWork, TensorsFuture, Work
+from ..contract.work import FinishedWork, FutureWork, TensorsFuture, Work
 from ..errors import InvalidArgumentError
 from ..host.reduction import reduce_in_rank_order
 from .options import some
@@ -30,7 +32,14 @@ def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op
     Raises:
         InvalidArgumentError: there is no tensor, they are not alike, or the reduction scales (AVG, PREMUL_SUM).
     """
-    first, *others = some(tensors, "allreduce")
+    tensors = resolved(some(tensors, "allreduce"))
+    if has_fakes(tensors):
+        return FinishedWork(list(tensors))
+    for tensor in tensors:
+        problem = checks.unusable(tensor, group.device_types, group.backend_name) or checks.unwritable(tensor)
+        if problem is not None:
+            raise InvalidArgumentError(f"allreduce on {group.place()}: {problem}")
+    first, *others = tensors
     if any(other.shape != first.shape or other.dtype != first.dtype for other in others):
         raise InvalidArgumentError(
             "allreduce of several tensors reduces them together, so they must be alike in shape and dtype: call it for each of "

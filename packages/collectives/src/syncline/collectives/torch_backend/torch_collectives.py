@@ -17,8 +17,9 @@ from ..default_group.coalescing import all_gather_coalesced, all_reduce_coalesce
 from ..default_group.monitored_barrier import monitored_barrier
 from ..torch_internals import disable_dynamo
 from .call_issuer import CallIssuer
-from .options import check_first_device, listed, only, reduction_of, root_of, some, time_limit_s
+from .options import check_first_device, listed, only, reduction_of, root_of, some, time_limit_s, word
 from .together import all_reduce_together
+from .watched import Seen
 from .works import CoalescedWork
 
 _AT_ONCE_S = 1e-3
@@ -40,14 +41,25 @@ class TorchCollectives(CallIssuer):
             )
         group, tensor = self.syncline_group, mine[0]
         return self._issue(
-            "all_reduce", [tensor], lambda is_async: group.all_reduce(tensor, reduction, async_op=is_async), opts, timeout
+            "all_reduce",
+            mine,
+            lambda is_async: group.all_reduce(tensor, reduction, async_op=is_async),
+            opts,
+            timeout,
+            lambda: Seen("all_reduce", mine, mine, (word(reduction),)),
         )
 
     @disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
         """Combine many tensors, in one collective for each dtype."""
         mine, reduction = some(tensors, "allreduce_coalesced"), reduction_of(opts)
-        return self._issue("all_reduce_coalesced", mine, lambda _: self._reduced_together(mine, reduction), opts)
+        return self._issue(
+            "all_reduce_coalesced",
+            mine,
+            lambda _: self._reduced_together(mine, reduction),
+            opts,
+            seen=lambda: Seen("all_reduce_coalesced", mine, mine, (word(reduction),)),
+        )
 
     @disable_dynamo
     def broadcast(
@@ -58,7 +70,12 @@ class TorchCollectives(CallIssuer):
         check_first_device(opts, [tensor], "broadcast")
         source = root_of(opts) if root is None else root
         return self._issue(
-            "broadcast", [tensor], lambda is_async: group.broadcast(tensor, source, async_op=is_async), opts, timeout
+            "broadcast",
+            [tensor],
+            lambda is_async: group.broadcast(tensor, source, async_op=is_async),
+            opts,
+            timeout,
+            lambda: Seen("broadcast", [tensor], [tensor], (source,)),
         )
 
     @disable_dynamo
@@ -92,7 +109,11 @@ class TorchCollectives(CallIssuer):
         """Give every rank the tensors of all ranks, in one tensor; the input may be a part of it."""
         group = self.syncline_group
         return self._issue(
-            "_all_gather_base", [input], lambda is_async: group.all_gather_into_tensor(output, input, async_op=is_async), opts
+            "_all_gather_base",
+            [input],
+            lambda is_async: group.all_gather_into_tensor(output, input, async_op=is_async),
+            opts,
+            seen=lambda: Seen("all_gather_into_tensor", [input], [output], (group.size,), gathers=group.size),
         )
 
     @disable_dynamo
@@ -116,7 +137,11 @@ class TorchCollectives(CallIssuer):
         def issue(_: bool) -> Work:
             return CoalescedWork([group.all_gather_into_tensor(into, tensor, async_op=True) for into, tensor in pairs])
 
-        return self._issue("all_gather_into_tensor_coalesced", list(inputs), issue, opts)
+        def seen() -> Seen:
+            name = "all_gather_into_tensor_coalesced"
+            return Seen(name, list(inputs), list(outputs), (group.size,), gathers=group.size)
+
+        return self._issue("all_gather_into_tensor_coalesced", list(inputs), issue, opts, seen=seen)
 
     @disable_dynamo
     def gather(
@@ -178,6 +203,7 @@ class TorchCollectives(CallIssuer):
             [input],
             lambda is_async: group.reduce_scatter_tensor(output, input, reduction, async_op=is_async),
             opts,
+            seen=lambda: Seen("reduce_scatter_tensor", [input], [output], (word(reduction), group.size), scatters=group.size),
         )
 
     @disable_dynamo
@@ -192,7 +218,11 @@ class TorchCollectives(CallIssuer):
                 [group.reduce_scatter_tensor(into, tensor, reduction, async_op=True) for into, tensor in pairs]
             )
 
-        return self._issue("reduce_scatter_tensor_coalesced", list(inputs), issue, opts)
+        def seen() -> Seen:
+            name, words = "reduce_scatter_tensor_coalesced", (word(reduction), group.size)
+            return Seen(name, list(inputs), list(outputs), words, scatters=group.size)
+
+        return self._issue("reduce_scatter_tensor_coalesced", list(inputs), issue, opts, seen=seen)
 
     # ---- no tensor ----
 

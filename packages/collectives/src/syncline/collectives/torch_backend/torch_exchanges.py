@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..contract import checks
 from ..torch_internals import disable_dynamo
 from .call_issuer import CallIssuer
 from .options import only
+from .watched import Seen
 
 
 class TorchExchanges(CallIssuer):
@@ -40,6 +42,7 @@ class TorchExchanges(CallIssuer):
             lambda is_async: group.all_to_all_single(output, input, *sizes, async_op=is_async),
             opts,
             timeout,
+            lambda: Seen("all_to_all_single", [input], [output], _splits(output, input, sizes, group.size)),
         )
 
     @disable_dynamo
@@ -81,3 +84,15 @@ class TorchExchanges(CallIssuer):
         return self._issue("recvAnySource", [tensor], lambda _: group.recv(tensor, None, tag, async_op=True))
 
     alltoall_base = all_to_all_single  # its older name, by which C++ calls it
+
+
+def _splits(
+    output: torch.Tensor, input: torch.Tensor, sizes: tuple[Sequence[int] | None, Sequence[int] | None], ranks: int
+) -> tuple[list[int] | None, ...]:
+    """The rows from and to each rank; None if the tensors do not fit, so that the group says what is wrong."""
+    if output.shape[1:] != input.shape[1:] or output.dtype != input.dtype:
+        return None, None
+    both = ((output, sizes[0]), (input, sizes[1]))
+    if any(checks.bad_splits("tensor", tensor, splits, ranks) for tensor, splits in both):
+        return None, None
+    return tuple(list(splits or [tensor.shape[0] // ranks] * ranks) for tensor, splits in both)

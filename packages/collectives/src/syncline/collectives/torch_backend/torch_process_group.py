@@ -37,10 +37,19 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
     * `asyncOp` (absent from old versions) says that nobody will see the work: then the call ends when the collective has.
     """
 
-    def __init__(self, ours: ProcessGroup, store: dist.Store, backend_name: str, *, on_close: Callable[[], None] | None = None):
+    def __init__(
+        self,
+        ours: ProcessGroup,
+        store: dist.Store,
+        backend_name: str,
+        *,
+        on_close: Callable[[], None] | None = None,
+        is_shared: bool = False,
+    ):
         super().__init__(ours, backend_name)
         self._store = store
         self._on_close = on_close
+        self._is_shared = is_shared  # the script's: it ends it
         self._group_name = ""
         self._group_description = "undefined"
 
@@ -140,7 +149,8 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
             self.abort()
             return
         try:
-            self.syncline_group.close()
+            if not self._is_shared:
+                self.syncline_group.close()
         finally:
             self._closed()
 

@@ -8,8 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..contract.work import TensorsFuture, Work, join_futures
+from ..contract.work import TensorsFuture, Work, future_for_torch, join_futures
 from ..errors import InvalidArgumentError
+from ..host.progress import a_queue_runs_here
 from ..torch_internals import disable_dynamo
 from .options import time_limit_s
 
@@ -79,9 +80,12 @@ class TorchSideWork(dist.Work):
 
     @disable_dynamo
     def get_future(self) -> TensorsFuture:
-        """A future of the output tensors."""
+        """A future of the output tensors, which C++ takes as well; see Note [Futures that fail] in `contract.work`."""
         self._asked()
-        return self.ours.get_future()
+        future = self.ours.get_future()
+        if a_queue_runs_here():
+            return future  # the callback that asks may wait for it, which only a future of ours makes possible
+        return future_for_torch(future, self.ours.result())
 
     def _asked(self) -> None:
         on_asked, self._on_asked = self._on_asked, None

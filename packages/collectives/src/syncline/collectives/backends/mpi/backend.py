@@ -1,83 +1,169 @@
-"""MPI as a backend: whether it can be loaded, and what can be wrong before that; see `connection`."""
+"""MPI as a backend: whether it can be loaded, what can be wrong before it starts, and its start; see `connection`."""
 
 from __future__ import annotations
 
-import faulthandler
+import ctypes
 import functools
 import os
+import sys
 from importlib.util import find_spec
+from typing import Any
 
 from ...errors import BackendUnavailableError, LaunchError
+from ...failures.connecting import Connecting, logger
+from ...forks import in_forks, is_fork_of_rank
 from ...host.host_group import HostGroup
 from ...startup.backend import Backend, ConnectRequest
-from ...startup.launch import detect_launch
-from ...startup.srun_check import srun_problem
-
-_START_S = 300.0
+from ...startup.launch import child_of_rank, parent_rank
+from ...startup.library_check import is_from_pypi, launcher_conflict, little_shared_memory
 
 _NO_MPI4PY = (
-    "mpi4py is not installed; on a cluster that has an MPI, load its module and run `pip install 'syncline-collectives[mpi]'`; "
-    "elsewhere `pip install 'syncline-collectives[mpich]'` brings an MPI along"
+    "mpi4py is not installed: load the site's MPI module and `pip install 'syncline-collectives[mpi]'`\n"
+    "On a machine without an MPI, `pip install 'syncline-collectives[mpich]'` brings one along"
 )
 _NO_LIBRARY = (
-    "mpi4py finds no MPI library; on a cluster, load the site's module first (such as `module load openmpi`) or set "
-    "MPI4PY_LIBMPI to its libmpi.so; elsewhere `pip install 'syncline-collectives[mpich]'` brings one along"
+    "mpi4py finds no MPI library: load the site's module (`module load openmpi`), or set MPI4PY_LIBMPI to its libmpi.so\n"
+    "On a machine without an MPI, `pip install 'syncline-collectives[mpich]'` brings one along"
 )
+
+_IN_FORK = (
+    "this process is a fork of a rank, and MPI is that rank's alone; start it by 'spawn', or choose backend 'gloo' with a "
+    "rank, a world_size and an init_method"
+)
+_parent_has_mpi = False
+
+
+def _note_mpi_of_parent() -> None:
+    global _parent_has_mpi
+    mpi = sys.modules.get("mpi4py.MPI")
+    _parent_has_mpi = _parent_has_mpi or (mpi is not None and bool(mpi.Is_initialized()))
+
+
+in_forks(_note_mpi_of_parent)
 
 
 class MPIBackend(Backend):
-    """Ranks are the processes of MPI_COMM_WORLD."""
+    """Ranks are the processes of MPI_COMM_WORLD, or of the communicator that the caller gives."""
 
     def missing(self) -> str | None:
-        """Whether mpi4py is there and finds an MPI library, which it must load to know."""
+        """Whether mpi4py is there, finds an MPI library, which it must load to know, and the launcher can start it."""
+        if _parent_has_mpi or is_fork_of_rank():
+            return _IN_FORK
         if find_spec("mpi4py") is None:
             return _NO_MPI4PY
-        return srun_problem() or _library_problem()
+        return _library_problem() or _conflict()
 
     def connect(self, request: ConnectRequest) -> HostGroup:
-        """Start MPI if nobody has, and make a group of a duplicate of MPI_COMM_WORLD."""
+        """Start MPI if nobody has, and make a group of a duplicate of MPI_COMM_WORLD, or of the given communicator."""
         lack = self.missing()
         if lack is not None:
-            kind = BackendUnavailableError if srun_problem() is None else LaunchError
+            kind = BackendUnavailableError if find_spec("mpi4py") is None or _library_problem() else LaunchError
             raise kind(f"backend 'mpi': {lack}")
         _check_init_method(request)
-        from .connection import connect  # now that an MPI library is known to be there
+        parent = parent_rank(os.environ)
+        if parent is not None:
+            raise LaunchError(child_of_rank(None, parent))
+        launch = request.launch
+        with Connecting(request.timeout_s, request.stall_warning_s) as connecting:
+            if launch is not None:
+                connecting.set_place(launch.rank, launch.world_size)
+            if launch is not None and launch.local_rank == 0:
+                _warn_of_little_memory(launch.local_world_size or 1)
+            _start(connecting)
+            from .connection import connect  # now that an MPI library is known to be there
 
-        return connect(request)
+            return connect(request, connecting)
 
 
 @functools.cache
 def _library_problem() -> str | None:
-    """Why mpi4py cannot load an MPI library, or None. Loading it starts MPI, unless the caller has told mpi4py not to."""
+    """Why mpi4py cannot load an MPI library, or None."""
     try:
-        _start_mpi_together_with_all_ranks()
+        _load()
     except (ImportError, RuntimeError) as error:
-        return f"{_NO_LIBRARY} (the loader said: {' '.join(str(error).split())})"
+        return f"{_NO_LIBRARY}. The loader said: {' '.join(str(error).split())}"
     return None
 
 
-def _start_mpi_together_with_all_ranks() -> None:
-    """Import mpi4py.MPI, which waits for all ranks of the job.
+@functools.cache
+def _conflict() -> str | None:
+    """Why the launcher cannot start the library, or None; not asked once MPI runs."""
+    from mpi4py import MPI
 
-    A rank that died before it came here would be waited for without end (MPICH's mpiexec does not end the job), and no Python
-    code runs meanwhile. So after `_START_S` seconds faulthandler prints this stack, whose names say what it waits for, and ends
-    this process, which ends the job.
+    if MPI.Is_initialized():
+        return None
+    vendor, version = MPI.get_vendor()
+    return launcher_conflict(os.environ, vendor, version, is_from_pypi(vendor))
+
+
+def _load() -> None:
+    """Import mpi4py.MPI, which loads the library.
+
+    By itself mpi4py starts MPI at the import. A library whose launcher is another MPI's ends the process there. So the library
+    is asked first who it is, and started by `_start`. What the caller has told mpi4py (`mpi4py.rc`) holds all the same.
     """
-    waits_for_others = _was_launched()
-    if waits_for_others:
-        faulthandler.dump_traceback_later(_START_S, exit=True)
+    if "mpi4py.MPI" in sys.modules:
+        return
+    import mpi4py
+
+    asked = mpi4py.rc.initialize, mpi4py.rc.finalize
+    if mpi4py.rc.initialize in (True, "yes"):
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = True if asked[1] is None else asked[1]  # None would be: as `initialize`
     try:
-        import mpi4py.MPI  # noqa: F401
+        import mpi4py.MPI
     finally:
-        if waits_for_others:
-            faulthandler.cancel_dump_traceback_later()
+        mpi4py.rc.initialize, mpi4py.rc.finalize = asked
 
 
-def _was_launched() -> bool:
+def start_mpi(timeout_s: float) -> None:
+    """Start MPI if nobody has, for those who use mpi4py without a group; `MPIBackend.missing` has found nothing missing."""
+    with Connecting(timeout_s, 0) as connecting:
+        _start(connecting)
+
+
+def _warn_of_little_memory(local_size: int) -> None:
+    from mpi4py import MPI
+
+    warning = None if MPI.Is_initialized() else little_shared_memory(MPI.get_vendor()[0], local_size)
+    if warning is not None:
+        logger.warning("%s", warning)
+
+
+def _start(connecting: Connecting) -> None:
+    """Start MPI, which waits for all processes of the job, but not longer than `connecting` allows.
+
+    mpi4py holds the interpreter's lock meanwhile, so that no other thread can say who waits, or end the wait. Called by ctypes,
+    the library is waited for without that lock. What mpi4py does after the call is done here: MPI's errors are returned.
+    """
+    import mpi4py
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        raise LaunchError(
+            "MPI was finalized, and a process cannot start it again: call init_process_group before MPI.Finalize()"
+        )
+    if MPI.Is_initialized():
+        return
+    level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
+    start = _function(MPI, "MPI_Init_thread")
+    with connecting.step("MPI_Init: a process of the job has not started MPI"):
+        if start is None or mpi4py.rc.errors != "exception":
+            MPI.Init_thread(level)
+            return
+        status = start(None, None, level, ctypes.byref(ctypes.c_int()))
+    if status != 0:
+        raise BackendUnavailableError(f"backend 'mpi': MPI_Init_thread failed with the error code {status}")
+    for communicator in (MPI.COMM_SELF, MPI.COMM_WORLD):
+        communicator.Set_errhandler(MPI.ERRORS_RETURN)
+
+
+def _function(MPI: Any, name: str) -> Any:  # noqa: N803 - the module's name
+    """A function of the library that mpi4py has loaded; None where the system does not find it."""
     try:
-        return detect_launch(os.environ) is not None
-    except LaunchError:  # a launcher or two; `connect` is never reached then
-        return True
+        return getattr(ctypes.CDLL(MPI.__file__), name)
+    except (OSError, AttributeError):
+        return None
 
 
 def _check_init_method(request: ConnectRequest) -> None:

@@ -14,6 +14,7 @@ from ...contract.running_call import RunningCall
 from ...errors import DisagreementError
 from .library import mapped, mpi_errors, wait
 from .timeout_report import TimeoutReport
+from .waiting import ARRIVAL_NAP_S
 
 NO_KEY = -1  # this rank has no key
 
@@ -49,7 +50,7 @@ class CallVerifier:
         numbers = self._numbers
         numbers[0], numbers[1], numbers[2], numbers[3] = digest, -digest, key, -key
         spec = (numbers, MPI.INT64_T)
-        self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX), nap=True)
+        self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX), naps_at_once=True)
         if numbers[0] != -numbers[1]:
             raise self.different_calls(call)
         return numbers[2] == -numbers[3] != NO_KEY
@@ -63,7 +64,14 @@ class CallVerifier:
         run = lambda start: self.run(call, start)  # noqa: E731
         return different_calls(all_gather_objects(self._communicator, call.collective.signature(), run))
 
-    def run(self, call: RunningCall, start: Callable[[], MPI.Request], *, nap: bool = False) -> None:
+    def run(
+        self,
+        call: RunningCall,
+        start: Callable[[], MPI.Request],
+        *,
+        longest_nap_s: float = ARRIVAL_NAP_S,
+        naps_at_once: bool = False,
+    ) -> None:
         """Start an operation and wait for it, as `wait` does.
 
         Raises:
@@ -73,7 +81,7 @@ class CallVerifier:
         request = None
         try:
             request = start()
-            wait(request, call.deadline, nap=nap)
+            wait(request, call.deadline, longest_nap_s=longest_nap_s, naps_at_once=naps_at_once)
         except MPI.Exception as error:
             raise mapped(error) from error
         except BaseException as error:

@@ -10,36 +10,46 @@ from mpi4py import MPI
 from ...devices import DeviceDispatchTransport, DeviceRuntime
 from ...devices.cuda import cuda_runtime
 from ...devices.cuda_awareness import CudaAwareness, try_cuda_awareness
-from ...errors import BackendUnavailableError, LaunchError
+from ...errors import BackendUnavailableError, InvalidArgumentError, LaunchError
+from ...failures.connecting import Connecting
 from ...failures.liveness import Liveness
 from ...host.host_group import HostGroup
 from ...host.transport import Transport
 from ...startup.algorithm_thresholds import AlgorithmThresholds
 from ...startup.backend import ConnectRequest
-from ...startup.srun import srun_hint
+from ...startup.library_check import other_mpi
 from ...survivors.shrinkable_group import ShrinkableGroup
 from .fault_tolerance import revoked_on_failure
+from .first_meeting import meet
 from .job_abort import ExitBarrier, abort_on_uncaught
 from .library import library_name
 from .node.node_transport import NodeTransport
 from .reconnector import MPIReconnector
 from .ring_all_reduce import largest_piece_bytes
 from .transport import MPITransport
+from .waiting import spin_for
 
 
-def connect(request: ConnectRequest) -> HostGroup:
-    """Start MPI if nobody has, and make a group of a duplicate of MPI_COMM_WORLD."""
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+def connect(request: ConnectRequest, connecting: Connecting) -> HostGroup:
+    """Make a group of a duplicate of MPI_COMM_WORLD, or of the communicator that was asked for. MPI runs."""
     abort_on_uncaught()
-    world = MPI.COMM_WORLD
+    spin_for(request.spin_s)
+    job = MPI.COMM_WORLD if request.communicator is None else _checked(request.communicator)
     _check_threads()
-    _check_sizes(request, world.Get_rank(), world.Get_size())
-    exit_barrier = _exit_barrier()
+    _check_sizes(request, job.Get_rank(), job.Get_size())
+    connecting.set_place(job.Get_rank(), job.Get_size())
+    meet(job, connecting)
+    with connecting.step("connecting: all ranks have come, but one has stopped, failed or ended since"):
+        return _connect(request, job, connecting)
+
+
+def _connect(request: ConnectRequest, job: MPI.Intracomm, connecting: Connecting) -> HostGroup:
+    exit_barrier = ExitBarrier.of(job)
+    connecting.liveness = exit_barrier.liveness
     device = cuda_runtime() if request.wants("cuda") else None
-    thresholds, piece_bytes = world.bcast((request.thresholds, largest_piece_bytes()))
+    thresholds, piece_bytes = job.bcast((request.thresholds, largest_piece_bytes()))
     connect = functools.partial(_transport, request, thresholds, piece_bytes, device, exit_barrier.liveness)
-    reconnector = MPIReconnector(world.Dup(), connect, exit_barrier.departures, request.group_name)
+    reconnector = MPIReconnector(job.Dup(), connect, exit_barrier.departures, request.group_name)
     group = ShrinkableGroup(
         reconnector.transport,
         reconnector,
@@ -61,7 +71,7 @@ def _transport(
     communicator: MPI.Intracomm,
     members: Sequence[int],
 ) -> Transport:
-    """Connect the ranks of a communicator, which are `members` in MPI_COMM_WORLD. A collective of it."""
+    """Connect the ranks of a communicator, which are `members` of the job. A collective of it."""
     rank = communicator.Get_rank()
     duplicate = communicator.Dup()
     with revoked_on_failure(duplicate):
@@ -90,6 +100,15 @@ def _cuda_awareness() -> CudaAwareness:
     return try_cuda_awareness()
 
 
+def _checked(communicator: object) -> MPI.Intracomm:
+    """The communicator that the caller gave; `launch_by` has seen that this rank is in it."""
+    if not isinstance(communicator, MPI.Intracomm):
+        raise InvalidArgumentError(
+            f"communicator={communicator!r}: expected an intra-communicator of mpi4py, such as MPI.COMM_WORLD.Split(color)"
+        )
+    return communicator
+
+
 def _check_threads() -> None:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise BackendUnavailableError(
@@ -105,12 +124,8 @@ def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
             f"backend 'mpi' was asked for, but {launch.launcher} started these {launch.least_world_size()} ranks and does not "
             "start MPI programs. Start them with mpiexec or srun, or choose backend 'gloo' (unset SYNCLINE_BACKEND)"
         )
-    if launch is not None and launch.world_size not in (None, size):
-        raise LaunchError(
-            f"{launch.launcher} started {launch.world_size} rank(s), but {library_name()} sees {size}: the launcher and the "
-            "library belong to different MPIs. Use that library's mpiexec, or set MPI4PY_LIBMPI to the launcher's libmpi.so"
-            f"{srun_hint(launch.launcher)}"
-        )
+    if launch is not None and (launch.least_world_size() > size or launch.world_size not in (None, size)):
+        raise LaunchError(other_mpi(launch.launcher, launch.least_world_size(), library_name(), size))
     if request.world_size is not None and request.world_size != size:
         raise LaunchError(
             f"world_size={request.world_size} was asked for, but {library_name()} started {size} rank(s); leave world_size "
@@ -120,8 +135,3 @@ def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
         raise LaunchError(
             f"rank={request.rank} was asked for, but {library_name()} says that this is rank {rank}; leave rank out"
         )
-
-
-@functools.cache
-def _exit_barrier() -> ExitBarrier:
-    return ExitBarrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -73,3 +74,25 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
+    """A contiguous tensor as one message of bytes, also if MPI cannot count them: before version 4 it counts in C ints.
+
+    Args:
+        tensor: as for `memory`.
+        unit_bytes: larger tensors travel as one element of a type that is made of units of so many bytes. The type is not part
+            of the message: the other side may count in bytes.
+    """
+    if tensor.nbytes <= unit_bytes:
+        return memory(tensor), MPI.BYTE
+    return memory(tensor), 1, _type_of(tensor.nbytes, unit_bytes)
+
+
+@functools.cache  # never freed: there are few sizes as large as that
+def _type_of(nbytes: int, unit_bytes: int) -> MPI.Datatype:
+    units, rest = divmod(nbytes, unit_bytes)
+    unit = MPI.BYTE.Create_contiguous(unit_bytes)
+    made = MPI.Datatype.Create_struct([units, rest], [0, units * unit_bytes], [unit, MPI.BYTE]).Commit()
+    unit.Free()
+    return made

@@ -34,17 +34,21 @@ def missing_for_shrink() -> str | None:
 
 def failed_ranks(communicator: MPI.Comm) -> list[int]:
     """The ranks of a communicator that MPI knows to have failed. Local; does not block."""
-    if not is_fault_tolerant():
+    if not is_fault_tolerant() or MPI.Is_finalized():
         return []
     try:
-        return translated(communicator.Get_failed(), communicator.Get_group())
+        whole = communicator.Get_group()
+        try:
+            return translated(communicator.Get_failed(), whole)
+        finally:
+            whole.Free()
     except MPI.Exception:  # it was freed meanwhile
         return []
 
 
 def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
     """Let what runs on these communicators end with an error, on all ranks. May block while a rank stands still."""
-    if not is_fault_tolerant():
+    if not is_fault_tolerant() or MPI.Is_finalized():
         return
     for communicator in communicators:
         try:

@@ -11,34 +11,47 @@ dies of an exception waits there, silently, for ranks that wait for it in a coll
    tolerates the fault; the process then has `FINALIZE_S` seconds to end. If they do not come at once, it tells that it has
    left (see `DepartureNotices`). Whoever waits for that rank hears of it and fails, with words that say in which call: see Note
    [Who will not come] in `departures`.
+
+A program may end MPI itself, by `MPI.Finalize()`, and go on. MPI then runs what was registered for its end before anything else
+happens to it (the attributes of MPI_COMM_SELF): our groups are closed there, and the ranks meet as in 3. After it no thread
+of ours may call MPI, which would abort the process. Those that look now and then do so under `while_mpi_runs`; the end waits
+for none of them for longer than a second, since MPI may hold up the thread meanwhile.
+
+A fork of a rank is no rank: its exceptions, its status and its end are its own, and it leaves MPI alone. See Note [Forks] in
+`forks`.
 """
 
 from __future__ import annotations
 
 import atexit
 import builtins
+import gc
+import io
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
 from mpi4py import MPI
+from typing_extensions import override
 
-from ...errors import RankLostError
+from ...errors import RankLostError, SynclineError
 from ...failures.exit_status import exit_status, watch_exit_status
 from ...failures.liveness import Liveness
 from ...failures.process_identity import own_identity
 from ...failures.stall_watch import look_now_and_then
+from ...forks import Inherited, generation, tell_in_forks
 from ...host.departures import Departures
 from ...host.progress import all_idle
+from ...startup.uncaught_errors import in_text
 from .departure_notices import DepartureNotices
 from .fault_tolerance import failed_ranks, is_fault_tolerant
+from .library import no_more_mpi, while_mpi_runs
 
 # Open MPI 5.0.11 sometimes never leaves MPI_Finalize in a job that lost ranks. Its mpiexec takes a rank that a signal ends
 # there for another one that was lost, and ends with status 0 all the same.
@@ -56,15 +69,15 @@ def abort_on_uncaught() -> None:
         sys.excepthook = _on_uncaught
 
 
+_generation = generation()  # of the process that has MPI
 _previous_hook: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if is_interactive():
+    if is_interactive() or MPI.Is_finalized() or generation() != _generation:
         _previous_hook[-1](kind, error, trace)
         return
-    lines = "".join(traceback.format_exception(kind, error, trace))
-    _say(f"{_who()} failed and ends the job:\n{lines}")
+    _say(f"{_who()} failed and ends the job:\n{in_text(error, trace)}")
     _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
 
@@ -73,8 +86,14 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "get_ipython")
 
 
-class ExitBarrier:
+class ExitBarrier(Inherited):
     """The second and the third guard. Making it is a collective of all processes of the job.
+
+    The job is what the groups of this rank can know of: all ranks of MPI, or those of the communicator that
+    `init_process_group` was given.
+
+    Args:
+        job: a communicator of all its ranks.
 
     Attributes:
         departures: who has left.
@@ -84,31 +103,64 @@ class ExitBarrier:
 
     limit_s = 10.0
 
-    def __init__(self) -> None:
-        self._communicator = MPI.COMM_WORLD.Dup()
+    def __init__(self, job: MPI.Intracomm) -> None:
+        self._communicator = job.Dup()
         self._notices = DepartureNotices(self._communicator)
         self._has_told = False
         self.departures = Departures(self._notices.receive)
         said = enumerate(self._communicator.allgather(own_identity()))
         members = {rank: process for rank, process in said if process is not None}
         self.liveness = Liveness(members, self._communicator.Get_rank(), lambda: failed_ranks(self._communicator))
+        self._has_met = False
         watch_exit_status()
         look_now_and_then(self)
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=self._on_finalize), self)
         atexit.register(self._on_exit)
+        tell_in_forks(self)
+
+    @override
+    def in_fork(self) -> None:
+        """The guards are the rank's. mpi4py would end MPI at the very end; in a fork that never returns."""
+        atexit.unregister(self._on_exit)
+        atexit.register(_end_without_mpi)
+
+    @classmethod
+    def of(cls, job: MPI.Intracomm) -> ExitBarrier:
+        """That of a communicator with these ranks, in this order; made at the first call. A collective of them."""
+        same = (MPI.IDENT, MPI.CONGRUENT)
+        for made in _made:
+            if not made._has_met and MPI.Comm.Compare(job, made._communicator) in same:
+                return made
+        _made.append(cls(job))
+        return _made[-1]
 
     def look(self, _: float) -> None:
         """See `limit_s`."""
-        with suppress(MPI.Exception):  # a rank is lost; the others may leave all the same
-            if not MPI.Is_finalized():
+        with suppress(MPI.Exception), while_mpi_runs() as runs:  # a rank is lost; the others may leave all the same
+            if runs:
                 self.departures.left()
 
+    def _on_finalize(self, *_: object) -> None:
+        """The program ends MPI: close our groups first, the latest one first, and meet the other ranks."""
+        if self._has_met:
+            return
+        for group in self.departures.open_groups():
+            with suppress(SynclineError):  # it has failed before, and whoever used it was told
+                group.close()
+        self._end(0)
+        no_more_mpi()
+
     def _on_exit(self) -> None:
-        if MPI.Is_finalized():
+        if self._has_met or MPI.Is_finalized():
             return
         status = exit_status()
         if status and self.departures.has_open_group() and not is_interactive():
             _say(f"{_who()} exits with status {status} and ends the job")
             _abort(status)
+        self._end(status)
+
+    def _end(self, status: int) -> None:
+        self._has_met = True
         try:
             self._meet()
         except (RankLostError, MPI.Exception) as error:
@@ -146,6 +198,24 @@ class ExitBarrier:
                 raise lost
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.01)
+
+
+_made: list[ExitBarrier] = []
+
+
+def _end_without_mpi() -> None:
+    """End this process as Python does, but for functions in C that libraries have left for the very end.
+
+    What was registered later has been called. As Python does, call the rest, and write what files have not written yet.
+    """
+    atexit.unregister(_end_without_mpi)
+    atexit._run_exitfuncs()
+    status = exit_status() or int(getattr(sys, "last_value", None) is not None)  # of an exception that nobody caught
+    for thing in gc.get_objects():
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            with suppress(OSError, ValueError):  # it was closed, perhaps by the other side
+                thing.flush()
+    os._exit(status)
 
 
 def _end_within(limit_s: float) -> None:

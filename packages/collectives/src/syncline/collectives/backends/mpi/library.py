@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-import os
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,14 +11,13 @@ from mpi4py import MPI
 
 from ...contract.deadline import Deadline
 from ...errors import TransportError
+from .waiting import ARRIVAL_NAP_S, Patience
 
 # Testing costs about 0.3 us; a small collective between ranks of a node is over after a few of them.
 _TESTS_BEFORE_YIELDING = 50
 # Over a network they cost more, 2 us with MPICH. Fewer lose time where the network brings 3 GB/s. With 50, four ranks on two
 # cores, whose network brings 0.1 GB/s, took a fifth more of the processors.
 _TESTS_BEFORE_NAPPING = 15
-_TESTS_BETWEEN_CLOCKS = 256
-_NAP_S = 50e-6
 
 
 class Tag(enum.IntEnum):
@@ -61,45 +59,64 @@ def mapped(error: MPI.Exception) -> TransportError:
     return TransportError(f"{library_name()} reported: {error.Get_error_string()}")
 
 
+_calling = threading.Lock()
+_is_over = False
+_LONGEST_CALL_S = 1.0
+
+
+@contextmanager
+def while_mpi_runs() -> Iterator[bool]:
+    """For a thread that looks now and then: whether MPI can be called, which stays so until the end of the context."""
+    with _calling:
+        yield not (_is_over or MPI.Is_finalized())
+
+
+def no_more_mpi() -> None:
+    """The program is ending MPI. A look that is under way gets `_LONGEST_CALL_S`, for MPI may hold it up until its end."""
+    global _is_over
+    _is_over = True
+    if _calling.acquire(timeout=_LONGEST_CALL_S):
+        _calling.release()
+
+
 def translated(members: MPI.Group, whole: MPI.Group) -> list[int]:
-    """The ranks that the members of one MPI group have in another; frees both."""
+    """The ranks that the members of one MPI group have in another; frees the first."""
     try:
         return [int(rank) for rank in MPI.Group.Translate_ranks(members, list(range(members.Get_size())), whole)]
     finally:
         members.Free()
-        whole.Free()
 
 
-def yield_cpu() -> None:
-    """Give the core to another thread, if one wants it. Called between two looks for the other ranks, after a few in vain."""
-    os.sched_yield()
-
-
-def wait(request: MPI.Request, deadline: Deadline, status: MPI.Status | None = None, *, nap: bool = False) -> None:
+def wait(
+    request: MPI.Request,
+    deadline: Deadline,
+    status: MPI.Status | None = None,
+    *,
+    longest_nap_s: float = ARRIVAL_NAP_S,
+    naps_at_once: bool = False,
+) -> None:
     """Block until an MPI request is complete.
 
-    It tests the request, a few times at once and then yielding the core between tests (`sched_yield`): with as many ranks as
-    cores the backward pass runs on the same core as this thread. Measured on 2 cores (MPICH 5.0, 4 ranks, 4 B all_reduce):
-    spinning 6,700 us, `time.sleep(0)` 340 us, yielding 40 us, MPI's own blocking call 36 us.
+    It tests the request, a few times at once and then with rests between tests: with as many ranks as cores the backward pass
+    runs on the same core as this thread. Measured on 2 cores (MPICH 5.0, 4 ranks, 4 B all_reduce): spinning 6,700 us,
+    `time.sleep(0)` 340 us, yielding 40 us, MPI's own blocking call 36 us.
 
     Args:
         request: to wait for.
         deadline: when to give up.
         status: of the request.
-        nap: sleep between tests in place of yielding. A rank that sleeps is sooner on its core again than one that has yielded,
+        longest_nap_s: see `Patience`.
+        naps_at_once: sleep from the first rest on. A rank that sleeps is sooner on its core again than one that has yielded,
             if others compute there, and leaves them more of it. For what a network brings as a single message; MPI libraries
             make progress only when asked, and a collective of theirs takes many steps.
 
     Raises:
         TimeoutError: the deadline passed. The request stays active: MPI cannot withdraw a collective.
     """
-    tests, at_once = 0, _TESTS_BEFORE_NAPPING if nap else _TESTS_BEFORE_YIELDING
+    for _ in range(_TESTS_BEFORE_NAPPING if naps_at_once else _TESTS_BEFORE_YIELDING):
+        if request.Test(status):
+            return
+    patience = Patience(deadline, longest_nap_s, naps_at_once=naps_at_once)
     while not request.Test(status):
-        tests += 1
-        if tests > at_once:
-            if nap:
-                time.sleep(_NAP_S)
-            else:
-                yield_cpu()
-        if tests % _TESTS_BETWEEN_CLOCKS == 0 and deadline.expired():
+        if patience.rest():
             raise TimeoutError("MPI does not say which ranks do not take part")

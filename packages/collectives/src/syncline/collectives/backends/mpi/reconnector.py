@@ -23,7 +23,7 @@ Connect = Callable[[MPI.Intracomm, Sequence[int]], Transport]
 
 
 class MPIReconnector(Reconnector):
-    """Members are ranks of MPI_COMM_WORLD.
+    """Members are the ranks of the communicator of the first generation, which is all of the job that the group knows.
 
     Note [Shrinking by ULFM]
     ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -44,13 +44,14 @@ class MPIReconnector(Reconnector):
 
     Args:
         communicator: of all members of the first generation; used by nobody else.
-        connect: makes the transport over a communicator of members with these ranks in MPI_COMM_WORLD. All of them call it.
+        connect: makes the transport over a communicator of members with these ranks in the job. All of them call it.
         departures: of the job.
         name: of the group.
     """
 
     def __init__(self, communicator: MPI.Intracomm, connect: Connect, departures: Departures, name: str) -> None:
-        super().__init__(_generation(0, communicator))
+        self._job = communicator.Get_group()
+        super().__init__(self._generation(0, communicator))
         self._communicator = communicator
         self._connect = connect
         self._departures = departures
@@ -70,6 +71,7 @@ class MPIReconnector(Reconnector):
 
     @override
     def close(self) -> None:
+        self._job.Free()
         self._communicator.Free()
 
     @override
@@ -100,7 +102,7 @@ class MPIReconnector(Reconnector):
             with mpi_errors():
                 self._communicator = MPI.Intracomm(self._communicator.Shrink())
             self._number += 1
-            generation = _generation(self._number, self._communicator)
+            generation = self._generation(self._number, self._communicator)
             logger.debug("member %d: generation %d is %s", generation.me, self._number, generation.members)
             attempts, members = (attempts + 1 if generation.members == members else 1), generation.members
             transport, error = self._connected(generation)
@@ -114,6 +116,10 @@ class MPIReconnector(Reconnector):
             if attempts == MOST_ATTEMPTS:
                 why = error or "another rank says so; its own error says why"
                 raise TransportError(f"the ranks {list(members)} of the job live, and could not connect: {why}") from error
+
+    def _generation(self, number: int, communicator: MPI.Intracomm) -> Generation:
+        members = translated(communicator.Get_group(), self._job)
+        return Generation(number, tuple(members), self._job.Get_rank())
 
     def _connected(self, generation: Generation) -> tuple[Transport | None, Exception | None]:
         """The transport, or why there is none: whatever that is, the others are told in step 4."""
@@ -132,8 +138,3 @@ def _all_agree(communicator: MPI.Intracomm, is_connected: bool) -> bool:
     except MPI.Exception as error:  # MPI reports a failure that not all knew of, on all
         logger.debug("the ranks did not agree: %s", mapped(error))
         return False
-
-
-def _generation(number: int, communicator: MPI.Intracomm) -> Generation:
-    members = translated(communicator.Get_group(), MPI.COMM_WORLD.Get_group())
-    return Generation(number, tuple(members), MPI.COMM_WORLD.Get_rank())

@@ -13,6 +13,7 @@ from ...contract.deadline import Deadline
 from ...errors import DisagreementError
 from ...host.transport import Request
 from .library import mpi_errors, wait
+from .waiting import MESSAGE_NAP_S
 
 
 class MPIRequest(Request):
@@ -35,7 +36,7 @@ class MPIRequest(Request):
     def wait(self, deadline: Deadline) -> None:
         if not self._over:
             with mpi_errors():
-                wait(self._request, deadline, self._status)
+                wait(self._request, deadline, self._status, longest_nap_s=MESSAGE_NAP_S)
             self._end()
 
     @override
@@ -68,10 +69,11 @@ class MPIRequest(Request):
 
     def _end(self) -> None:
         self._over = True
-        if self._receives and self._status.Get_count(MPI.BYTE) != self._tensor.nbytes:
+        # Not Get_count, which Open MPI 4 answers in a C int.
+        if self._receives and (sent := self._status.Get_elements(MPI.BYTE)) != self._tensor.nbytes:
             raise DisagreementError(
-                f"rank {self._status.Get_source()} sent {self._status.Get_count(MPI.BYTE)} bytes, this rank expects "
-                f"{self._tensor.nbytes}; make both sides pass as many elements"
+                f"rank {self._status.Get_source()} sent {sent} bytes, this rank expects {self._tensor.nbytes}; make both sides "
+                "pass as many elements"
             )
 
     @override

@@ -14,6 +14,7 @@ from ...host.reduction import reduce_into
 from .call_verifier import CallVerifier
 from .datatypes import memory
 from .library import Tag, mpi_errors
+from .waiting import MESSAGE_NAP_S
 
 # A piece is reduced and passed on while the others of its part are on the wire. A part has this many, but none is small against
 # what a message costs, or too large for the caches of a processor.
@@ -116,7 +117,7 @@ class RingAllReduce:
         return self._communicator.Irecv((memory(place), MPI.BYTE), (self._rank - 1) % self._size, Tag.RING)
 
     def _wait(self, request: MPI.Request, call: RunningCall) -> None:
-        self._verifier.run(call, lambda: request, nap=True)
+        self._verifier.run(call, lambda: request, longest_nap_s=MESSAGE_NAP_S, naps_at_once=True)
 
 
 def pieces_of_part(nbytes: int, piece_bytes: int) -> int:

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from typing_extensions import override
 
 from ...failures.stall_watch import StatusPost
-from .library import Tag
+from .library import Tag, while_mpi_runs
 
 _LONGEST_BYTES = 4096
 
@@ -35,16 +35,21 @@ class MPIStatusPost(StatusPost):
     @override
     def post(self, line: str) -> None:
         self._count += 1
-        self._send(f"{self._rank} {self._count} {line}".encode()[:_LONGEST_BYTES])
+        with while_mpi_runs() as runs:
+            if runs:
+                self._send(f"{self._rank} {self._count} {line}".encode()[:_LONGEST_BYTES])
 
     @override
     def posted(self) -> Mapping[int, str]:
-        return {rank: packed.decode(errors="replace").split(" ", 2)[2] for rank, packed in self._new().items()}
+        with while_mpi_runs() as runs:
+            news = self._new() if runs else {}
+        return {rank: packed.decode(errors="replace").split(" ", 2)[2] for rank, packed in news.items()}
 
     @override
     def pass_on(self) -> None:
-        for packed in self._new().values():
-            self._send(packed)
+        with while_mpi_runs() as runs:
+            for packed in (self._new() if runs else {}).values():
+                self._send(packed)
 
     def _send(self, packed: bytes) -> None:
         self._sent = [(request, sent) for request, sent in self._sent if not request.Test()]

@@ -8,9 +8,9 @@ from contextlib import suppress
 from mpi4py import MPI
 
 from ...contract.statements import Statements, ranks_in_words
-from . import library
 from .library import Tag
 from .neighbours import connect_neighbours
+from .waiting import yield_cpu
 
 _LISTEN_S = 1.5
 """Together with what MPI takes for it less than the watchdog leaves a call whose time is up."""
@@ -57,7 +57,7 @@ class TimeoutReport:
                 self._tell(said)
                 next_telling, told = now + _TELL_EVERY_S, len(said.heard)
             if not self._receive(said):
-                library.yield_cpu()
+                yield_cpu()
             now = time.monotonic()
         if len(said.heard) > told:
             self._tell(said)

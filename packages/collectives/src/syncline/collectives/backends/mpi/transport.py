@@ -19,7 +19,7 @@ from ...host.reduction import core_op, reduce_in_rank_order
 from ...host.transport import Request, Transport
 from ...host.wire_tag import wire_tag
 from .call_verifier import CallVerifier
-from .datatypes import memory, mpi_reduction
+from .datatypes import memory, message, mpi_reduction
 from .fault_tolerance import failed_ranks, is_fault_tolerant, revoke, revoked_on_failure
 from .library import Tag, library_name, mpi_errors
 from .request import MPIRequest
@@ -27,8 +27,9 @@ from .ring_all_reduce import DTYPES as RING_DTYPES
 from .ring_all_reduce import RingAllReduce
 from .status_post import MPIStatusPost
 from .timeout_report import TimeoutReport
+from .waiting import ARRIVAL_NAP_S, MESSAGE_NAP_S, NO_NAP_S
 
-# MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes.
+# MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes, or as one message made of them.
 PIECE_BYTES = 1 << 30
 
 # From here on the ranks synchronise first; see Note [Presync]. Below, Open MPI's non-blocking form loses at most 3 us.
@@ -246,7 +247,7 @@ class MPITransport(Transport):
             for peer, part in enumerate(torch.split(tensor, list(input_counts))):
                 requests += [self._private.Isend((memory(p), MPI.BYTE), peer, Tag.PAIRWISE) for p in _pieces(part)]
         for request in requests:
-            self._verifier.run(call, lambda request=request: request)  # type: ignore[misc]
+            self._verifier.run(call, lambda request=request: request, longest_nap_s=MESSAGE_NAP_S)  # type: ignore[misc]
 
     @override
     def barrier(self, call: RunningCall) -> None:
@@ -259,7 +260,7 @@ class MPITransport(Transport):
         MPIRequest.free_abandoned()
         with mpi_errors():
             wire = wire_tag(tag, tensor.dtype, self._largest_tag)
-            return MPIRequest(self._communicator.Isend((memory(tensor), MPI.BYTE), dst, wire), tensor)
+            return MPIRequest(self._communicator.Isend(message(tensor, PIECE_BYTES), dst, wire), tensor)
 
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
         """MPI's Irecv."""
@@ -267,7 +268,7 @@ class MPITransport(Transport):
         with mpi_errors():
             source = MPI.ANY_SOURCE if src is None else src
             wire = wire_tag(tag, tensor.dtype, self._largest_tag)
-            return MPIRequest(self._communicator.Irecv((memory(tensor), MPI.BYTE), source, wire), tensor, receives=True)
+            return MPIRequest(self._communicator.Irecv(message(tensor, PIECE_BYTES), source, wire), tensor, receives=True)
 
     # ---- life ----
 
@@ -395,7 +396,9 @@ class MPITransport(Transport):
                 getattr(self._communicator, name)(*arguments)
             return
         start = self._starters.get(name) or self._starter(name)
-        self._verifier.run(call, lambda: start(*arguments))
+        # After a presync all ranks are here, and only the library's own steps are waited for.
+        longest_nap_s = NO_NAP_S if nbytes >= PRESYNC_MIN_BYTES else ARRIVAL_NAP_S
+        self._verifier.run(call, lambda: start(*arguments), longest_nap_s=longest_nap_s)
 
     def _starter(self, name: str) -> Callable[..., MPI.Request]:
         """The communicator's non-blocking form of a collective."""

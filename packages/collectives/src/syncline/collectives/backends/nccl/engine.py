@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from typing_extensions import override
 
 from ...contract.collective import Collective
 from ...contract.deadline import Deadline
 from ...contract.layout import untracked
 from ...errors import GroupClosedError, InvalidArgumentError, MisuseError, SynclineError, TransportError
 from ...failures.flight_recorder import Entry, FlightRecorder
+from ...forks import Inherited, not_the_rank, tell_in_forks
 from .accelerator import Event
 from .algorithms import Body
 from .batch import Batch
@@ -27,7 +29,7 @@ from .watchdog import Watchdog
 from .work import NcclWork
 
 
-class Engine:
+class Engine(Inherited):
     """Puts collectives on the group's stream; see Note [Order over NCCL] in `process_group`.
 
     Note [Callbacks and locks]
@@ -42,6 +44,7 @@ class Engine:
         stream_comm: the communicator of all ranks, if there is one already.
         recorder: of the group.
         report: of a failure, which it returns in words that say where the report is.
+        with_mark: a call as the ranks compare it; see `ProcessGroup.marked`.
     """
 
     def __init__(
@@ -52,7 +55,9 @@ class Engine:
         stream_comm: StreamCommunicator | None,
         recorder: FlightRecorder,
         report: Callable[[BaseException], BaseException],
+        with_mark: Callable[[Collective], Collective],
     ) -> None:
+        self._with_mark = with_mark
         self._accelerator = connector.accelerator
         self._rank = connector.rank
         self._place = place
@@ -66,6 +71,8 @@ class Engine:
         )
         self._sequence = itertools.count()
         self._is_closed = False
+        self._is_in_fork = False
+        tell_in_forks(self)
         self._batch: Batch | None = None
         self._batch_work: NcclWork | None = None
 
@@ -155,6 +162,7 @@ class Engine:
             in_steps: it calls NCCL several times.
             blocks: its `wait` blocks the CPU.
         """
+        call = self._with_mark(call)
         device = self._device_of(call, [*outputs, *reads])
         if blocks and self._accelerator.is_capturing():
             raise MisuseError(
@@ -342,7 +350,15 @@ class Engine:
         assert failure is not None
         return failure
 
+    @override
+    def in_fork(self) -> None:
+        """As if it were closed; the lock may be held for ever. CUDA does not work in a fork, so nothing is freed."""
+        self._lock = threading.Lock()
+        self._is_closed = self._is_in_fork = True
+
     def _check_usable(self, call: Collective) -> None:
+        if self._is_in_fork:
+            raise not_the_rank(call.name, self._place())
         if self._is_closed:
             raise GroupClosedError(
                 f"{call.name} on {self._place()}: the group is closed; create it again with init_process_group or new_group"

@@ -83,7 +83,13 @@ class NcclGroup(ProcessGroup):
         self.recorder = FlightRecorder(self.name, self.rank, self.ranks)
         self._reporter: Reporter | None = None
         self._engine = Engine(
-            connector, self.place, lambda: self.timeout_s, stream_comm, self.recorder, lambda e: reported(self._reporter, e)
+            connector,
+            self.place,
+            lambda: self.timeout_s,
+            stream_comm,
+            self.recorder,
+            lambda e: reported(self._reporter, e),
+            self._with_mark,
         )
         self._splits_made = itertools.count()
         self._subsets_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -104,9 +110,7 @@ class NcclGroup(ProcessGroup):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str | None = None) -> torch.Tensor:
         """Memory of torch's allocator, by default on the current GPU. CuPy (14) offers no way to register it with NCCL."""
-        return torch.empty(
-            numel, dtype=dtype, device=self._connector.accelerator.current_device() if device is None else device
-        )
+        return super().allocate(numel, dtype, self._connector.accelerator.current_device() if device is None else device)
 
     def report_to(self, reporter: Reporter | None) -> None:
         """Let the failure of this group, and of groups made of it from now on, be reported; None: not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import threading
 import time
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ...contract.deadline import Deadline
+from ...contract.layout import contents
 from ...contract.process_group import ProcessGroup
 from ...contract.reserved_tags import FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS, ReservedTag
 from ...errors import CollectiveTimeout, TransportError
@@ -208,7 +208,7 @@ class GroupRendezvous(Rendezvous):
         self._receive(length, sender, tag, deadline)
         message = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         self._receive(message, sender, tag, deadline)
-        received: Payload = json.loads(ctypes.string_at(message.data_ptr(), message.numel()))
+        received: Payload = json.loads(bytes(contents(message)))
         return received
 
     def _receive(self, into: torch.Tensor, sender: int, tag: int, deadline: Deadline) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ...backends.mpi.backend import start_mpi
 from ...contract.process_group import ProcessGroup
 from ...errors import InvalidArgumentError
 from ...startup.backend import ConnectRequest
@@ -263,6 +264,7 @@ _BASELINES: dict[str, Callable[[ProcessGroup], Subject]] = {
 def _mpi_world(control: ProcessGroup) -> MPI.Intracomm:
     lack = load_backend("mpi").missing()
     if lack is None:
+        start_mpi(control.timeout_s)
         from mpi4py import MPI
 
         if MPI.COMM_WORLD.Get_size() == control.size and MPI.COMM_WORLD.Get_rank() == control.rank:

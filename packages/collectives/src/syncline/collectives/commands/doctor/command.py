@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import re
+import signal
+import socket
+import sys
+from contextlib import suppress
 
 import torch
 
@@ -13,16 +18,19 @@ from ...contract.process_group import ProcessGroup
 from ...default_group.default_group import destroy_process_group, init_process_group
 from ...devices.cuda_awareness import try_cuda_awareness
 from ...errors import SynclineError
+from ...failures.watchdog import END_STATUS
 from ...startup.backend_choice import BackendChoice, choose_backend
 from ...startup.launch import detect_launch
 from ...startup.registry import what_is_missing
 from ...startup.settings import load_settings
+from ...startup.uncaught_errors import is_first, started_s
 from .diagnosis import diagnose
 from .finding import exit_status, in_text
 from .observation import Observation, observe
 
 HELP = "print and check what a job needs: MPI, nodes, cores, memory, GPUs, backends"
 
+_PR_SET_PDEATHSIG = 1  # of Linux' prctl
 CONNECT_TIMEOUT_S = 60.0
 _CUDA_TIMEOUT_S = 45.0  # ranks without a GPU wait meanwhile, for no longer than the above
 
@@ -33,7 +41,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Every rank of the job calls it. Returns the exit status, the same on every rank."""
+    """Every rank of the job calls it. Returns the exit status, the same on every rank that MPI did not end.
+
+    An MPI library that does not like where it is ends the process that starts it, at once and in words of its own, if any. So
+    the rank that it may end is a child, and this process says what became of it.
+    """
+    if not _starts_mpi():
+        return _examine(arguments)
+    heard, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _end_with_parent()
+        status = _examine(arguments)
+        os.write(told, b"examined")
+        return status
+    os.close(told)
+    _, ended = os.waitpid(child, 0)
+    status = os.waitstatus_to_exitcode(ended)
+    return status if os.read(heard, 1) and status >= 0 else _say_what_ended(status, arguments)
+
+
+def _starts_mpi() -> bool:
+    try:
+        launch = detect_launch(os.environ)
+    except SynclineError:
+        return False
+    return launch is not None and launch.is_mpi and launch.least_world_size() > 1
+
+
+def _end_with_parent() -> None:
+    """The launcher ends the process that it knows, which is the parent."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
+    """The child has ended without a finding: diagnose what can be seen without MPI. One rank of a node speaks.
+
+    It need not be rank 0, whose child may wait for the one that has ended; the launcher may end the job before it gives up.
+    """
+    if not is_first(f"{os.getppid()} doctor", started_s()):
+        return 1
+    how = f"with status {status}" if status >= 0 else f"by signal {-status} ({signal.strsignal(-status)})"
+    if status == END_STATUS:
+        how = f"because not all ranks were connected within {CONNECT_TIMEOUT_S:g} s; look at the others"
+    ended = f"the process that started MPI on {socket.gethostname()} ended {how}"
+    choice = None
+    with suppress(SynclineError):
+        choice = _choice(arguments.backend)
+    observation = observe(os.environ, f"{ended}: look at /dev/shm below, and at what the library says above")
+    findings = diagnose([observation], choice, ended)
+    print(in_text(findings), flush=True)
+    return 1
+
+
+def _examine(arguments: argparse.Namespace) -> int:
     choice, problem, lack = None, None, None
     ranks: list[Observation] = []
     try:
@@ -45,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     except SynclineError as error:
         problem = str(error)
     findings = diagnose(ranks or [_observe_alone()], choice, problem, lack)
-    if _speaks():
+    if _speaks(is_connected=bool(ranks)):
         print(in_text(findings), flush=True)
     destroy_process_group()
     return exit_status(findings)
@@ -90,10 +152,12 @@ def _observe_alone() -> Observation:
     return observe(os.environ, what_is_missing("mpi"))
 
 
-def _speaks() -> bool:
-    """Whether this process prints: rank 0, as far as anybody can tell."""
+def _speaks(*, is_connected: bool) -> bool:
+    """Whether this process prints: rank 0, as far as anybody can tell. Without MPI it may not be there: then one of a node."""
     try:
         launch = detect_launch(os.environ)
     except SynclineError:
         return True
-    return launch is None or launch.rank == 0
+    if launch is None or launch.is_mpi or is_connected:
+        return launch is None or launch.rank == 0
+    return is_first(f"{os.getppid()} doctor", started_s())

@@ -102,5 +102,12 @@ def exit_status(findings: Sequence[Finding]) -> int:
     return int(any(finding.status is Status.WRONG for finding in findings))
 
 
+def _in_one_line(text: str) -> str:
+    """An error's first line and its details, as sentences of one paragraph."""
+    return ". ".join(line.removeprefix("- ").rstrip(".") for line in text.splitlines())
+
+
 def _wrapped(text: str, first: str, rest: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False) or [first]
+    return textwrap.wrap(_in_one_line(text), width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False) or [
+        first
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...host.shared_memory.memory_limit import room_for_each
+from ...startup.library_check import LEAST_SHM_BYTES
 from ...startup.nodes import place
 from .finding import Finding, Status, ok, worst
 from .observation import Observation
@@ -51,10 +52,19 @@ def _left_on(ranks: Sequence[Observation]) -> Finding:
 
 
 def _dev_shm(ranks: Sequence[Observation]) -> Finding:
-    """For information: what Syncline shares does not lie there."""
+    """What Syncline shares does not lie there; what MPI libraries share does."""
     least = min(ranks, key=lambda rank: rank.shm_free_bytes)
-    sizes = f"{in_bytes(least.shm_total_bytes)}, {in_bytes(least.shm_free_bytes)} free"
-    return ok("/dev/shm", f"{sizes} on {least.host.hostname} (MPI libraries use it, Syncline does not)")
+    found = (
+        f"{in_bytes(least.shm_total_bytes)}, {in_bytes(least.shm_free_bytes)} free on {least.host.hostname} (MPI libraries use "
+        "it, Syncline does not)"
+    )
+    if least.shm_total_bytes >= LEAST_SHM_BYTES or not least.launch_is_mpi or least.launch_world_size == 1:
+        return ok("/dev/shm", found)
+    remedy = (
+        f"with less than {in_bytes(LEAST_SHM_BYTES)} MPICH may crash while it starts: give the container more, such as "
+        "`docker run --shm-size=1g`"
+    )
+    return Finding("/dev/shm", Status.WRONG if least.mpi is None else Status.WARN, found, remedy)
 
 
 def in_bytes(size: int) -> str:

@@ -19,6 +19,7 @@ _LARGEST_USEFUL = 16 << 20  # larger ones (aarch64 has some of 512 MiB) would be
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "s390x": 350}  # numbers of the system call
 _CLOSE_ON_EXEC = 1
 _MAP_FIXED = 0x10
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
 @functools.cache
@@ -90,12 +91,43 @@ def map_over(address: int, nbytes: int, file: int) -> None:
     _checked(-1 if found != address else 0)
 
 
+def map_zeros_over(address: int, nbytes: int) -> None:
+    """Let the pages at an address of this process, which are mapped already, be private ones that hold zeros.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    found = _c().mmap(address, nbytes, protection, flags, -1, 0)
+    _checked(-1 if found != address else 0)
+
+
+def move_pages(source: int, nbytes: int, target: int) -> None:
+    """Let private pages of this process be at another address, where something is mapped; zeros take their place.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    found = _c().mremap(source, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, target)
+    _checked(-1 if found != target else 0)
+    map_zeros_over(source, nbytes)  # whoever holds that address unmaps it in the end
+
+
+def update(target: int, source: int, nbytes: int) -> None:
+    """Copy memory if it is not the same. To compare touches no page that was never written, and takes half the time."""
+    if _c().memcmp(target, source, nbytes):
+        ctypes.memmove(target, source, nbytes)
+
+
 @functools.cache
 def _c() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     library.syscall.restype = ctypes.c_long
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    library.mremap.restype = ctypes.c_void_p
+    library.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    library.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     return library
 
 

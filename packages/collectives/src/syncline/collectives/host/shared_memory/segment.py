@@ -6,8 +6,10 @@ import mmap
 import os
 
 import torch
+from typing_extensions import override
 
-from .os_memory import collapse, create_memory_file, huge_page_bytes, map_over
+from ...forks import Inherited, tell_in_forks
+from .os_memory import collapse, create_memory_file, huge_page_bytes, map_over, map_zeros_over, move_pages, update
 
 # For how long an allocation may wait for huge pages.
 HUGE_PAGES_SECONDS = 1.0
@@ -18,7 +20,7 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class Segment(mmap.mmap):
+class Segment(mmap.mmap, Inherited):
     """A part for each rank of a node, one after the other, each on pages of its own, mapped into this process.
 
     ::
@@ -34,8 +36,20 @@ class Segment(mmap.mmap):
 
     If a huge page fits into it, it lies where huge pages can: some memory before and behind it is then mapped, and never used.
 
+    Note [Segments in a fork]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~
+    A fork inherits the mapping as it is: what it writes, its parent and the other ranks would read. So in a fork the pages are
+    private ones at the same address, and hold zeros. The exception is this rank's part if the user's tensors lie there
+    (`holds_tensors`): these are what they were at the fork. The kernel copies no shared pages on write. So the parent keeps a
+    copy in private memory, which it brings up to date before it forks, and whose pages become those of the fork.
+
+    Cost: a fork takes as long as to compare the part with the copy, and to copy it if it has changed (a DataLoader makes its
+    workers one after the other: nothing changes in between). The copy needs as much memory as the part, once for the parent
+    and all of its forks, until one of them writes.
+
     Attributes:
         lead_bytes: how much is mapped before the first part.
+        holds_tensors: whether this rank's part holds tensors of the user.
 
     Args:
         file: a descriptor of a file of `parts` padded parts; may be closed afterwards.
@@ -48,6 +62,8 @@ class Segment(mmap.mmap):
     parts: int
     part_bytes: int
     lead_bytes: int
+    holds_tensors: bool
+    _copy: mmap.mmap | None
 
     def __new__(cls, file: int, parts: int, part_bytes: int, mine: int) -> Segment:  # noqa: D102 - the class says it
         nbytes = parts * padded(part_bytes)
@@ -58,10 +74,27 @@ class Segment(mmap.mmap):
         segment.part_bytes = part_bytes
         segment.mine = mine
         segment.lead_bytes = 0
+        segment.holds_tensors = False
+        segment._copy = None
         if alignment:
             segment.lead_bytes = -segment._address_of(0) % alignment
         map_over(segment._address_of(0), nbytes, file)
+        tell_in_forks(segment)
         return segment
+
+    @override
+    def before_fork(self) -> None:
+        if self.holds_tensors:
+            size = padded(self.part_bytes)
+            if self._copy is None:
+                self._copy = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            update(_address(self._copy), self.address(), size)
+
+    @override
+    def in_fork(self) -> None:
+        map_zeros_over(self._address_of(0), self.offset_of(self.parts))
+        if self._copy is not None:
+            move_pages(_address(self._copy), padded(self.part_bytes), self.address())
 
     def use_huge_pages(self) -> None:
         """Let this rank's part lie in huge pages for all ranks, as far as can be. Waits `HUGE_PAGES_SECONDS` at most."""
@@ -92,6 +125,10 @@ class Segment(mmap.mmap):
 
     def _address_of(self, part: int) -> int:
         return self.view(part, 0, 1, torch.uint8).data_ptr()
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
 
 
 def create_file(name: str, nbytes: int) -> int:

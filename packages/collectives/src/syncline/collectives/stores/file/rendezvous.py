@@ -8,13 +8,18 @@ true; it only must have the form of what a rendezvous writes::
 
     rank r > 0                                   rank 0
     1. draws a number, sets join/r to it
-                                                 2. draws the id of a new run, reads every join/r,
-                                                    sets offer to (run, {r: number})
+                                                 2. draws the id of a new run, reads every join/r, also of r that
+                                                    are none of its ranks, sets offer to (run, size, {r: number})
     3. reads offer until it holds his number:
        a live rank 0 has seen him; sets
-       here/<run>/r
+       here/<run>/r to the size it was told
                                                  4. done when here/<run>/r is there for every r, else back to 2:
                                                     a join/r of an earlier run is answered too, which does no harm
+
+Ranks that were told different sizes find out in 3 and 4.
+
+The rendezvous store counts those who use the store of the run. Whoever leaves last removes that one; a process that was killed
+never leaves, so the folder stays then.
 
 The store of the run is a fresh one, named by the random id of step 2. Two runs at the same time in the same rendezvous
 store could mix their ranks; `rendezvous_id` keeps them apart.
@@ -26,11 +31,12 @@ import json
 import os
 import re
 import secrets
+from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
 from ...contract.deadline import Deadline
-from ...errors import InvalidArgumentError, StoreError, StoreTimeout
+from ...errors import DisagreementError, InvalidArgumentError, StoreError, StoreTimeout
 from ..polling import poll
 from .store import FileStore
 
@@ -61,13 +67,42 @@ def file_rendezvous(
         StoreTimeout: not all came in time; on rank 0, the message names the missing ranks.
         StoreUnavailableError: the folder cannot be written, or others can write it.
         StoreError: a record there is not one that a rendezvous writes; all ranks are told so at once.
+        DisagreementError: the ranks were told different sizes.
         InvalidArgumentError: `rank` is not below `world_size`.
     """
     if not 0 <= rank < world_size:
         raise InvalidArgumentError(f"rank={rank}: expected a rank from 0 to {world_size - 1}, as world_size is {world_size}")
     store = FileStore(path, rendezvous_id, timeout)
-    run = _host(store, world_size) if rank == 0 else _join(store, rank, world_size)
-    return FileStore(path, run, timeout)
+    if rank == 0:
+        run = f"run-{secrets.token_hex(16)}"
+        own = _used(store, path, run, timeout)
+        try:
+            _host(store, run, world_size)
+        except BaseException:
+            leave_run(own, rendezvous_id)
+            raise
+        return own
+    offer = _join(store, rank)
+    own = _used(store, path, offer.run, timeout)  # before rank 0 may go on, and leave
+    store.set(f"here/{offer.run}/{rank}", str(world_size))
+    if offer.size not in (0, world_size):
+        leave_run(own, rendezvous_id)
+        raise _other_size(store, rank, world_size, offer.size)
+    return own
+
+
+def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
+    """This process is done with the store of a run. The last one removes it; what is wrong with it then harms nobody.
+
+    Args:
+        store: what `file_rendezvous` or `join_latest_run` gave.
+        rendezvous_id: what they were given.
+    """
+    with suppress(StoreError):
+        key, common = _users(store.folder.name), FileStore(store.folder.parent, rendezvous_id)
+        if common.add(key, -1) == 0:
+            common.delete_key(key)
+            store.remove()
 
 
 def join_latest_run(
@@ -93,22 +128,36 @@ def join_latest_run(
             f"{store.describe()}: no job has met here within {store.timeout.total_seconds():g} s (timeout); was it given "
             "another folder, or does this process not see that file system?"
         )
-    return FileStore(path, _read_offer(store).run, timeout)
+    return _used(store, path, _read_offer(store).run, timeout)
 
 
-def _host(store: FileStore, world_size: int) -> str:
-    run = f"run-{secrets.token_hex(16)}"
+def _used(common: FileStore, path: str | os.PathLike[str], run: str, timeout: timedelta | float | None) -> FileStore:
+    common.add(_users(run), 1)
+    return FileStore(path, run, timeout)
+
+
+def _users(run: str) -> str:
+    """The key that counts the processes that use the store of a run."""
+    return f"users/{run}"
+
+
+def _host(store: FileStore, run: str, world_size: int) -> None:
     here = {f"here/{run}/{rank}": rank for rank in range(1, world_size)}
     answered: dict[str, str] | None = None
 
     def all_here() -> bool:
         nonlocal answered
-        joined = _read_joined(store, world_size)
+        joined = _read_joined(store)
         _read_offer(store)
         if joined != answered:
-            store.set("offer", json.dumps({"run": run, "joined": joined}))
+            store.set("offer", json.dumps({"run": run, "size": world_size, "joined": joined}))
             answered = joined
-        return store.check(list(here))
+        came = [key for key in store.list_keys() if key.startswith(f"here/{run}/")]
+        for key in came:
+            told = int(store.get(key) or world_size)  # an earlier version says nothing
+            if told != world_size:
+                raise _other_size(store, int(key.rpartition("/")[2]), told, world_size)
+        return here.keys() <= set(came)
 
     if not poll(all_here, Deadline(store.timeout.total_seconds())):
         absent = [rank for key, rank in here.items() if not store.check([key])]
@@ -119,14 +168,13 @@ def _host(store: FileStore, world_size: int) -> str:
         )
     for key in here:
         store.delete_key(key)
-    return run
 
 
-def _join(store: FileStore, rank: int, world_size: int) -> str:
-    _read_joined(store, world_size)  # what is bad there ends all ranks, before one of them writes over it
+def _join(store: FileStore, rank: int) -> _Offer:
+    _read_joined(store)  # what is bad there ends all ranks, before one of them writes over it
     number = secrets.token_hex(16)
     store.set(f"join/{rank}", number)
-    offer = _Offer("", {})
+    offer = _Offer("", 0, {})
 
     def answered() -> bool:
         nonlocal offer
@@ -138,20 +186,27 @@ def _join(store: FileStore, rank: int, world_size: int) -> str:
             f"{store.describe()}: rank 0 did not answer rank {rank} within {store.timeout.total_seconds():g} s "
             "(timeout); either it failed or never started, or it was given another path, or it does not see this file system"
         )
-    store.set(f"here/{offer.run}/{rank}", b"")
-    return offer.run
+    return offer
+
+
+def _other_size(store: FileStore, rank: int, told: int, of_rank_0: int) -> DisagreementError:
+    return DisagreementError(
+        f"rank {rank} was told that there are {told} ranks, and rank 0 that there are {of_rank_0}: pass the same world_size to "
+        f"all ranks that meet in {store.describe()}"
+    )
 
 
 class _Offer(NamedTuple):
-    """The id of a run, and the numbers of the ranks that rank 0 has seen."""
+    """The id of a run, how many ranks it has (0: an earlier version did not say), and the numbers of those seen by rank 0."""
 
     run: str
+    size: int
     joined: dict[str, str]
 
 
-def _read_joined(store: FileStore, world_size: int) -> dict[str, str]:
-    """The numbers of the ranks above 0 that have come, by rank."""
-    numbers = {str(rank): store.get(f"join/{rank}") for rank in range(1, world_size) if store.check([f"join/{rank}"])}
+def _read_joined(store: FileStore) -> dict[str, str]:
+    """The numbers of the ranks above 0 that have come, by rank; also of those of earlier and larger jobs."""
+    numbers = {key.removeprefix("join/"): store.get(key) for key in store.list_keys() if key.startswith("join/")}
     for rank, number in numbers.items():
         if not _NUMBER.fullmatch(number):
             raise _bad_record(store, f"join/{rank}")
@@ -161,15 +216,15 @@ def _read_joined(store: FileStore, world_size: int) -> dict[str, str]:
 def _read_offer(store: FileStore) -> _Offer:
     """What rank 0 has offered; nothing to nobody if it has not."""
     if not store.check(["offer"]):
-        return _Offer("", {})
+        return _Offer("", 0, {})
     try:
         offer = json.loads(store.get("offer"))
-        run, joined = offer["run"], offer["joined"]
-    except (ValueError, TypeError, LookupError, RecursionError) as error:  # no JSON, no UTF-8, not these fields
+        run, size, joined = offer["run"], offer.get("size", 0), offer["joined"]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # no JSON, no UTF-8, not these fields
         raise _bad_record(store, "offer") from error
-    if not (isinstance(run, str) and _RUN.fullmatch(run) and isinstance(joined, dict)):
+    if not (isinstance(run, str) and _RUN.fullmatch(run) and type(size) is int and isinstance(joined, dict)):
         raise _bad_record(store, "offer")
-    return _Offer(run, joined)
+    return _Offer(run, size, joined)
 
 
 def _bad_record(store: FileStore, key: str) -> StoreError:

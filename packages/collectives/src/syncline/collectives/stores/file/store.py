@@ -61,6 +61,11 @@ class FileStore(LockedStore):
         self._reading = threading.Lock()  # this handle's threads share one Log
         self._lock, self._log = self._open()
 
+    @property
+    def folder(self) -> Path:
+        """The folder of this run."""
+        return self._folder
+
     def describe(self) -> str:
         """The folder of this run."""
         return f"file store {self._folder}"

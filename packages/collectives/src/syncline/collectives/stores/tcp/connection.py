@@ -23,6 +23,9 @@ _HANDSHAKE_ENDED = {
 }
 _CONNECTION_ENDED = {zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED}
 
+# A server says its first byte at once, from a thread of ZeroMQ's own, however busy its process is.
+GREETING_S = 10.0
+_FIRST_BYTE = b"\xff"
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # of each process that is a fork of this one, by process id
 
 
@@ -139,10 +142,24 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def _reach(host: str, port: int, deadline: Deadline) -> str:
-    """Which of the addresses of `host` takes connections. Unlike ZeroMQ, the system says why none does."""
+    """Which of the addresses of `host` takes connections. Unlike ZeroMQ, the system says why none does.
+
+    Raises:
+        ProtocolError: another program has that port.
+        OSError: nobody takes connections there.
+    """
     with socket.create_connection((host, port), max(deadline.remaining_s(), 1e-3)) as probe:
         if probe.getsockname() == probe.getpeername():  # nobody listens, and the system gave us that very port for ours
             raise ConnectionRefusedError("connection refused")
+        probe.settimeout(min(GREETING_S, max(deadline.remaining_s(), 1e-3)))
+        try:
+            first = probe.recv(1)
+        except TimeoutError:
+            if deadline.expired():
+                raise TimeoutError("it took the connection and said nothing") from None
+            raise ProtocolError(f"it says nothing for {GREETING_S:g} s") from None
+        if first not in (_FIRST_BYTE, b""):  # nothing: it is just ending
+            raise ProtocolError(f"it begins with {first!r}")
         number, _ = socket.getnameinfo(probe.getpeername(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
     return endpoint(number, port)
 

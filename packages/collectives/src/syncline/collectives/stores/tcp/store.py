@@ -202,4 +202,7 @@ class TCPStore(ServedStore):
         except HungUpError as error:
             raise other_secret(self.describe()) from error
         except ProtocolError as error:
-            raise StoreError(f"{self.describe()}: what listens there is no store that we understand: {error}") from error
+            raise StoreError(
+                f"{self.describe()}: what listens there is no store of this version of Syncline. If another program has that "
+                f"port, give another port: {error}"
+            ) from error

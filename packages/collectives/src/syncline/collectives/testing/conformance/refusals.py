@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -78,6 +79,103 @@ def wrong_layout(group: ProcessGroup) -> None:
     _refused(group, "broadcast of a sparse tensor", partial(group.broadcast, sparse), "sparse")
 
 
+def no_memory(group: ProcessGroup) -> None:
+    """A tensor that points to no memory, in every form of call, blocking or not."""
+    freed = torch.ones(6)
+    freed.untyped_storage().resize_(0)
+    transformed: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        transformed.append(tensor)
+        return tensor.sum()
+
+    torch.func.grad(keep)(torch.ones(6))
+    tensors = {
+        "was freed": freed,
+        "zero tensors": torch._efficientzerotensor((6,), device=freed.device),
+        "torch.func": transformed[0],
+        "NestedTensor": torch.nested.nested_tensor([torch.ones(3), torch.ones(3)], layout=torch.jagged),
+        "UninitializedParameter": torch.nn.UninitializedParameter(),
+    }
+    for mentions, tensor in tensors.items():
+        for call in _calls_on(group, tensor):
+            _refused(group, f"{call.func.__name__} of a tensor without memory ({mentions})", call, mentions)
+
+
+def _calls_on(group: ProcessGroup, tensor: torch.Tensor) -> list[partial[Work]]:
+    """Each kind of call, with a tensor where it reads and where it writes."""
+    size, plain = group.size, torch.ones(6)
+    rows, same = [torch.ones(6) for _ in range(size)], [tensor] * size
+    other = (group.rank + 1) % size
+    return [
+        partial(group.all_reduce, tensor),
+        partial(group.all_reduce, tensor, async_op=True),
+        partial(group.reduce, tensor),
+        partial(group.broadcast, tensor),
+        partial(group.all_gather, rows, tensor),
+        partial(group.all_gather, same, plain, async_op=True),
+        partial(group.all_gather_into_tensor, torch.ones(6 * size), tensor),
+        partial(group.all_gather_into_tensor, tensor, plain),
+        partial(group.gather, tensor, rows if group.rank == 0 else None),
+        partial(group.scatter, tensor, rows if group.rank == 0 else None),
+        partial(group.reduce_scatter, plain, same),
+        partial(group.reduce_scatter, tensor, rows, async_op=True),
+        partial(group.reduce_scatter_tensor, plain, tensor),
+        partial(group.reduce_scatter_tensor, tensor, torch.ones(6 * size), async_op=True),
+        partial(group.all_to_all, rows, same),
+        partial(group.all_to_all, same, rows, async_op=True),
+        partial(group.all_to_all_single, plain, tensor),
+        partial(group.all_to_all_single, tensor, plain, async_op=True),
+        *([partial(group.send, tensor, other), partial(group.recv, tensor, other)] if size > 1 else []),
+    ]
+
+
+def wrong_numbers(group: ProcessGroup) -> None:
+    """What is no whole number, or one that nobody can count to, where there has to be one."""
+    size = group.size
+    unchecked: Any = group  # as a caller without types has it
+    for root in (0.5, "0", None):
+        _refused(group, f"a root {root!r}", partial(unchecked.reduce, torch.zeros(3), root), f"0..{size - 1}, found {root!r}")
+    splits = [6.0] + [0.0] * (size - 1)
+    exchange = partial(unchecked.all_to_all_single, torch.zeros(6), torch.zeros(6), splits)
+    _refused(group, "splits that are no integers", exchange, "list of integers")
+    if size > 1:
+        other = (group.rank + 1) % size
+        _refused(group, "a tag that is none", partial(unchecked.send, torch.zeros(3), other, 1.5), "found 1.5")
+        _refused(group, "nobody to send to", partial(unchecked.send, torch.zeros(3), None), "found None")
+    for mentions, numel, dtype in (
+        ("found 'float32'", 3, "float32"),
+        ("found -1", -1, torch.float32),
+        ("found 1.5", 1.5, torch.float32),
+        ("63 bits", 2**62, torch.float32),
+    ):
+        _refused(group, f"allocate, {mentions}", partial(unchecked.allocate, numel, dtype), mentions)
+
+
+def tensors_that_stand_for_others(group: ProcessGroup) -> None:
+    """The result of a functional collective is waited for; a tensor without values ends the call, and nobody communicates."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    size = group.size
+    tensor = terms((5,), group.rank)
+    group.all_reduce(AsyncCollectiveTensor(tensor))
+    expect(tensor, sum_of_terms((5,), size), "all_reduce of an AsyncCollectiveTensor")
+    rows = [torch.zeros(5) for _ in range(size)]
+    group.all_gather([AsyncCollectiveTensor(row) for row in rows], AsyncCollectiveTensor(terms((5,), group.rank)))
+    for rank, row in enumerate(rows):
+        expect(row, terms((5,), rank), f"row {rank} of an all_gather into AsyncCollectiveTensors")
+    with FakeTensorMode():
+        fake = torch.ones(6)
+    if group.rank == 0:  # the others need not come
+        for call in _calls_on(group, fake):
+            if call.func.__name__ not in ("send", "recv"):
+                call().wait()
+    after = terms((5,), group.rank)
+    group.all_reduce(after)
+    expect(after, sum_of_terms((5,), size), "all_reduce after calls on fake tensors")
+
+
 def wrong_root(group: ProcessGroup) -> None:
     """A root outside the group."""
     for root in (-1, group.size, 1000):
@@ -124,6 +222,9 @@ CHECKS: dict[str, Check] = {
     "reads_overlapping_memory": overlapping_memory_may_be_read,
     "refuses_wrong_device": wrong_device,
     "refuses_wrong_layout": wrong_layout,
+    "refuses_tensors_without_memory": no_memory,
+    "refuses_wrong_numbers": wrong_numbers,
+    "awaits_and_leaves_alone": tensors_that_stand_for_others,
     "refuses_wrong_root": wrong_root,
     "refuses_wrong_outputs": wrong_outputs,
 }

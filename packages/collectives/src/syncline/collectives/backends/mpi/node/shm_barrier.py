@@ -9,8 +9,8 @@ import torch
 
 from ....contract.deadline import Deadline
 from ....host.shared_memory.segment import Segment
-from .. import library
 from ..call_verifier import NO_KEY
+from ..waiting import ARRIVAL_NAP_S, Patience
 
 _GAVE_UP = -1  # as an arrival
 
@@ -23,7 +23,6 @@ LEAST_SLOT_BYTES = 64
 # the library, which takes as long as a small collective. Where ranks share cores, the core may be what another one waits for.
 _LOOKS_ON_OWN_CORE = 1000
 _LOOKS_ON_SHARED_CORE = 100
-_LOOKS_BETWEEN_CLOCKS = 256
 
 
 def has_total_store_order() -> bool:
@@ -133,13 +132,11 @@ class ShmBarrier:
         for _ in range(self._looks_before_yielding):
             if numbers[line] == arrival:
                 return
-        looks = 0
+        patience = Patience(deadline, ARRIVAL_NAP_S)
         while (number := numbers[line]) != arrival:
             if number == _GAVE_UP:
                 index = self._lines[arrival & 1][1].index(line)
                 raise GaveUpError(index + (index >= self.mine))
             self._progress()
-            library.yield_cpu()
-            looks += 1
-            if looks % _LOOKS_BETWEEN_CLOCKS == 0 and deadline.expired():
+            if patience.rest():
                 raise TimeoutError("rank(s) of this node did not come")

@@ -136,6 +136,7 @@ class NodeMemory:
         segment = self.allocate_segment(numel * dtype.itemsize, call)
         if segment is None:
             return None
+        segment.holds_tensors = True
         self.windows.add(segment)
         self._has_windows = True
         return segment.view(segment.mine, 0, numel, dtype).zero_()  # written, so that no first use pays for it

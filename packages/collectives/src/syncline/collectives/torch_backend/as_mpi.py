@@ -1,0 +1,80 @@
+"""Our MPI backend under the name "mpi", for libraries that take only names which they know.
+
+torch has this name, and code that makes such a group by `ProcessGroupMPI.create`. But only a torch that was built against MPI
+has the class, and no wheel of torch was. So `init_as_mpi` puts a class of that name in the empty place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ..contract.deadline import seconds
+from ..errors import MisuseError
+from . import group_factory
+from .registration import SCHEME
+from .rendezvous import rendezvous
+from .torch_process_group import TorchProcessGroup
+
+NAME = "mpi"
+
+
+def init_as_mpi(timeout: timedelta | float | None = None) -> None:
+    """Initialise torch.distributed with our MPI backend, as torch's backend "mpi". All ranks call it, under mpirun or srun.
+
+    From then on torch says that MPI is available (`is_mpi_available()`), and `new_group` makes groups of that backend, too.
+
+    Args:
+        timeout: seconds or a timedelta: how long one collective may take; None takes torch's 30 minutes.
+
+    Raises:
+        MisuseError: this torch was built with an MPI of its own.
+        LaunchError: no MPI launcher started this process.
+    """
+    if dist.is_mpi_available() and getattr(distributed_c10d, "ProcessGroupMPI", None) is not ProcessGroupMPI:
+        raise MisuseError(
+            "this torch was built with MPI, and has a backend 'mpi' of its own; use the name 'syncline-mpi' for ours"
+        )
+    torchs: Any = distributed_c10d
+    torchs.ProcessGroupMPI, torchs._MPI_AVAILABLE = ProcessGroupMPI, True
+    dist.init_process_group(NAME)
+    group: Any = distributed_c10d._get_default_group()
+    # torch gives no store to backend "mpi". Groups of another backend, such as "gloo", meet in the store of this group.
+    distributed_c10d._world.pg_map[group] = (NAME, group.get_group_store())
+    if timeout is not None:  # nor does it pass the time limit on
+        group.set_timeout(timedelta(seconds=seconds(timeout)))
+
+
+class ProcessGroupMPI:
+    """What torch calls to make a group of backend "mpi"."""
+
+    # Groups of the same ranks are made in the same order by all of these, so they agree on a number.
+    _numbers: ClassVar[defaultdict[tuple[int, ...], itertools.count[int]]] = defaultdict(itertools.count)
+
+    @classmethod
+    def create(cls, ranks: Sequence[int]) -> TorchProcessGroup:
+        """A group of some ranks, this one among them; of all, if the list is empty, which makes the first group."""
+        if ranks:
+            ours: Any = distributed_c10d._get_default_group()
+            store, rank, size = ours.get_group_store(), list(ranks).index(dist.get_rank()), len(ranks)
+            timeout = timedelta(seconds=ours.syncline_group.timeout_s)
+        else:
+            store, rank, size = next(rendezvous(f"{SCHEME}://"))
+            timeout = dist.default_pg_timeout
+        name = f"{NAME}-{'.'.join(map(str, ranks))}-{next(cls._numbers[tuple(ranks)])}"
+        options = SimpleNamespace(
+            store=dist.PrefixStore(name, store),
+            group_rank=rank,
+            group_size=size,
+            global_ranks_in_group=list(ranks),
+            group_id=name,
+            timeout=timeout,
+        )
+        return group_factory.create(NAME, "mpi", ["cpu", "cuda"], options, None)

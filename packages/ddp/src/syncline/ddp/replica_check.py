@@ -1,0 +1,140 @@
+"""ReplicaCheck: whether all ranks still have the same parameters, found out every so many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from syncline.collectives import DisagreementError, ProcessGroup
+from syncline.collectives.internal import all_gather_bytes, are_same_on_all_ranks
+from syncline.reducer import IterationStatistics
+
+from .module_state import ModuleState
+
+EVERY_VARIABLE = "SYNCLINE_CHECK_REPLICAS"
+
+HASH_BYTES = 16
+# What is hashed at a time: on a CPU it stays in the cache; a GPU wants few, large operations.
+_CHUNK_LANES = {"cpu": 1 << 15}
+_DEVICE_CHUNK_LANES = 1 << 20
+_SEED = 20_240_229
+_MULTIPLIER = 6364136223846793005  # Knuth's, of a generator of 64 bits
+
+
+class ReplicaHash:
+    """Hashes tensors, of any dtype and device, by what is there bit by bit.
+
+    Each half of a hash is a sum of products of the tensor's 32-bit lanes with odd random weights of 64 bits, modulo 2**64,
+    chunk by chunk. If one lane differs, both halves do. If several do, both halves agree with a probability of at most 2**-64.
+    It is no protection against somebody who wants replicas to look alike.
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[torch.device, torch.Tensor] = {}
+
+    def __call__(self, tensors: Iterable[torch.Tensor]) -> list[bytes]:
+        """The hash of each tensor, 16 bytes. On a GPU it waits for the GPU once."""
+        halves = [self._halves(tensor.detach()) for tensor in tensors]
+        by_device: dict[torch.device, list[int]] = {}
+        for place, half in enumerate(halves):
+            by_device.setdefault(half.device, []).append(place)
+        found = [b""] * len(halves)
+        for places in by_device.values():
+            for place, numbers in zip(places, torch.stack([halves[place] for place in places]).tolist(), strict=True):
+                found[place] = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+        return found
+
+    def _halves(self, tensor: torch.Tensor) -> torch.Tensor:
+        lanes = _lanes(tensor)
+        weights = self._weights_on(tensor.device)
+        total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+        for chunk in torch.split(lanes, weights.shape[1]):
+            wide = chunk.to(torch.int64)
+            sums = [(wide * one[: wide.numel()]).sum() for one in weights]
+            total = total * _MULTIPLIER + torch.stack(sums)
+        return total
+
+    def _weights_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._weights:
+            count = _CHUNK_LANES.get(device.type, _DEVICE_CHUNK_LANES)
+            generator = torch.Generator().manual_seed(_SEED)
+            weights = torch.randint(-(2**62), 2**62, (2, count), generator=generator)
+            self._weights[device] = (2 * weights + 1).to(device)
+        return self._weights[device]
+
+
+def _lanes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bits as 32-bit integers, in the order of its elements."""
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = real.contiguous().view(-1).view(torch.uint8)
+    rest = -flat.numel() % 4
+    return (torch.nn.functional.pad(flat, (0, rest)) if rest else flat).view(torch.int32)
+
+
+class ReplicaCheck:
+    """Compares the ranks' parameters, every so many steps, after a backward.
+
+    Args:
+        group: whose ranks average.
+        state: of the module.
+        every: steps from one check to the next.
+
+    Cost: each check hashes all parameters, and all-reduces 16 bytes; only if ranks differ, 16 bytes for each parameter are
+    gathered.
+    """
+
+    def __init__(self, group: ProcessGroup, state: ModuleState, every: int) -> None:
+        self._group = group
+        self._state = state
+        self._every = every
+        self._steps = self._same_at = 0
+        self._hash = ReplicaHash()
+
+    def note_step(self, seen: IterationStatistics) -> None:  # noqa: ARG002 - a listener's
+        """A backward was reduced. Every so many times it is a collective."""
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self.check()
+            self._same_at = self._steps
+
+    def check(self) -> None:
+        """Compare them now. A collective.
+
+        Raises:
+            DisagreementError: on all ranks, if they differ; names the first parameter that does.
+        """
+        parameters = self._state.parameters()
+        hashes = b"".join(self._hash(parameter for _, parameter in parameters))
+        if are_same_on_all_ranks(hashes, group=self._group):
+            return
+        names = [name for name, _ in parameters]
+        raise DisagreementError(
+            f"{difference(names, all_gather_bytes(hashes, group=self._group))} ({self._group.place()}, after "
+            f"{self._steps} averaged backwards, when the check began; equal at {self._same_at}). Look for parameters that are "
+            "changed on some ranks only, or stepped before their gradients are averaged"
+        )
+
+
+def difference(names: Sequence[str], hashes: Sequence[bytes]) -> str:
+    """Which parameter differs first, and on which ranks. A pure function.
+
+    Args:
+        names: of the parameters.
+        hashes: for each rank those of all parameters, one after the other.
+    """
+    if len({len(found) for found in hashes}) > 1:
+        counts = ", ".join(str(len(found) // HASH_BYTES) for found in hashes)
+        return f"the ranks have different numbers of parameters: {counts}"
+    for number, name in enumerate(names):
+        found = [one[number * HASH_BYTES : (number + 1) * HASH_BYTES] for one in hashes]
+        others = [rank for rank, one in enumerate(found) if one != found[0]]
+        if others:
+            differing = sum(
+                len({one[place : place + HASH_BYTES] for one in hashes}) > 1 for place in range(0, len(hashes[0]), HASH_BYTES)
+            )
+            return (
+                f"the replicas differ: parameter '{name}' on rank(s) {', '.join(map(str, others))} is not that of rank 0; "
+                f"{differing} of {len(names)} parameters differ"
+            )
+    return "the replicas differ"

@@ -1,0 +1,459 @@
+"""Modules that change after they were wrapped: the next forward averages what they have then, or says what differs."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from syncline.collectives import DisagreementError, MisuseError, ProcessGroup
+from syncline.collectives.testing import run_ranks
+from syncline.ddp import DistributedDataParallel, MixedPrecision
+from syncline.ddp.model_watch import ModelWatch
+
+pytestmark = pytest.mark.ranks
+
+LOOK_EVERY = 32
+
+OPTIONS = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+]
+Change = Callable[[nn.Module, int], None]
+"""Changes a module, or its wrapper; new parameters have other values on each rank."""
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def inner(module: nn.Module) -> Any:
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def linear(inputs: int, outputs: int, rank: int) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs, dtype=torch.float64)
+    for number, parameter in enumerate(layer.parameters()):
+        parameter.data = torch.arange(parameter.numel(), dtype=torch.float64).view_as(parameter) / 7 - rank - number
+    return layer
+
+
+_of_torch = threading.Lock()
+
+
+@contextmanager
+def replacing_parameters() -> Iterator[None]:
+    """One rank after the other: torch has one switch for all threads."""
+    with _of_torch:
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            yield
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def assigned_state(module: nn.Module, rank: int) -> None:
+    state = {name: tensor * (1 + rank) for name, tensor in inner(module).state_dict().items()}
+    inner(module).load_state_dict(state, assign=True)
+
+
+def one_parameter(module: nn.Module, rank: int) -> None:
+    inner(module)[2].weight = nn.Parameter(linear(4, 2, rank).weight.detach().clone())
+
+
+def another_head(module: nn.Module, rank: int) -> None:
+    inner(module)[2] = linear(4, 3, rank)
+
+
+def one_layer_more(module: nn.Module, rank: int) -> None:
+    inner(module).append(linear(2, 2, rank))
+
+
+class Adapter(nn.Module):
+    """A low-rank term beside a frozen layer, as LoRA has it."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down, self.up = linear(layer.in_features, 1, rank), linear(1, layer.out_features, rank)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(inputs) + self.up(self.down(inputs))
+        return result
+
+
+def an_adapter(module: nn.Module, rank: int) -> None:
+    inner(module)[0] = Adapter(inner(module)[0], rank)
+
+
+def weight_norm(module: nn.Module, rank: int) -> None:
+    parametrizations.weight_norm(inner(module)[2])
+
+
+def pruned(module: nn.Module, rank: int) -> None:
+    prune.l1_unstructured(inner(module)[2], "weight", amount=0.3)  # type: ignore[no-untyped-call]
+
+
+def there_and_back(module: nn.Module, rank: int) -> None:
+    module.float().double()
+
+
+def there_and_back_anew(module: nn.Module, rank: int) -> None:
+    with replacing_parameters():
+        module.float().double()
+
+
+def another_dtype(module: nn.Module, rank: int) -> None:
+    module.float()
+
+
+def another_module(module: nn.Module, rank: int) -> None:
+    if isinstance(module, DistributedDataParallel):
+        module.module = nn.Sequential(linear(3, 5, rank), nn.Tanh(), linear(5, 2, rank))
+
+
+CHANGES: list[Change] = [
+    assigned_state,
+    one_parameter,
+    another_head,
+    one_layer_more,
+    an_adapter,
+    weight_norm,
+    pruned,
+    there_and_back,
+    there_and_back_anew,
+    another_dtype,
+]
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return (torch.arange(6, dtype=torch.float64).view(2, 3) * (rank + 1) / 10 - step / 4).to(dtype)
+
+
+def loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    dtype = next(module.parameters()).dtype
+    result: torch.Tensor = module(batch(rank, step, dtype)).square().sum()
+    return result
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in inner(module).parameters()]
+
+
+def averages(whole: nn.Module, size: int, step: int) -> list[torch.Tensor | None]:
+    whole.zero_grad()
+    for rank in range(size):
+        (loss(whole, rank, step) / size).backward()  # type: ignore[no-untyped-call]
+    return gradients(whole)
+
+
+def step_of(ddp: DistributedDataParallel, rank: int, step: int) -> list[torch.Tensor | None]:
+    ddp.zero_grad()
+    loss(ddp, rank, step).backward()  # type: ignore[no-untyped-call]
+    return gradients(ddp)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("after", [0, 2])
+def test_what_the_module_has_now_is_averaged_and_new_parameters_are_rank_0s(
+    options: dict[str, Any], change: Change, after: int
+) -> None:
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        whole = copy.deepcopy(first)
+        change(whole, 0)
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group, **options)
+        for step in range(after):
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(copy.deepcopy(first), 2, step))
+        change(ddp, group.rank)
+        for step in range(after, after + 3):
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(whole, 2, step))
+        for mine, expected in zip(inner(ddp).parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_another_module_in_the_wrapper(options: dict[str, Any]) -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(model(), process_group=group, **options)
+        step_of(ddp, group.rank, 0)
+        another_module(ddp, group.rank)
+        whole = nn.Sequential(linear(3, 5, 0), nn.Tanh(), linear(5, 2, 0))
+        for step in range(1, 3):
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(whole, 2, step))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_frozen_part_that_is_thawed_is_averaged_from_the_next_backward_on(options: dict[str, Any]) -> None:
+    first = model()
+    first[0].requires_grad_(False)
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group, **options)
+        for step in range(3):
+            assert step_of(ddp, group.rank, step)[:2] == [None, None]
+        with torch.no_grad():
+            inner(ddp)[0].weight.add_(group.rank)  # whoever trains a frozen part on one rank gets rank 0's values again
+        inner(ddp)[0].requires_grad_(True)
+        whole = copy.deepcopy(first).requires_grad_(True)
+        for step in range(3, 6):
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(whole, 2, step))
+
+    run_ranks(2, body)
+
+
+def test_freezing_for_a_while_builds_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The discriminator of a GAN while its generator trains; also in the steps after which all parameters are looked at."""
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group)
+        for step in range(3):
+            step_of(ddp, group.rank, step)
+        allocate, asked = group.allocate, []
+        monkeypatch.setattr(group, "allocate", lambda *args: asked.append(args) or allocate(*args))
+        for step in range(LOOK_EVERY + 2):
+            ddp.requires_grad_(False)
+            picture = batch(group.rank, step).requires_grad_()
+            ddp(picture).sum().backward()
+            ddp.module.train()
+            ddp.requires_grad_(True)
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(copy.deepcopy(first), 2, step))
+        assert not asked
+
+    run_ranks(2, body)
+
+
+def test_parameters_that_nobody_registers_are_seen_by_a_look_now_and_then() -> None:
+    """`ddp.module.double()` puts others in place, where torch is asked to."""
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group)
+        for step in range(4):
+            step_of(ddp, group.rank, step)
+        there_and_back_anew(ddp.module, group.rank)
+        for step in range(3):
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(copy.deepcopy(first), 2, step))
+
+    run_ranks(2, body)
+
+
+def test_the_looks_become_rare_and_do_not_end() -> None:
+    module = model()
+    owner = nn.Identity()
+    watch = ModelWatch(_state(module), owner)
+    looked = []
+    place, name, parameter = watch._places[0]
+    for reductions in range(4 * LOOK_EVERY):
+        place[name] = None
+        looked += [reductions] if watch.is_due(reductions) else []
+        watch.has_sign = False
+        assert not watch.is_due(reductions), "once after each step, however many forwards there are"
+        place[name] = parameter
+    assert looked == [0, 1, 2, 4, 8, 16, LOOK_EVERY, 2 * LOOK_EVERY, 3 * LOOK_EVERY]
+
+
+def _state(module: nn.Module) -> Any:
+    from syncline.ddp.module_state import ModuleState
+
+    return ModuleState(module)
+
+
+def test_what_happens_to_other_modules_is_no_sign() -> None:
+    module, owner = model(), nn.Identity()
+    watch = ModelWatch(_state(module), owner)
+    other = nn.Sequential(nn.Linear(2, 2))
+    other[0].weight = nn.Parameter(torch.ones(2, 2))
+    other.append(module)
+    copy.deepcopy(module).append(nn.Linear(2, 2))
+    assert not watch.has_sign
+    module[0].register_module("extra", nn.Linear(2, 2))
+    assert watch.has_sign
+
+
+def test_gradients_that_were_accumulated_before_the_change_are_averaged_after_it() -> None:
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        for options in OPTIONS:
+            ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group, **options)
+            with ddp.no_sync():
+                loss(ddp, group.rank, 0).backward()  # type: ignore[no-untyped-call]
+            one_layer_more(ddp, group.rank)
+            loss(ddp, group.rank, 1).backward()  # type: ignore[no-untyped-call]
+            whole = copy.deepcopy(first)
+            for rank in range(2):
+                (loss(whole, rank, 0) / 2).backward()  # type: ignore[no-untyped-call]
+            one_layer_more(whole, 0)
+            for rank in range(2):
+                (loss(whole, rank, 1) / 2).backward()  # type: ignore[no-untyped-call]
+            torch.testing.assert_close(gradients(ddp), gradients(whole))
+
+    run_ranks(2, body)
+
+
+class TwoParts(nn.Module):
+    """A forward uses one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([linear(3, 2, 0), linear(3, 2, 0)])
+
+    def forward(self, inputs: torch.Tensor, which: int) -> torch.Tensor:
+        result: torch.Tensor = self.parts[which](inputs)
+        return result
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_what_was_accumulated_before_the_change_counts_though_the_backward_after_it_does_not_use_it(options: Any) -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(TwoParts(), process_group=group, **options)
+        with ddp.no_sync():
+            ddp(batch(group.rank, 0), 0).sum().backward()
+        inner(ddp).parts[1] = linear(3, 2, group.rank)
+        ddp(batch(group.rank, 1), 1).sum().backward()
+        mean = (batch(0, 0) + batch(1, 0)).sum(0) / 2
+        torch.testing.assert_close(inner(ddp).parts[0].weight.grad, mean.expand(2, 3))
+
+    run_ranks(2, body)
+
+
+def test_a_layer_that_is_added_brings_its_buffers() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(model(), process_group=group)
+        step_of(ddp, group.rank, 0)
+        norm = nn.BatchNorm1d(2).double()
+        norm.running_mean.fill_(5.0 + group.rank)  # type: ignore[union-attr, operator]
+        inner(ddp).append(norm)
+        ddp.eval()
+        assert ddp(batch(0, 0)).shape == (2, 2)
+        assert norm.running_mean.tolist() == [5.0, 5.0], "rank 0's"  # type: ignore[union-attr]
+        ddp.train()
+        for step in range(2):
+            ddp(batch(group.rank, step))
+        ddp(batch(group.rank, 3))
+        mine = torch.cat([buffer.double().flatten() for buffer in norm.buffers()])
+        step_of(ddp, group.rank, 4)
+        assert mine.numel() == 5
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_change_on_one_rank_is_an_error_on_all(odd: int) -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(model(), process_group=group)
+        step_of(ddp, group.rank, 0)
+        if group.rank == odd:
+            one_layer_more(ddp, 0)
+        with pytest.raises(DisagreementError) as caught:
+            step_of(ddp, group.rank, 1)
+        said = str(caught.value)
+        assert "the module has changed" in said
+        if group.rank == odd:
+            headline = said.splitlines()[0]
+            assert "'3.weight', '3.bias'" in headline
+            assert "make the same change on every rank" in headline
+            assert len(headline) <= 200
+        group.abort()
+
+    run_ranks(2, body)
+
+
+def test_different_changes_are_named_on_all_ranks() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(model(), process_group=group)
+        inner(ddp).append(linear(2, 2 + group.rank, 0))
+        with pytest.raises(DisagreementError, match=r"parameter '3.weight' is float64\[2, 2\].*float64\[3, 2\]"):
+            step_of(ddp, group.rank, 1)
+        group.abort()
+
+    run_ranks(2, body)
+
+
+def test_other_parameters_that_are_new_are_named() -> None:
+    """The models look alike, but each rank has replaced another parameter: whose values would be sent where?"""
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(model(), process_group=group)
+        part = inner(ddp)[0 if group.rank else 2]
+        part.bias = nn.Parameter(part.bias.detach().clone())
+        with pytest.raises(DisagreementError, match=r"new parameters=\['2.bias'\] on rank 0 and \['0.bias'\] on rank 1"):
+            step_of(ddp, group.rank, 1)
+
+    run_ranks(2, body)
+
+
+def test_within_join_a_change_is_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(model(), process_group=group)
+        one_layer_more(ddp, 0)
+        with pytest.raises(MisuseError, match=r"new parameters: '3.weight', '3.bias'.*within join\(\)"), ddp.join():
+            step_of(ddp, group.rank, 0)
+
+    run_ranks(1, body)
+
+
+def test_in_mixed_precision_new_parameters_are_cast() -> None:
+    def body(group: ProcessGroup) -> None:
+        first = model().float()
+        ddp = DistributedDataParallel(first, process_group=group, mixed_precision=MixedPrecision(torch.bfloat16))
+        ddp(batch(group.rank, 0).float()).sum().backward()
+        inner(ddp).append(linear(2, 2, group.rank).float())
+        ddp.zero_grad()
+        outputs = ddp(batch(group.rank, 1).float())
+        assert outputs.dtype is torch.bfloat16
+        outputs.sum().backward()
+        bias = inner(ddp)[3].bias
+        assert bias.grad.dtype is torch.float32
+        assert bias.grad.tolist() == [2.0, 2.0]
+
+    run_ranks(2, body)
+
+
+def test_a_hook_stays() -> None:
+    first = model()
+
+    def hook(group: ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        work = group.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0] / group.size * 10)
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group)
+        ddp.register_comm_hook(group, hook)
+        step_of(ddp, group.rank, 0)
+        one_layer_more(ddp, group.rank)
+        whole = copy.deepcopy(first)
+        one_layer_more(whole, 0)
+        expected = [None if one is None else 10 * one for one in averages(whole, 2, 1)]
+        torch.testing.assert_close(step_of(ddp, group.rank, 1), expected)
+
+    run_ranks(2, body)
+
+
+def test_a_lazy_layer_is_refused_by_name() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(model(), process_group=group)
+        inner(ddp).append(nn.LazyLinear(2))
+        with pytest.raises(MisuseError, match=r"parameter '3.weight' is not initialised yet"):
+            step_of(ddp, group.rank, 0)
+
+    run_ranks(1, body)

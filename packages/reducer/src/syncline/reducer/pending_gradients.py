@@ -1,0 +1,111 @@
+"""The gradients that autograd has accumulated and the reducer has not looked at: a state machine over integers."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from typing import TypeAlias
+
+EVERY_GRADIENT: Container[int] = range(1, 1 << 62)
+
+#: A thread, and the backward that runs on it.
+Where: TypeAlias = tuple[int, int]
+
+
+class PendingBucket:
+    """The gradients of one bucket.
+
+    Note [What one gradient costs]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Autograd calls a Python function for every gradient, about a microsecond, and that call is what a reducer in Python costs
+    most. So the function only appends an index to a list. It wakes the reducer at a bucket's first gradient, because a
+    backward may begin with it, and when the bucket may be complete. All parameters of a bucket are on one device, and autograd
+    has one thread for each device, so nobody else appends meanwhile.
+
+    Args:
+        members: the parameters, in the order in which their gradients are expected.
+
+    Attributes:
+        members: the same.
+        indices: those whose gradients came, in the order in which they came.
+        wake_at: the lengths of `indices` at which the reducer is woken.
+    """
+
+    __slots__ = ("_needed", "indices", "members", "wake_at")
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self.members = members
+        self.indices: list[int] = []
+        self.expect(None)
+
+    def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
+        """So many gradients make the bucket worth a look (None: each does); with `watch_all` every one wakes the reducer."""
+        self._needed = needed or 1
+        self.wake_at: Container[int] = EVERY_GRADIENT if watch_all or needed is None else (1, needed)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether the bucket is worth a look."""
+        return len(self.indices) >= self._needed
+
+    def take(self, *, but_last: bool = False) -> list[int]:
+        """Hand over what has come, but for the latest one if users' hooks on it still run. The next is worth a look at once."""
+        count = len(self.indices) - but_last
+        taken = self.indices[:count]
+        del self.indices[:count]
+        self._needed = 1
+        return taken
+
+
+class PendingGradients:
+    """The buckets of a reducer: which of them are worth a look, and may be looked at.
+
+    ::
+
+        counting ──enough have come──► waiting, where users' hooks on the latest gradient run ──they have run──► taken
+            ▲                                                                                                      │
+            └──────────────────────────── the next gradient is worth a look at once ───────────────────────────────┘
+
+    Users' hooks have run when the node of that gradient's parameter is done, or when the same backward on the same thread has
+    come to another gradient; see Note [After all users' hooks] in `gradient_hooks`.
+
+    Args:
+        buckets: the members of each.
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
+        self._buckets = [PendingBucket(members) for members in buckets]
+        self._waiting: dict[PendingBucket, Where] = {}
+
+    def __iter__(self) -> Iterator[PendingBucket]:
+        return iter(self._buckets)
+
+    def came(self, bucket: PendingBucket, here: Where) -> list[tuple[PendingBucket, list[int]]]:
+        """A gradient of the bucket came; called inside the hook on it.
+
+        Args:
+            bucket: whose.
+            here: the thread and backward that call.
+
+        Returns:
+            Buckets that waited for an earlier gradient of this thread and backward, with what came; without this bucket's new
+            gradient.
+        """
+        done = [one for one, where in self._waiting.items() if where == here] if self._waiting else []
+        for one in done:
+            del self._waiting[one]
+        taken = [(one, one.take(but_last=one is bucket)) for one in done]
+        if bucket.are_enough:
+            self._waiting[bucket] = here
+        return taken
+
+    def node_done(self, bucket: PendingBucket, index: int) -> list[int]:
+        """All hooks on this parameter have run: what came, if the bucket waited for just that; else nothing."""
+        if bucket not in self._waiting or bucket.indices[-1] != index:
+            return []
+        del self._waiting[bucket]
+        return bucket.take()
+
+    def take_all(self) -> list[tuple[PendingBucket, list[int]]]:
+        """Backward has ended, or it is not reduced: what came, and was not taken before, by bucket."""
+        self._waiting.clear()
+        return [(bucket, bucket.take()) for bucket in self._buckets if bucket.indices]
