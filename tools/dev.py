@@ -100,6 +100,7 @@ LONGEST = (
 )
 BENCHMARKS = ROOT / "tools" / "benchmarks"
 TEST_SUPPORT = ROOT / "tools" / "test_support"
+SCRIPTS = (ROOT / "tools", TEST_SUPPORT, BENCHMARKS, DIGITS.parent, ROOT / "packaging" / "reframe" / "src")
 # Each is a module; those under mpiexec, and those that start what they need themselves.
 UNDER_MPIEXEC = {
     "collectives": ("benchmarks.collectives",),
@@ -177,7 +178,7 @@ def types(_: argparse.Namespace) -> int:
     """Check the types of each layer on its own, then of the tools and the example."""
     mypy = (PYTHON, "-m", "mypy", "--config-file", ROOT / "pyproject.toml")
     layers = [(*mypy, ROOT / "packages" / layer / "src") for layer in LAYERS]
-    scripts = [path for folder in (ROOT / "tools", TEST_SUPPORT, BENCHMARKS, DIGITS.parent) for path in folder.glob("*.py")]
+    scripts = [path for folder in SCRIPTS for path in folder.glob("*.py")]
     return _all_of(*layers, (*mypy, *sorted(scripts)))
 
 

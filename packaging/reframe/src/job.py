@@ -1,6 +1,7 @@
 """What the ReFrame checks run on every rank: `job.py conformance`, `job.py replicas` or `job.py killed`.
 
-Each prints one line on rank 0 when all is well, or ends with a traceback. Without ReFrame: `mpirun -n 2 python job.py replicas`.
+Each prints one line on rank 0 when all is well, or ends with a traceback.
+Without ReFrame: `mpirun -n 2 python job.py replicas`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, destroy_process_group, init_process_group
-from syncline.collectives.testing.conformance.suite import CHECKS
+from syncline.collectives.testing import CHECKS
 from syncline.ddp import DistributedDataParallel
 
 
