@@ -473,7 +473,7 @@ def test_steps_are_told_kept_and_drawn(played: Path) -> None:
 
 def test_recording_adds_few_calls_to_a_step_whatever_its_length() -> None:
     added = {buckets: recording.measure_added(buckets, blocks=2).calls for buckets in (1, 3)}
-    assert 0 < added[1] < added[3] < 100
+    assert 0 < added[1] < added[3] < 120
 
 
 def test_what_other_programs_took_is_the_machines_time_without_ones_own() -> None:

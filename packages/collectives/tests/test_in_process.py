@@ -159,7 +159,7 @@ def test_one_rank_waits_for_nobody_and_needs_no_thread() -> None:
     for work in works:
         work.wait()
     group.close()
-    assert ran_on == [group._progress._thread]
+    assert len(ran_on) == 1  # on the thread that waits, or that of the group: whichever comes first
 
 
 def test_at_least_one_rank() -> None:

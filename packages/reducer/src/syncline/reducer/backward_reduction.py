@@ -77,7 +77,7 @@ class BackwardReduction:
             self._left_alone,
             on_delivery=on_delivery,
             extra_futures=extra_futures,
-            verification=self._verification,
+            verification=lambda: self._group.verify_calls() if self._compares_at_end() else self._verification,
         )
 
     def _start(self, number: int, *, empty: bool = False) -> None:
@@ -102,4 +102,12 @@ class BackwardReduction:
     def _start_agreements(self) -> None:
         """After the last bucket, on every rank: who used what, and whether all called the same."""
         self._usage.sync_used_map()
-        self._verification = self._group.verify_calls(async_op=True)
+        if not self._compares_at_end():
+            self._verification = self._group.verify_calls(async_op=True)
+
+    def _compares_at_end(self) -> bool:
+        """Whether calls are compared when the buckets are over: until then, a hook's callbacks may issue collectives.
+
+        Where the group has no order for them, the comparison would come before them on one rank, and after them on another.
+        """
+        return self._reduction.hook is not None and not self._group.has_total_order

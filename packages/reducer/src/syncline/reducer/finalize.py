@@ -31,7 +31,7 @@ def finalize(
     *,
     on_delivery: OnDelivery | None = None,
     extra_futures: Sequence[AnyFuture] = (),
-    verification: Work | None = None,
+    verification: Callable[[], Work | None] = lambda: None,
 ) -> None:
     """Wait for each bucket in the order of their start, and hand its result to the parameters.
 
@@ -42,7 +42,7 @@ def finalize(
         on_delivery: told the parameters of each bucket that have their reduced gradients now, while later buckets are still
             being reduced.
         extra_futures: what else shall be over when backward is.
-        verification: of the group's calls, issued after the last bucket; None if there is none.
+        verification: of the group's calls; asked for when all else is over.
 
     Raises:
         DisagreementError: the ranks called different collectives.
@@ -57,9 +57,10 @@ def finalize(
             on_delivery(_touched(bucket, untouched) if untouched else bucket.parameters)
     for future in extra_futures:
         future.wait()
-    if verification is not None:
-        with naming_parameters(lambda: [name for reduction in reductions for name in reduction.bucket.names]):
-            verification.wait()
+    with naming_parameters(lambda: [name for reduction in reductions for name in reduction.bucket.names]):
+        work = verification()
+        if work is not None:
+            work.wait()
     statistics.finished = time.perf_counter()
     statistics.waited_s += statistics.finished - statistics.finalize_started
 
