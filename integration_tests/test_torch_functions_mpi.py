@@ -508,6 +508,7 @@ def test_a_tracer_refuses_what_its_program_would_leave_out() -> None:
             trace(torch.ones(4))
 
 
+@pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="this torch calls no kernel of ours for them")
 def test_operators_that_compiled_programs_call() -> None:
     """torch.compile makes them of FSDP's gathers; also of a group that is not ours."""
     rank, size = dist.get_rank(), dist.get_world_size()
