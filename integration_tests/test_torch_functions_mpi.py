@@ -525,7 +525,7 @@ def test_operators_that_compiled_programs_call() -> None:
     other = rows[4 * ((rank + 1) % size) :][:4]
     operators.wait_tensor(operators.all_gather_into_tensor_out(other, size, world().group_name, out=rows))
     assert torch.equal(rows, torch.cat(all_of()))
-    if size > 1:
+    if size > 1 and hasattr(operators, "batch_p2p_ops"):
         received = torch.zeros(4)
         peers = [(rank + 1) % size, (rank - 1) % size]
         sent, arrived = operators.batch_p2p_ops(["isend", "irecv"], peers, [3, 3], [mine(), received], world().group_name)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 
 from .full_run import FULL
 from .preloaded import PreloadedPython
@@ -17,6 +18,9 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays. Whoever collects garbage in a test, as the reducer does, need not search all of torch."""
     gc.collect()
     gc.freeze()
+    # On a machine without a GPU, torch 2.10 built for CUDA refers to memory of the thread that compiles first, also when that
+    # thread has ended, and crashes. This thread stays.
+    getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)()
 
 
 @pytest.fixture(scope="session")
