@@ -3,8 +3,8 @@
 #   hpccm --recipe packaging/container/recipe.py --format docker > packaging/container/Dockerfile
 #   hpccm --recipe packaging/container/recipe.py --format singularity > packaging/container/syncline.def
 #
-# `--userarg torch=2.13.0 extras=mpi,nccl-cuda13` chooses other contents. Both build from the root of a checkout. The image has no
-# MPI library: the host's is bound in, and mpi4py's wheel takes whichever it finds, of MPICH's family or Open MPI.
+# `--userarg torch=2.13.0 extras=mpi,nccl-cuda13` chooses other contents. Both build from the root of a checkout. The image has
+# no MPI library: the host's is bound in, and mpi4py's wheel takes whichever it finds, of MPICH's family or Open MPI.
 
 # Debian 12 has glibc 2.36; the host's MPI library must not need a newer one.
 base = USERARG.get("base", "docker.io/library/python:3.12-slim-bookworm")
