@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError, TransportError, torch_internals
+from syncline.collectives import InvalidArgumentError, StoreError, TransportError, torch_internals
 from syncline.collectives.composed.torch_work import TorchRequest
 from syncline.collectives.contract.checks import no_memory
 from syncline.collectives.contract.deadline import Deadline
@@ -168,3 +168,11 @@ def test_without_the_state_of_a_premul_sum_it_is_not_recognised(monkeypatch: pyt
     assert from_torch(op) is None
     with pytest.raises(InvalidArgumentError):
         checked_reduction(op, torch.float32)
+
+
+def test_without_them_a_store_of_torchs_lists_no_keys_and_is_its_own_clone() -> None:
+    """The stores of torch 2.6."""
+    old = SimpleNamespace()
+    with pytest.raises(StoreError, match=r"do not list their keys; use a store of ours"):
+        torch_internals.keys_of_store(old)
+    assert torch_internals.clone_of_store(old) is old
