@@ -18,9 +18,10 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays. Whoever collects garbage in a test, as the reducer does, need not search all of torch."""
     gc.collect()
     gc.freeze()
-    # On a machine without a GPU, torch 2.10 built for CUDA refers to memory of the thread that compiles first, also when that
-    # thread has ended, and crashes. This thread stays.
-    getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)()
+    # torch 2.10, built for CUDA on a machine without a GPU, gives its compiler a device that belongs to the calling thread, and
+    # crashes when that thread has ended. With that device, too, no fork could run a backward.
+    if hasattr(torch._C, "_ensureCUDADeviceGuardSet") and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet = lambda: None
 
 
 @pytest.fixture(scope="session")
