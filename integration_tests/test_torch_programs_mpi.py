@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:DTensor random operators may not:UserWarning"),  # torch 2.6, on CPUs
 ]
 
-FSDP2_NEEDS_A_GPU = TorchVersion(torch.__version__) < (2, 7)
+FSDP2_NEEDS_A_GPU = TorchVersion(torch.__version__) < "2.7"
 
 STEPS = 2
 Tensors = dict[str, torch.Tensor]

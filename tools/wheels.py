@@ -86,8 +86,8 @@ def file_start(package: str, version: str) -> str:
 
 def build(package: str, folder: Path, *kinds: str) -> None:
     """Build the kinds asked for, "--wheel" and "--sdist", into `folder`, as an index takes them."""
-    command = (PYTHON, "-m", "build", *kinds, "--no-isolation", "--outdir", folder, ROOT / "packages" / package)
-    check(command, env={"SYNCLINE_RELEASE": "1"})
+    where = ("--outdir", folder, ROOT / "packages" / package)
+    check((PYTHON, "-m", "build", *kinds, "--no-isolation", *where), env={"SYNCLINE_RELEASE": "1"})
 
 
 def defects_of(package: str, folder: Path) -> list[str]:

@@ -37,7 +37,7 @@ def replicas(group: ProcessGroup) -> str:
     for _ in range(30):
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(model(inputs), inputs.sin().sum(1, keepdim=True))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.item())
     bits = torch.cat([parameter.detach().flatten() for parameter in net.parameters()]).view(torch.int32)

@@ -334,7 +334,7 @@ def test_torchs_end_reaches_our_groups_where_torch_ends_those_of_nccl_only(monke
 
 def test_works_that_only_cpp_holds_live_until_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """In torch 2.6, where C++ would wait for ever for one whose Python half is gone."""
-    monkeypatch.setattr(call_issuer, "_LOSES_WORKS", True)
+    monkeypatch.setattr(call_issuer, "LOSES_WORKS", True)
     monkeypatch.setattr(call_issuer, "_UNASKED_KEPT", 3)
     group = init()
 

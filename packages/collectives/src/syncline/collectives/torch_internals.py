@@ -16,6 +16,7 @@ private to torch                    without it
 ``torch._foreach_copy_``            tensors are copied one after the other
 ``dist.Work._source_rank``          a receive from any rank over a group of torch's is an error; name the sender
 ``dist.Store.list_keys``            ``list_keys`` of a store of torch's is an error (torch 2.6 to 2.8)
+works that C++ alone holds          the group holds each work until it is waited for (torch 2.6)
 ``dist.Store.clone``                a clone of a store of torch's shares its connection (torch 2.6)
 ``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is not recognised, which is an error; use ours
 ``_profiler_enabled``               a profiler shows no collectives
@@ -34,6 +35,7 @@ from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.torch_version import TorchVersion
 
 from .errors import StoreError, TransportError
 
@@ -75,6 +77,10 @@ def work_of_cpp(wait: Callable[[timedelta], bool]) -> Any:
     """A work of torch's own, for C++ to hold alone; who waits for it calls `wait` with a limit, where 0 is none."""
     module: Any = sys.modules["torch._C._distributed_c10d"]
     return module.PythonCallbackWork(wait)
+
+
+#: Whether C++ waits for ever for a work that nobody in Python holds.
+LOSES_WORKS = TorchVersion(torch.__version__) < "2.7"
 
 
 #: How many modes watch the operators that this thread calls.

@@ -38,7 +38,7 @@ except AttributeError as error:
     raise ImportError(f"syncline-reducer does not work with torch {torch.__version__}: {error}") from error
 
 #: Whether hooks on a parameter also run where the backward of its function returned None. No function of torch's tells.
-TELLS_OF_UNDEFINED_GRADIENTS = TorchVersion(torch.__version__) >= (2, 8)
+TELLS_OF_UNDEFINED_GRADIENTS = TorchVersion(torch.__version__) >= "2.8"
 CAN_COUNT_STORAGE_USERS = hasattr(torch._C, "_storage_Use_Count")
 CAN_FORESEE_NODES = hasattr(torch._C, "_will_engine_execute_node")
 _current_graph_task_id: Callable[[], int] = getattr(

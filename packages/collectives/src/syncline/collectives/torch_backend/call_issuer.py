@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
 
 from ..contract.process_group import ProcessGroup
 from ..contract.profiling import record
 from ..contract.work import FinishedWork, Work
 from ..errors import MisuseError
-from ..torch_internals import jit_trace, modes_active, profiler_runs
+from ..torch_internals import LOSES_WORKS, jit_trace, modes_active, profiler_runs
 from . import watched
 from .options import time_limit_s
 from .watched import Seen
@@ -27,7 +26,6 @@ Issue = Callable[[bool], Work]
 _WORKS_KEPT = 64
 # Of works that nobody waits for, so many are kept.
 _UNASKED_KEPT = 1024
-_LOSES_WORKS = TorchVersion(torch.__version__) < (2, 7)
 
 # These concern two ranks, and are not counted: the ranks' counts would differ.
 _TRANSFERS = frozenset({"send", "recv", "recvAnySource"})
@@ -86,7 +84,7 @@ class CallIssuer(dist.ProcessGroup):
             self._coalesced.append(work)
             return TorchSideWork(work, limit_s)
         if is_async:
-            if _LOSES_WORKS:
+            if LOSES_WORKS:
                 return self._held(work, limit_s)
             torchs = TorchSideWork(work, limit_s)
             if title == "all_reduce" and inputs[0].numel() == 1:
@@ -129,4 +127,4 @@ class CallIssuer(dist.ProcessGroup):
         works, self._coalesced = self._coalesced, None
         if works is None:
             raise MisuseError(f"coalescing on {self.syncline_group.place()} ends, but was not started")
-        return self._held(CoalescedWork(works), None) if _LOSES_WORKS else TorchSideWork(CoalescedWork(works))
+        return self._held(CoalescedWork(works), None) if LOSES_WORKS else TorchSideWork(CoalescedWork(works))
