@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -23,6 +24,11 @@ from syncline.collectives import CollectiveTimeout, InvalidArgumentError, Misuse
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.torch_backend import TorchProcessGroup, monitored_barrier
+
+# What torch has had since 2.11.
+IS_OLD = "sort_ranks" not in inspect.signature(dist.new_group).parameters
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 pytestmark = [
     pytest.mark.mpi,
@@ -150,14 +156,14 @@ def test_coalesced() -> None:
     gathered = [torch.zeros(size * 4), torch.zeros(size * 3)]
     with _coalescing_manager(async_ops=True) as pending:
         for into, n in zip(gathered, (4, 3), strict=True):
-            dist.all_gather_single(into, mine(n))
+            all_gather_single(into, mine(n))
     pending.wait()
     assert [into.tolist() for into in gathered] == [torch.cat(all_of(n)).tolist() for n in (4, 3)]
 
     scattered = [torch.zeros(2), torch.zeros(1)]
     with _coalescing_manager():
         for into in scattered:
-            dist.reduce_scatter_single(into, mine(size * into.numel()))
+            reduce_scatter_single(into, mine(size * into.numel()))
     for into in scattered:
         assert torch.equal(into, summed(size * into.numel())[rank * into.numel() :][: into.numel()])
 
@@ -206,6 +212,8 @@ def test_sub_groups() -> None:
     own, everyone = dist.new_subgroups(1)
     assert dist.get_process_group_ranks(own) == [rank]
     assert len(everyone) == size
+    if IS_OLD:
+        return  # it sorts the ranks of a group
     backwards = dist.new_group(list(reversed(range(size))), sort_ranks=False)
     assert dist.get_group_rank(backwards, rank) == size - 1 - rank
     gathered = [torch.zeros(4) for _ in range(size)]
@@ -221,6 +229,7 @@ def test_a_group_of_gloos() -> None:
     assert torch.equal(tensor, summed())
 
 
+@pytest.mark.skipif(IS_OLD, reason="this torch splits groups of NCCL only")
 def test_split_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with an accelerator, which torch's function wants to see."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -292,7 +301,8 @@ def test_monitored_barriers() -> None:
 
 def test_time_limits() -> None:
     """Of one call, of one wait, and of the group from now on."""
-    dist.barrier(timeout=timedelta(seconds=20))
+    if "timeout" in inspect.signature(dist.barrier).parameters:
+        dist.barrier(timeout=timedelta(seconds=20))
     work = dist.irecv(torch.zeros(1), 1, tag=77) if dist.get_rank() == 0 < dist.get_world_size() - 1 else None
     if work is not None:
         with pytest.raises(CollectiveTimeout, match=r"not over within 0\.01 s"):
@@ -306,14 +316,16 @@ def test_time_limits() -> None:
     assert as_process_group(world()).timeout_s == 29.0
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.10 says so of every profile
 def test_profiler_ranges() -> None:
     """By torch's names; that of an asynchronous call lasts until it has finished."""
     tensor = mine()
     with torch.profiler.profile() as profile:
         dist.all_reduce(tensor)
         dist.broadcast(tensor, 0, async_op=True).wait()
-        dist.all_gather_single(torch.zeros(4 * dist.get_world_size()), tensor)
         dist.barrier()
+        all_gather_single(torch.zeros(4 * dist.get_world_size()), tensor)
+        dist.all_reduce(tensor)  # an older torch lets a call end a little after it was waited for
     names = {event.name for event in profile.events()}
     assert {f"syncline-mpi:{name}" for name in ("all_reduce", "broadcast", "_all_gather_base", "barrier")} <= names
 
@@ -496,6 +508,7 @@ def test_a_tracer_refuses_what_its_program_would_leave_out() -> None:
             trace(torch.ones(4))
 
 
+@pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="this torch calls no kernel of ours for them")
 def test_operators_that_compiled_programs_call() -> None:
     """torch.compile makes them of FSDP's gathers; also of a group that is not ours."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -512,7 +525,7 @@ def test_operators_that_compiled_programs_call() -> None:
     other = rows[4 * ((rank + 1) % size) :][:4]
     operators.wait_tensor(operators.all_gather_into_tensor_out(other, size, world().group_name, out=rows))
     assert torch.equal(rows, torch.cat(all_of()))
-    if size > 1:
+    if size > 1 and hasattr(operators, "batch_p2p_ops"):
         received = torch.zeros(4)
         peers = [(rank + 1) % size, (rank - 1) % size]
         sent, arrived = operators.batch_p2p_ops(["isend", "irecv"], peers, [3, 3], [mine(), received], world().group_name)

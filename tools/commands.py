@@ -44,9 +44,9 @@ def run(
     return subprocess.run([str(word) for word in command], cwd=cwd, env=merged(env)).returncode
 
 
-def check(command: Sequence[str | Path], *, remedy: str = "see the output above") -> None:
-    """Run `command` and raise ToolError with the remedy if it fails."""
-    status = run(command)
+def check(command: Sequence[str | Path], *, remedy: str = "see the output above", env: Mapping[str, str] | None = None) -> None:
+    """Run `command` and raise ToolError with the remedy if it fails; `env` adds to ours."""
+    status = run(command, env=env)
     if status != 0:
         raise ToolError(f"`{_shortened(command)}` failed with status {status}; {remedy}")
 

@@ -100,6 +100,7 @@ LONGEST = (
 )
 BENCHMARKS = ROOT / "tools" / "benchmarks"
 TEST_SUPPORT = ROOT / "tools" / "test_support"
+SCRIPTS = (ROOT / "tools", TEST_SUPPORT, BENCHMARKS, DIGITS.parent, ROOT / "packaging" / "reframe" / "src")
 # Each is a module; those under mpiexec, and those that start what they need themselves.
 UNDER_MPIEXEC = {
     "collectives": ("benchmarks.collectives",),
@@ -178,7 +179,7 @@ def types(_: argparse.Namespace) -> int:
     """Check the types of each layer on its own, then of the tools and the example."""
     mypy = (PYTHON, "-m", "mypy", "--config-file", ROOT / "pyproject.toml")
     layers = [(*mypy, ROOT / "packages" / layer / "src") for layer in LAYERS]
-    scripts = [path for folder in (ROOT / "tools", TEST_SUPPORT, BENCHMARKS, DIGITS.parent) for path in folder.glob("*.py")]
+    scripts = [path for folder in SCRIPTS for path in folder.glob("*.py")]
     return _all_of(*layers, (*mypy, *sorted(scripts)))
 
 
@@ -523,15 +524,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_docs(_add(verbs, "docs", docs, "build the documentation's site, strictly"))
     units = _add(verbs, "unit", unit, "tests without mpirun: pure ones, and ranks as threads")
     units.add_argument("parts", nargs="*", type=_part, metavar="PART", help=f"{', '.join(UNIT_PARTS)} (default: all)")
+    _add_torch(units)
     _add_jobs(units)
     launches = _add(verbs, "launch", launch, "tests that start jobs of their own")
     launches.add_argument("paths", nargs="*", type=Path, help="default: integration_tests")
+    _add_torch(launches)
     _add_jobs(launches)
     suite = _add(verbs, "torch-suite", torch_suite, "torch's own tests over ours, those for GPUs on CPUs, some minutes")
     _add_full(suite)
+    _add_torch(suite)
     suite.add_argument("--ranks", type=_at_least_one, default=2, metavar="N", help="how many ranks (default: 2)")
     suite.add_argument("--mpi", choices=mpi_runtimes.NAMES, default="mpich", help="which MPI (default: mpich)")
-    _add_ranks(_add(verbs, "ranks", ranks, "tests under mpirun"))
+    under_mpirun = _add(verbs, "ranks", ranks, "tests under mpirun")
+    _add_ranks(under_mpirun)
+    _add_torch(under_mpirun)
     _add_soak(_add(verbs, "soak", soak, "print how memory grows under random collectives from three threads"))
     _add_chaos(_add(verbs, "chaos", chaos, "kill, stop and delay random ranks; nothing may hang or be without a name"))
     _add_elastic(_add(verbs, "elastic", elastic, "train while ranks are killed, and compare with trainings in which none is"))
@@ -593,7 +599,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_torch(parser: argparse.ArgumentParser) -> None:
-    summary = "with this version of torch from PyPI (5 GB), in an environment of its own; no lint, types and documentation"
+    summary = "with this version of torch from PyPI (1 GB; 5 GB where there is no C compiler), in an environment of its own"
     parser.add_argument("--torch", type=_version, metavar="VERSION", help=summary)
 
 

@@ -30,6 +30,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "ddp": frozenset({"collectives", "reducer"}),
 }
 """What each layer is installed with; `layers.toml` has the imports."""
+WHOLE = "syncline"
+"""The folder and the distribution of all layers together, which has no module."""
 TORCH = os.environ.get("SYNCLINE_DEV_TORCH")
 CONSTRAINTS = ROOT / "constraints.txt"
 PINNED_TORCH = CONSTRAINTS.read_text().rpartition("torch==")[2].split()[0]
@@ -54,6 +56,8 @@ class InstallSet:
     loaded: tuple[str, ...] = ()
     """What most runs load of it. Python compiles a module when it is first loaded: best once, before several ranks do so at the
     same time, each for itself."""
+    script: Path | None = None
+    """Run with the environment's Python after the installation. If it fails, it says what that means; the set is installed."""
 
     @property
     def stamp(self) -> str:
@@ -70,6 +74,9 @@ def _editable(layer: str, extras: str = "") -> tuple[str, str]:
 
 # What builds our packages: once for all, not in an environment of its own for each.
 BUILD = InstallSet("build", ("hatchling>=1.26", "editables>=0.5"))
+# torch from PyPI is built for CUDA, and without a GPU needs none of it. With the pinned version pip has the choice.
+_WITHOUT_CUDA = ROOT / "tools" / "torch_without_cuda.py"
+TORCH_ALONE = InstallSet("torch", ("--no-deps", f"torch=={TORCH}"), (_WITHOUT_CUDA,), script=_WITHOUT_CUDA)
 PACKAGES = InstallSet(
     "packages",
     (
@@ -108,7 +115,7 @@ def ensure(sets: Sequence[InstallSet]) -> None:
     if not _venv_is_sound():
         _make_venv(VENV)
         _write_stamp("venv", _venv_stamp())
-    for wanted in (BUILD, *sets):
+    for wanted in (BUILD, *([TORCH_ALONE] if TORCH else []), *sets):
         if _read_stamp(wanted.name) != wanted.stamp:
             _install(wanted)
 
@@ -154,6 +161,8 @@ def _install(wanted: InstallSet) -> None:
     )
     if wanted.loaded:
         run((PYTHON, "-c", f"import {', '.join(wanted.loaded)}"))  # what cannot be loaded, the tests show
+    if wanted.script:
+        run((PYTHON, wanted.script))
     _write_stamp(wanted.name, wanted.stamp)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import wheels
 from commands import ROOT
-from environment import LAYERS
+from environment import LAYERS, WHOLE
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,22 +31,24 @@ REQUIRED = (
     "classifiers",
 )
 
+PACKAGES = (*LAYERS, WHOLE)
+
 Projects = Mapping[str, Mapping[str, Any]]
 
 
 def dry_run() -> int:
     """Check and build everything, publish nothing; the number of problems."""
-    projects = {layer: tomllib.loads((ROOT / "packages" / layer / "pyproject.toml").read_text())["project"] for layer in LAYERS}
+    projects = {name: tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"] for name in PACKAGES}
     changelog, citation = (ROOT / "CHANGELOG.md").read_text(), (ROOT / "CITATION.cff").read_text()
     found = problems(projects, changelog, citation)
     with tempfile.TemporaryDirectory(prefix="syncline-release-") as folder:
         built = Path(folder) / "built"
-        for layer in LAYERS:
-            wheels.build(layer, built, "--sdist", "--wheel")
+        for package in PACKAGES:
+            wheels.build(package, built, "--sdist", "--wheel")
         found += missing_files([path.name for path in built.iterdir()], _version(projects))
-        found += [defect for layer in LAYERS for defect in wheels.defects_of(layer, built)]
-        alone = [layer for layer in LAYERS if wheels.install_alone(layer, built, Path(folder) / layer) is None]
-        found += [f"syncline-{layer} does not install and import alone: see above" for layer in alone]
+        found += [defect for package in PACKAGES for defect in wheels.defects_of(package, built)]
+        alone = [package for package in PACKAGES if wheels.install_alone(package, built, Path(folder) / package) is None]
+        found += [f"{wheels.distribution(package)} does not install and import alone: see above" for package in alone]
     for problem in found:
         print(f"release: {problem}")
     if not found:
@@ -60,20 +62,20 @@ def problems(projects: Projects, changelog: str, citation: str) -> list[str]:
     """What is wrong with the texts. A pure function.
 
     Args:
-        projects: for each layer the table [project] of its pyproject.toml.
+        projects: for each layer, and the whole, the table [project] of its pyproject.toml.
         changelog: the text of CHANGELOG.md.
         citation: the text of CITATION.cff.
     """
     found = [
-        f"syncline-{layer}: pyproject.toml lacks {key}"
-        for layer, project in projects.items()
+        f"{wheels.distribution(package)}: pyproject.toml lacks {key}"
+        for package, project in projects.items()
         for key in REQUIRED
         if not project.get(key)
     ]
-    versions = {layer: str(project.get("version")) for layer, project in projects.items()}
+    versions = {package: str(project.get("version")) for package, project in projects.items()}
     if len(set(versions.values())) > 1:
-        shown = ", ".join(f"{layer} {version}" for layer, version in versions.items())
-        return [*found, f"expected one version in all layers, found {shown}"]
+        shown = ", ".join(f"{package} {version}" for package, version in versions.items())
+        return [*found, f"expected one version in all packages, found {shown}"]
     version = _version(projects)
     if _heading(changelog, version) is None:
         found.append(f"CHANGELOG.md has no heading '## [{version}] - DATE'")
@@ -84,7 +86,8 @@ def problems(projects: Projects, changelog: str, citation: str) -> list[str]:
 
 def missing_files(names: Sequence[str], version: str) -> list[str]:
     """Which wheels and source distributions were not built. A pure function."""
-    expected = [f"syncline_{layer}-{version}{end}" for layer in LAYERS for end in ("-py3-none-any.whl", ".tar.gz")]
+    ends = ("-py3-none-any.whl", ".tar.gz")
+    expected = [wheels.file_start(package, version) + end for package in PACKAGES for end in ends]
     return [f"{name} was not built" for name in expected if name not in names]
 
 

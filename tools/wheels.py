@@ -1,4 +1,4 @@
-"""Builds the four wheels, and tests each where nothing but what it asks for is installed.
+"""Builds the wheels of the four layers, and tests each where nothing but what it asks for is installed; and that of the whole.
 
 A clean environment per layer sees torch and the test runner of `.venv`, and no more of it, through a path file that points at a
 folder of links (`linked_packages.py`); pip then resolves the layer's own requirements from the wheels alone, without an index.
@@ -8,6 +8,7 @@ of them leans on another layer, and some run; the same code passes all of them i
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 from commands import ROOT, check, run
-from environment import ARROWS, LAYERS, PYTHON
+from environment import ARROWS, LAYERS, PYTHON, WHOLE
 
 TEST_SUPPORT = ROOT / "tools" / "test_support"
 # What every layer may assume, and the test runner; no mpi4py, and none of our layers. No layer asks for NumPy, but torch warns
@@ -34,9 +35,11 @@ def build_and_test(*, all_tests: bool) -> int:
     """Build, inspect, install alone, import alone, test alone; the number of layers that failed."""
     with tempfile.TemporaryDirectory(prefix="syncline-wheels-") as folder:
         wheels = Path(folder) / "wheels"
-        for layer in LAYERS:
-            build(layer, wheels, "--wheel")
+        for package in (*LAYERS, WHOLE):
+            build(package, wheels, "--wheel")
         failed = [layer for layer in LAYERS if not _passes(layer, wheels, Path(folder) / layer, all_tests=all_tests)]
+        if _alone(WHOLE, wheels, Path(folder) / WHOLE) is None:
+            failed.append(WHOLE)
     if failed:
         print(f"wheels: failed for {', '.join(failed)}")
     return len(failed)
@@ -58,36 +61,70 @@ def defects(layer: str, files: list[str]) -> list[str]:
     return found
 
 
-def build(layer: str, folder: Path, *kinds: str) -> None:
-    """Build the kinds asked for, "--wheel" and "--sdist", into `folder`."""
-    check((PYTHON, "-m", "build", *kinds, "--no-isolation", "--outdir", folder, ROOT / "packages" / layer))
+def defects_of_whole(files: list[str], metadata: str) -> list[str]:
+    """What is wrong with the wheel of all layers together, which holds `files`, METADATA among them."""
+    found = [f"{name} belongs to a layer's wheel" for name in files if ".dist-info/" not in name]
+    if not any(name.endswith(".dist-info/licenses/LICENSE") for name in files):
+        found.append("expected the licence text, LICENSE, in its metadata")
+    version = re.findall(r"^Version: (.*)$", metadata, re.MULTILINE)[0]
+    required = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
+    found += [f"expected the layer's version {version}, found {one}" for one in required if f"=={version}" not in one]
+    found += [f"does not require {layer}" for layer in LAYERS if f"syncline-{layer}=={version}" not in required]
+    return found
 
 
-def defects_of(layer: str, folder: Path) -> list[str]:
-    """What is wrong with the layer's wheel in `folder`."""
-    (wheel,) = folder.glob(f"syncline_{layer}-*.whl")
-    return [f"{wheel.name}: {defect}" for defect in defects(layer, zipfile.ZipFile(wheel).namelist())]
+def distribution(package: str) -> str:
+    """The name by which pip knows what lies in the folder packages/`package`."""
+    return WHOLE if package == WHOLE else f"syncline-{package}"
+
+
+def file_start(package: str, version: str) -> str:
+    """How the names of its wheel and its source distribution begin."""
+    return f"{distribution(package).replace('-', '_')}-{version}"
+
+
+def build(package: str, folder: Path, *kinds: str) -> None:
+    """Build the kinds asked for, "--wheel" and "--sdist", into `folder`, as an index takes them."""
+    where = ("--outdir", folder, ROOT / "packages" / package)
+    check((PYTHON, "-m", "build", *kinds, "--no-isolation", *where), env={"SYNCLINE_RELEASE": "1"})
+
+
+def defects_of(package: str, folder: Path) -> list[str]:
+    """What is wrong with its wheel in `folder`."""
+    (path,) = folder.glob(f"{file_start(package, '[0-9]*')}.whl")
+    wheel = zipfile.ZipFile(path)
+    files = wheel.namelist()
+    if package == WHOLE:
+        (metadata,) = (name for name in files if name.endswith(".dist-info/METADATA"))
+        found = defects_of_whole(files, wheel.read(metadata).decode())
+    else:
+        found = defects(package, files)
+    return [f"{path.name}: {defect}" for defect in found]
 
 
 def _passes(layer: str, wheels: Path, home: Path, *, all_tests: bool) -> bool:
-    print(f"syncline-{layer}, alone:", flush=True)
-    found = defects_of(layer, wheels)
-    for defect in found:
-        print(f"  {defect}")
-    python = None if found else install_alone(layer, wheels, home)
+    python = _alone(layer, wheels, home)
     return python is not None and _tests_pass(layer, python, home, all_tests=all_tests)
 
 
-def install_alone(layer: str, wheels: Path, home: Path) -> Path | None:
-    """Install the layer from `wheels` and import it, in an environment of its own; its Python, or None if that failed."""
+def _alone(package: str, wheels: Path, home: Path) -> Path | None:
+    print(f"{distribution(package)}, alone:", flush=True)
+    found = defects_of(package, wheels)
+    for defect in found:
+        print(f"  {defect}")
+    return None if found else install_alone(package, wheels, home)
+
+
+def install_alone(package: str, wheels: Path, home: Path) -> Path | None:
+    """Install it from `wheels` and import it, in an environment of its own; its Python, or None if that failed."""
     python = _clean_environment(home / "venv")
     pip = (PYTHON, "-m", "pip", "--python", python, "install", "--quiet")
-    status = run((*pip, "--no-index", "--find-links", wheels, f"syncline-{layer}"), cwd=home)
+    status = run((*pip, "--no-index", "--find-links", wheels, distribution(package)), cwd=home)
     if status != 0:
         return None
-    expected = [name for name in LAYERS if name in ARROWS[layer] | {layer}]
+    expected = LAYERS if package == WHOLE else [name for name in LAYERS if name in ARROWS[package] | {package}]
     script = ROOT / "tools" / "import_alone.py"
-    alone: tuple[str | Path, ...] = (python, "-I", script, layer, home / "venv", *expected)
+    alone: tuple[str | Path, ...] = (python, "-I", script, expected[-1], home / "venv", *expected)
     return python if run(alone, cwd=home) == 0 else None
 
 

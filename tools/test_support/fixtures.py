@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 
 from .full_run import FULL
 from .preloaded import PreloadedPython
@@ -17,6 +18,10 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays. Whoever collects garbage in a test, as the reducer does, need not search all of torch."""
     gc.collect()
     gc.freeze()
+    # torch 2.10, built for CUDA on a machine without a GPU, gives its compiler a device that belongs to the calling thread, and
+    # crashes when that thread has ended. With that device, too, no fork could run a backward.
+    if hasattr(torch._C, "_ensureCUDADeviceGuardSet") and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet = lambda: None
 
 
 @pytest.fixture(scope="session")

@@ -122,7 +122,8 @@ class ThroughTorch(ProcessGroup):
             dist.destroy_process_group(dist.new_group([self.ranks[self.rank]], use_local_synchronization=True))
             return None
         ranks = [self.ranks[rank] for _, rank in chosen]
-        made = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
+        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # which torch before 2.11 has not
+        made = dist.new_group(ranks, use_local_synchronization=True, **order)
         return ThroughTorch(made, timeout_s=timeout_s)
 
     def _directly(self, tensor: torch.Tensor, op: Any, async_op: bool) -> Work:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from environment import LAYERS
-from release import REQUIRED, is_unreleased, missing_files, problems
+from release import PACKAGES, REQUIRED, is_unreleased, missing_files, problems
 
 CHANGELOG = "# Changelog\n\n## [0.2.0] - 2026-12-01\n\n- ddp: faster.\n\n## [0.1.0] - 2026-11-01\n"
 CITATION = "cff-version: 1.2.0\nversion: 0.2.0\n"
@@ -15,7 +14,7 @@ CITATION = "cff-version: 1.2.0\nversion: 0.2.0\n"
 
 def projects(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     whole = {**dict.fromkeys(REQUIRED, "given"), "version": "0.2.0"}
-    return {layer: {**whole, **changes.get(layer, {})} for layer in LAYERS}
+    return {layer: {**whole, **changes.get(layer, {})} for layer in PACKAGES}
 
 
 def test_nothing_is_wrong_with_what_agrees() -> None:
@@ -51,6 +50,7 @@ def test_the_citation_names_the_version() -> None:
 
 
 def test_files_that_were_not_built_are_named() -> None:
-    names = [f"syncline_{layer}-0.2.0{end}" for layer in LAYERS for end in ("-py3-none-any.whl", ".tar.gz")]
+    starts = [f"syncline{layer}-0.2.0" for layer in ("_collectives", "_reducer", "_hooks", "_ddp", "")]
+    names = [start + end for start in starts for end in ("-py3-none-any.whl", ".tar.gz")]
     assert missing_files(names, "0.2.0") == []
     assert missing_files(names[1:], "0.2.0") == [f"{names[0]} was not built"]

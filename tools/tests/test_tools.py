@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -72,6 +73,43 @@ def test_a_wheel_lacks_nothing(missing: str) -> None:
 @pytest.mark.parametrize("stray", ["syncline/__init__.py", "syncline/reducer/bucket.py"])
 def test_a_wheel_holds_its_layer_only(stray: str) -> None:
     assert any(stray.split("/")[1] in defect for defect in wheels.defects("ddp", [*GOOD_WHEEL, stray]))
+
+
+GOOD_WHOLE = ["syncline-0.1.0.dist-info/METADATA", "syncline-0.1.0.dist-info/licenses/LICENSE"]
+METADATA = "Name: syncline\nVersion: 0.1.0\n" + "".join(
+    f"Requires-Dist: syncline-{layer}==0.1.0\n" for layer in ("collectives", "reducer", "hooks", "ddp")
+)
+
+
+def test_the_wheel_of_all_layers_requires_each_at_its_own_version() -> None:
+    assert wheels.defects_of_whole(GOOD_WHOLE, METADATA) == []
+    older = METADATA.replace("hooks==0.1.0", "hooks==0.1")
+    assert any("syncline-hooks" in defect for defect in wheels.defects_of_whole(GOOD_WHOLE, older))
+    folder = f"{METADATA}Requires-Dist: syncline-ddp[report] @ file:///home/someone; extra == 'report'\n"
+    assert any("file:///home/someone" in defect for defect in wheels.defects_of_whole(GOOD_WHOLE, folder))
+
+
+@pytest.mark.parametrize(("files", "word"), [(GOOD_WHOLE[:1], "LICENSE"), ([*GOOD_WHOLE, "syncline/__init__.py"], "__init__")])
+def test_the_wheel_of_all_layers_holds_metadata_only(files: list[str], word: str) -> None:
+    (defect,) = wheels.defects_of_whole(files, METADATA)
+    assert word in defect
+
+
+def test_in_a_checkout_the_layers_are_folders_and_in_a_release_versions(tmp_path: Path) -> None:
+    build = runpy.run_path(str(ROOT / "packages" / "syncline" / "hatch_build.py"))
+    requirement = build["requirement"]
+    packages = ROOT / "packages"
+    assert requirement("ddp", "0.1.0", packages, "[report]") == f"syncline-ddp[report] @ {(packages / 'ddp').as_uri()}"
+    assert requirement("ddp", "0.1.0", tmp_path) == "syncline-ddp==0.1.0"
+    assert requirement("ddp", "0.1.0", None) == "syncline-ddp==0.1.0"
+
+
+def test_each_extra_of_the_whole_is_one_of_its_layer() -> None:
+    build = runpy.run_path(str(ROOT / "packages" / "syncline" / "hatch_build.py"))
+    assert sorted(build["LAYERS"]) == sorted(environment.LAYERS)
+    for extra, layer in build["EXTRAS"].items():
+        text = (ROOT / "packages" / layer / "pyproject.toml").read_text()
+        assert f"\n{extra} = [" in text.partition("[project.optional-dependencies]")[2], extra
 
 
 def test_the_torch_pin_is_said_alike_for_pip_and_uv() -> None:

@@ -168,3 +168,9 @@ def test_without_the_state_of_a_premul_sum_it_is_not_recognised(monkeypatch: pyt
     assert from_torch(op) is None
     with pytest.raises(InvalidArgumentError):
         checked_reduction(op, torch.float32)
+
+
+def test_without_them_a_store_of_torchs_is_its_own_clone() -> None:
+    """The stores of torch 2.6."""
+    old = SimpleNamespace()
+    assert torch_internals.clone_of_store(old) is old

@@ -9,6 +9,7 @@ gradients, of gradients that are None, and the largest relative difference.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import sys
 import warnings
@@ -203,7 +204,9 @@ def compare(case: str, rank: int) -> dict[str, Any]:
     make_model, options = CASES[case]
     torch.manual_seed(rank)  # each rank begins elsewhere, so that both have to broadcast rank 0's state
     model = make_model()
-    native = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model), **{"bucket_cap_mb": 0.0005, **options})
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters  # an older torch has fewer sizes to choose
+    native_options = {name: value for name, value in {"bucket_cap_mb": 0.0005, **options}.items() if name in known}
+    native = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model), **native_options)
     caps = {} if "bucket_cap_mb_list" in options else {"bucket_cap_mb": 0.0005}
     ours = DistributedDataParallel(model, **caps, **options)
     result = {"steps": 0, "gradients": 0, "nones": 0, "difference": 0.0, "names": len(list(native.parameters()))}

@@ -43,13 +43,26 @@ def only_rank(body: Any) -> None:
     run_ranks(1, body)
 
 
+SINCE_TORCH_2_6 = {
+    "init_sync",
+    "skip_all_reduce_unused_params",
+    "bucket_cap_mb_list",
+    "batched_grad_copy",
+    "forward_sync_buffers",
+    "lazy_bucket_allocation",
+}
+
+
 def test_the_signature_is_torchs() -> None:
     """Names, order and defaults, as far as a call can tell."""
     ours = inspect.signature(DistributedDataParallel).parameters
     theirs = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
-    newer = {"lazy_bucket_allocation"} - set(theirs)  # what torch 2.15 has added, at the end
-    assert list(ours) == [*theirs, *newer]
-    assert {name: p.default for name, p in ours.items() if name not in newer} == {name: p.default for name, p in theirs.items()}
+    newer = SINCE_TORCH_2_6 - set(theirs)
+    assert [name for name in ours if name not in newer] == list(theirs)
+    changed = {"broadcast_buffers"} if "forward_sync_buffers" in newer else set()  # True became None, which means the same
+    assert {name: p.default for name, p in ours.items() if name not in newer | changed} == {
+        name: p.default for name, p in theirs.items() if name not in changed
+    }
 
 
 def test_lazy_bucket_allocation_saves_nothing_and_says_so() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from syncline.collectives.testing.processes import run_processes
 from test_support.full_run import cases
@@ -15,6 +17,7 @@ from test_support.preloaded import OPTIMIZERS
 JOB = Path(__file__).with_name("native_features_job.py")
 NETWORK = 14  # parameters and buffers
 GRADIENTS = 11
+NATIVE_IS_OLD = "forward_sync_buffers" not in inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
 HALVES_TOLERANCE = 2e-3
 
 
@@ -58,6 +61,8 @@ def test_it_equals_native_ddps(by_rank: list[dict[str, Any]], scenario: str, ten
     # Native DDP divides before it adds, ours after; halving is exact.
     tolerance = 0.0 if len(by_rank) == 2 else 2e-5
     for compared in by_rank:
+        if NATIVE_IS_OLD and compared[scenario]["error"] == "torch's own DDP cannot":
+            pytest.skip("this torch's own DDP cannot")
         assert compared[scenario]["tensors"] == tensors
         assert compared[scenario]["error"] is None
         assert compared[scenario]["difference"] <= (HALVES_TOLERANCE if "FP16" in scenario else tolerance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -121,6 +122,8 @@ def test_equals_batch_normalisation_of_the_whole_batch(shape: str, rows: tuple[i
 )
 def test_options_mean_what_they_mean_in_torch(options: dict[str, Any]) -> None:
     rest, kind = SHAPES["2d"]
+    if not options.keys() <= inspect.signature(kind).parameters.keys():
+        pytest.skip("this torch's batch normalisation has no such option")
     layer, batches = make_layer(kind, **options), make_batches((2, 3), rest)
     assert_equals_the_whole(run_on_ranks(layer, batches), run(copy.deepcopy(layer), torch.cat(batches)))
 

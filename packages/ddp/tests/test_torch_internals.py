@@ -61,3 +61,46 @@ def test_without_modules_layers_cannot_be_replaced() -> None:
     with pytest.raises(MisuseError, match=r"which lacks Module\._modules"):
         own_modules(object())  # type: ignore[arg-type]
     assert isinstance(SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm1d(2)), SyncBatchNorm)
+
+
+class OneAtATime:
+    """torch 2.6's: it takes one tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._context = torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor)
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(*error)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_changes_of_all_tensors_stay_unseen(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not at_once:
+        monkeypatch.setattr(torch_internals, "_preserve", OneAtATime)
+        monkeypatch.setattr(torch_internals, "_PRESERVES_SEVERAL", False)
+    tensors = [torch.zeros(2), torch.zeros(3)]
+    with torch_internals.preserve_versions(tensors):
+        for tensor in tensors:
+            tensor.add_(1)
+    assert [tensor._version for tensor in tensors] == [0, 0]
+
+
+def test_without_it_autograd_sees_the_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_internals, "_preserve", None)
+    tensor = torch.zeros(2)
+    with torch_internals.preserve_versions([tensor]):
+        tensor.add_(1)
+    assert tensor._version == 1
+
+
+def test_inputs_are_moved_unless_this_torch_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, kwargs = (torch.ones(2), 3), {"mask": torch.ones(1)}
+    moved, moved_kwargs = torch_internals.moved_to(torch.device("meta"), inputs, kwargs)
+    assert moved[0].is_meta
+    assert moved[1] == 3
+    assert moved_kwargs["mask"].is_meta
+    monkeypatch.setattr(torch_internals, "_to_kwargs", None)
+    assert torch_internals.moved_to(torch.device("meta"), inputs, kwargs) == (inputs, kwargs)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from syncline.collectives import ProcessGroup
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.ranks
 
 SHARE = 4
 SMALL_CAP_MB = 128 / 1024**2  # several buckets even for this model
+# The ranks are threads here, and such a torch mixes up the records that it keeps of what each thread compiles.
+COMPILES_ON_ONE_THREAD = "2.8" <= TorchVersion(torch.__version__) < "2.11"
 Train = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], Any]
 
 
@@ -35,6 +38,11 @@ class Network(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.head(self.hidden(inputs))  # type: ignore[no-any-return]
+
+
+def skip_where_threads_cannot_compile(backend: str) -> None:
+    if backend == "aot_eager" and COMPILES_ON_ONE_THREAD:
+        pytest.skip("this torch compiles on one thread at a time")
 
 
 def make_network() -> Network:
@@ -130,6 +138,8 @@ def assert_whole_networks_were_compiled() -> None:
 )
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiling_the_wrapper(backend: str, options: dict[str, Any]) -> None:
+    skip_where_threads_cannot_compile(backend)
+
     def train(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         step_through(model, inputs, targets, torch.compile(model, backend=backend))  # type: ignore[arg-type]
 
@@ -176,6 +186,8 @@ print("loaded" if "torch._dynamo" in sys.modules else "not loaded")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.usefixtures("fresh_compiler")
 def test_wrapping_what_was_compiled(backend: str) -> None:
+    skip_where_threads_cannot_compile(backend)
+
     def train(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         step_through(model, inputs, targets, model)
 

@@ -159,6 +159,8 @@ def test_collect_refuses(gradient: torch.Tensor, error: str, vectors: bool) -> N
     example = torch.zeros(2) if vectors else torch.zeros(2, 2)
     bucket = make_bucket(example, example)
     first, second = bucket.parameters
+    if gradient.dtype is not example.dtype and not hasattr(second, "grad_dtype"):
+        pytest.skip("this torch lets no parameter have a gradient of another dtype")
     second.grad_dtype = None  # any: what a cast after wrapping and some tensor subclasses bring
     if vectors:
         gradient = gradient.to_dense()[0]

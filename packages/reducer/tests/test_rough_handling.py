@@ -14,6 +14,7 @@ import torch
 from syncline.collectives import MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.reducer import Reducer
+from syncline.reducer.torch_internals import TELLS_OF_UNDEFINED_GRADIENTS
 from test_support.forked import answer_of, in_fork
 
 pytestmark = pytest.mark.ranks
@@ -230,7 +231,13 @@ def test_a_resized_parameter_is_refused_by_name(as_view: bool) -> None:
         reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
         reducer.rebuild_buckets()
         parameters[1][1].data = torch.ones(5)
-        with pytest.raises(MisuseError, match=r"shape \[3\] for parameter 'b'.*found \[5\]"):
+        # Where every node is held, for a hook of its own, autograd sees it first.
+        told = (
+            r"shape \[3\] for parameter 'b'.*found \[5\]"
+            if TELLS_OF_UNDEFINED_GRADIENTS
+            else r"got \[5\] but expected .* \[3\]"
+        )
+        with pytest.raises(RuntimeError, match=told):
             backward(reducer, parameters, group, (1.0, 2.0))
 
     run_ranks(1, body)
@@ -246,7 +253,7 @@ def test_hooks_on_nodes_do_not_pile_up_when_a_parameter_is_converted_in_each_ste
             parameters[0][1].grad = None
             backward(reducer, parameters, group, (1.0,))
         assert len(reducer._hooks._hooked) == 1
-        assert len(reducer._hooks._handles) == 1
+        assert len(reducer._hooks._handles) == (1 if TELLS_OF_UNDEFINED_GRADIENTS else 2)
 
     run_ranks(1, body)
 

@@ -244,3 +244,41 @@ def test_the_end_of_the_outermost_backward_is_seen_once(depth: int) -> None:
     assert is_nested == [depth > 0]
     assert ends == [True]
     assert enclosing_function() is None
+
+
+class Given(torch.autograd.Function):
+    """Gives its input a gradient, or leaves it undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, is_defined: bool) -> torch.Tensor:
+        ctx.is_defined = is_defined
+        return inputs.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return gradient.expand(2) if ctx.is_defined else None, None
+
+
+def test_a_hook_tells_of_a_gradient_that_is_left_undefined() -> None:
+    """In torch 2.6 no other one does."""
+    parameter, told = torch.nn.Parameter(torch.ones(2)), []
+    handle = torch_internals.hook_undefined_gradients(parameter, lambda: told.append("undefined"))
+    for is_defined in (True, False, True):
+        Given.apply(parameter, is_defined).backward()  # type: ignore[no-untyped-call]
+    assert told == ["undefined"]
+    handle.remove()
+    Given.apply(parameter, False).backward()  # type: ignore[no-untyped-call]
+    assert told == ["undefined"]
+
+
+def test_compiled_autograd_that_raises_where_others_drop_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6's."""
+
+    def refuse(_: Callable[[], None]) -> None:
+        raise RuntimeError("Final callbacks can only be installed during backward pass.")
+
+    monkeypatch.setattr(torch_internals, "_queue_callback", refuse)
+    with pytest.raises(RuntimeError, match="Final callbacks"):
+        call_at_backward_end(pytest.fail)
+    monkeypatch.setattr(torch_internals, "in_compiled_autograd", lambda: True)
+    call_at_backward_end(pytest.fail)

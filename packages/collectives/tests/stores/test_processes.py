@@ -100,7 +100,9 @@ def test_processes_share_a_store(python: list[str], tmp_path: Path) -> None:
 
 
 def test_runs_that_meet_in_one_folder_never_see_each_other_and_torch_can_start_there(python: list[str], tmp_path: Path) -> None:
-    outputs = [output.splitlines() for output in finish(start(python, MEETING, tmp_path))]
+    said = finish(start(python, MEETING, tmp_path))
+    # Torch 2.8 has its Gloo print.
+    outputs = [[line for line in output.splitlines() if not line.startswith("[Gloo]")] for output in said]
     assert outputs == [outputs[0]] * PROCESSES, "ranks of one run are in different stores"
     first, second, sums = outputs[0]
     assert first.startswith("first file store")

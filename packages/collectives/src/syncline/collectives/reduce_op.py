@@ -128,6 +128,9 @@ def divide(total: torch.Tensor, count: int) -> None:
         return
     if total.dtype in EXACTLY_HALVED and count & (count - 1) == 0:
         total.mul_(1 / count)
+    elif total.is_complex() and not total.is_conj():
+        # Divided as complex numbers by torch 2.6, an element's bits depend on where in memory it lies.
+        torch.view_as_real(total).div_(count)
     else:
         total.div_(count, rounding_mode="trunc" if total.dtype in INTEGERS else None)
 

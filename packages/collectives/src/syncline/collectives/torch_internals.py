@@ -15,6 +15,8 @@ private to torch                    without it
 ``_disable_current_modes``          a tool's mode sees what such a collective consists of
 ``torch._foreach_copy_``            tensors are copied one after the other
 ``dist.Work._source_rank``          a receive from any rank over a group of torch's is an error; name the sender
+works that C++ alone holds          the group holds each work until it is waited for (torch 2.6)
+``dist.Store.clone``                a clone of a store of torch's shares its connection (torch 2.6)
 ``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is not recognised, which is an error; use ours
 ``_profiler_enabled``               a profiler shows no collectives
 ``_record_function_with_args_*``    a profiler shows them without shapes
@@ -32,6 +34,7 @@ from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.torch_version import TorchVersion
 
 from .errors import TransportError
 
@@ -73,6 +76,10 @@ def work_of_cpp(wait: Callable[[timedelta], bool]) -> Any:
     """A work of torch's own, for C++ to hold alone; who waits for it calls `wait` with a limit, where 0 is none."""
     module: Any = sys.modules["torch._C._distributed_c10d"]
     return module.PythonCallbackWork(wait)
+
+
+#: Whether C++ waits for ever for a work that nobody in Python holds.
+LOSES_WORKS = TorchVersion(torch.__version__) < "2.7"
 
 
 #: How many modes watch the operators that this thread calls.
@@ -183,6 +190,11 @@ def source_rank(torch_work: Any) -> int:
             f"torch {torch.__version__} does not say which rank a message came from; pass the sender to the receive (src=...)"
         )
     return int(torch_work._source_rank())
+
+
+def clone_of_store(torch_store: Any) -> Any:
+    """Another handle on the same store of torch.distributed; the same one where its class has no other."""
+    return torch_store.clone() if hasattr(torch_store, "clone") else torch_store
 
 
 def premul_factor(torch_op: Any) -> float | None:

@@ -12,7 +12,15 @@ from syncline.collectives.cli.doctor import torch_versions
 
 @pytest.mark.parametrize(
     ("version", "expected"),
-    [("2.13.0", True), ("2.13.1+cpu", True), ("2.15.0a0+git1", True), ("2.1.3", False), ("2.6.0", False), ("3.0.0", False)],
+    [
+        ("2.13.0", True),
+        ("2.13.1+cpu", True),
+        ("2.15.0a0+git1", True),
+        ("2.1.3", False),
+        ("2.6.0", True),
+        ("2.9.1", False),
+        ("3.0.0", False),
+    ],
 )
 def test_versions_count_by_major_and_minor_number(version: str, expected: bool) -> None:
     assert torch_versions.was_run(version) is expected

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from syncline.collectives import InvalidTypeError, ProcessGroup, broadcast_coalesced
 from syncline.collectives.internal import bytes_of, in_plain_order, mark_written
 
+from . import torch_internals
 from .module_state import ModuleState, writable
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Buffers:
         unread = self._state.statistics_of_batch_normalization()
         others = [buffer for buffer in buffers if id(buffer) not in unread]
         before = [_bits(buffer).clone() for buffer in others]
-        with _unsafe_preserve_version_counter(tuple(buffers)):
+        with torch_internals.preserve_versions(buffers):
             yield
         for buffer, bits in zip(others, before, strict=True):
             if not torch.equal(_bits(buffer), bits):

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.utils import _to_kwargs
 from torch.utils.hooks import RemovableHandle
 
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.internal import disable_dynamo, disable_dynamo_here
 from syncline.reducer import GradBucket, IterationStatistics, Reducer, telling_the_others, verify_same_options
 
-from . import arguments, logging_data
+from . import arguments, logging_data, torch_internals
 from .bucket_tuning import BucketTuning, check_can_tune, measuring_caps
 from .buffers import Buffers
 from .compatibility import TorchNames, ignored_names
@@ -276,8 +275,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         except DisagreementError as error:
             raise self._reducer.explained(error, "a forward of the wrapped module") from error.__cause__
         if self._input_device is not None:
-            moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
-            inputs, kwargs = moved[0], moved_kwargs[0]
+            inputs, kwargs = torch_internals.moved_to(self._input_device, inputs, kwargs)
         return inputs, kwargs, pending
 
     def _warn_of_users_hooks(self) -> None:

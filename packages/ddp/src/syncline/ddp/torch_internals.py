@@ -10,16 +10,21 @@ private to torch                        without it
 ``Tensor._version``                     ``mixed_precision`` compares all casts after each forward
 ``Module._modules``                     ``SyncBatchNorm.convert_sync_batchnorm`` is an error
 ``ProcessGroupGloo.options._threads``   logging data do not tell "gloo_num_threads"
+``_to_kwargs``                          inputs stay where they are: move them to a module's GPU before its call
+``_unsafe_preserve_version_counter``    broadcasting buffers between a forward and its backward is autograd's error
 ``_in_backward_optimizers``             optimizers of ``_apply_optimizer_in_backward`` are not found: torch has none then
 ======================================  ==============================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
+import torch.autograd.grad_mode
 import torch.distributed.utils
 from torch.autograd import Variable
 
@@ -32,6 +37,9 @@ _queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
     getattr(Variable, "_execution_engine", None), "queue_callback", None
 )
 _cast_forward_inputs: Callable[..., tuple[Any, Any]] | None = getattr(torch.distributed.utils, "_cast_forward_inputs", None)
+_to_kwargs: Callable[..., tuple[Any, Any]] | None = getattr(torch.distributed.utils, "_to_kwargs", None)
+_preserve: Any = getattr(torch.autograd.grad_mode, "_unsafe_preserve_version_counter", None)
+_PRESERVES_SEVERAL = _preserve is not None and "tensors" in inspect.signature(_preserve).parameters
 
 
 def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
@@ -82,6 +90,27 @@ def cast_inputs(dtype: torch.dtype, inputs: tuple[Any, ...], kwargs: dict[str, A
     """Cast the tensors of floating point among a module's arguments. See `check_low_precision`."""
     assert _cast_forward_inputs is not None
     return _cast_forward_inputs(dtype, *inputs, **kwargs)
+
+
+def moved_to(device: torch.device, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A module's arguments, with the tensors among them moved to the device."""
+    if _to_kwargs is None:
+        return inputs, kwargs
+    (moved, *_), (moved_kwargs, *_) = _to_kwargs(inputs, kwargs, device, False)
+    return moved, moved_kwargs
+
+
+def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+    """A context in which changes of these tensors stay unseen by autograd, so that a graph that has saved them lives on."""
+    if _preserve is None:
+        return nullcontext()
+    if _PRESERVES_SEVERAL:
+        context: AbstractContextManager[object] = _preserve(tuple(tensors))
+        return context
+    stack = ExitStack()  # torch 2.6 takes one tensor at a time
+    for tensor in tensors:
+        stack.enter_context(_preserve(tensor))
+    return stack
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:

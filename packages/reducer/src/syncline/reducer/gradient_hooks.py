@@ -11,6 +11,7 @@ import torch
 
 from syncline.collectives import ProcessGroup
 
+from . import torch_internals
 from .pending_gradients import PendingBucket, PendingGradients
 from .torch_internals import GraphNode, accumulation_node, hookable
 
@@ -142,6 +143,8 @@ class GradientHooks:
         parameter = self._parameters[index]
         with hookable(parameter):
             self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+        if not torch_internals.TELLS_OF_UNDEFINED_GRADIENTS:
+            self._handles.append(torch_internals.hook_undefined_gradients(parameter, lambda: note(None)))
 
     def _remove(self) -> None:
         for handle in (*self._handles, *(handle for _, handle in self._hooked.values())):

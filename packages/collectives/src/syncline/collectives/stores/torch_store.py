@@ -35,6 +35,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from typing_extensions import override
 
+from .. import torch_internals
 from ..engine.call import CancelScope
 from ..errors import InvalidArgumentError, StoreError, StoreTimeout
 from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, key_timeout, poll
@@ -179,7 +180,7 @@ class FromTorchStore(Store):
 
     @override
     def clone(self) -> FromTorchStore:
-        return FromTorchStore(self._store.clone(), self.timeout)  # type: ignore[attr-defined]
+        return FromTorchStore(torch_internals.clone_of_store(self._store), self.timeout)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..engine.observers import profiled
 from ..errors import MisuseError
 from ..group import ProcessGroup
-from ..torch_internals import jit_trace, modes_active, profiler_runs
+from ..torch_internals import LOSES_WORKS, jit_trace, modes_active, profiler_runs
 from ..work import FinishedWork, Work
 from . import watched
 from .options import time_limit_s
@@ -22,8 +22,10 @@ from .works import CoalescedWork, TorchSideWork
 
 Issue = Callable[[bool], Work]
 
-# Of the works of one number, so many are kept; see Note [A work that only C++ holds].
+# So many of the latest works are kept; see Note [A work that only C++ holds].
 _WORKS_KEPT = 64
+# Of works that nobody waits for, so many are kept.
+_UNASKED_KEPT = 1024
 
 # These concern two ranks, and are not counted: the ranks' counts would differ.
 _TRANSFERS = frozenset({"send", "recv", "recvAnySource"})
@@ -41,6 +43,9 @@ class CallIssuer(dist.ProcessGroup):
     which waits for it in backward. Nobody in Python holds it then, and C++ keeps only its half of a work, whose `wait` would
     never return. So the group holds the latest works of this kind.
 
+    In torch 2.6 the same goes for every work that C++ gets, and C++ may wait for one long after others. So there the group
+    holds each work until it is waited for or asked for its future, and the latest of these a little longer: C++ may do both.
+
     Args:
         ours: the group.
         backend_name: the name under which torch knows the backend.
@@ -53,6 +58,7 @@ class CallIssuer(dist.ProcessGroup):
         self._coalesced: list[Work] | None = None
         self._collectives_issued = 0
         self._kept: deque[dist.Work] = deque(maxlen=_WORKS_KEPT)
+        self._unasked: dict[int, TorchSideWork] = {}
 
     def _issue(
         self,
@@ -78,12 +84,27 @@ class CallIssuer(dist.ProcessGroup):
             self._coalesced.append(work)
             return TorchSideWork(work, limit_s)
         if is_async:
+            if LOSES_WORKS:
+                return self._held(work, limit_s)
             torchs = TorchSideWork(work, limit_s)
             if title == "all_reduce" and inputs[0].numel() == 1:
                 self._kept.append(torchs)
             return torchs
         work.wait(limit_s)
         return _FINISHED
+
+    def _held(self, work: Work, limit_s: float | None) -> TorchSideWork:
+        """A work of torch's that lives on where only C++ holds it."""
+
+        def asked(one: TorchSideWork) -> None:
+            self._kept.append(one)
+            self._unasked.pop(id(one), None)
+
+        torchs = TorchSideWork(work, limit_s, on_asked=asked)
+        self._unasked[id(torchs)] = torchs
+        if len(self._unasked) > _UNASKED_KEPT:
+            self._unasked.pop(next(iter(self._unasked)))
+        return torchs
 
     def _issued(self, title: str, inputs: list[torch.Tensor], issue: Issue, starts_only: bool) -> Work:
         if title not in _TRANSFERS:
@@ -106,4 +127,4 @@ class CallIssuer(dist.ProcessGroup):
         works, self._coalesced = self._coalesced, None
         if works is None:
             raise MisuseError(f"coalescing on {self.syncline_group.place()} ends, but was not started")
-        return TorchSideWork(CoalescedWork(works))
+        return self._held(CoalescedWork(works), None) if LOSES_WORKS else TorchSideWork(CoalescedWork(works))

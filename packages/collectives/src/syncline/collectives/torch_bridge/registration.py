@@ -15,8 +15,9 @@ from torch.distributed import distributed_c10d
 from ..errors import BackendUnavailableError, MisuseError
 from .group_factory import create
 from .rendezvous import rendezvous
+from .torch_process_group import TorchProcessGroup
 
-OLDEST_TORCH = (2, 13)
+OLDEST_TORCH = (2, 6)
 
 #: For each name that torch.distributed learns: our backend (None: one for each device) and the devices it may serve.
 BACKENDS: dict[str, tuple[str | None, list[str]]] = {
@@ -38,6 +39,7 @@ def register() -> None:
     for name, (backend, devices) in BACKENDS.items():
         _register_backend(name, backend, devices_there(devices))
     _decline_flight_recorder()
+    _close_when_torch_destroys()
     _register_scheme()
 
 
@@ -84,6 +86,21 @@ def _decline_flight_recorder() -> None:
     """
     recorded_elsewhere: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorded_elsewhere.update(BACKENDS)
+
+
+def _close_when_torch_destroys() -> None:
+    """Let `destroy_process_group` of torch 2.6 end our groups, too: there it ends NCCL's only."""
+    theirs = getattr(distributed_c10d, "_shutdown_backend", None)
+    if theirs is None or theirs.__module__ == __name__:  # a newer torch asks each group itself; or we were here before
+        return
+
+    def shut_down(group: dist.ProcessGroup) -> None:
+        if isinstance(group, TorchProcessGroup):
+            group.shutdown()
+        else:
+            theirs(group)
+
+    distributed_c10d._shutdown_backend = shut_down  # type: ignore[attr-defined]
 
 
 def _register_scheme() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -22,16 +23,21 @@ class TorchSideWork(dist.Work):
     Args:
         ours: the work.
         timeout_s: how long `wait` waits unless it is told otherwise; None: as the group says.
+        on_asked: called with this work, once, when somebody first waits for it or asks for its future.
     """
 
-    def __init__(self, ours: Work, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, ours: Work, timeout_s: float | None = None, on_asked: Callable[[TorchSideWork], None] | None = None
+    ) -> None:
         super().__init__()
         self.ours = ours
         self._timeout_s = timeout_s
+        self._on_asked = on_asked
 
     @disable_dynamo
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the collective has finished; on CUDA, order the current stream after it instead."""
+        self._asked()
         limit_s = time_limit_s(timeout)
         return self.ours.wait(self._timeout_s if limit_s is None else limit_s)
 
@@ -75,10 +81,16 @@ class TorchSideWork(dist.Work):
     @disable_dynamo
     def get_future(self) -> TensorsFuture:
         """A future of the output tensors, which C++ takes as well; see Note [Futures that fail] in `work`."""
+        self._asked()
         future = self.ours.get_future()
         if a_queue_runs_here():
             return future  # the callback that asks may wait for it, which only a future of ours makes possible
         return future_for_torch(future, self.ours.result())
+
+    def _asked(self) -> None:
+        on_asked, self._on_asked = self._on_asked, None
+        if on_asked is not None:
+            on_asked(self)
 
 
 class CoalescedWork(Work):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Major and minor version. Others may work; nobody has looked.
-RUN_WITH = ("2.13", "2.14", "2.15")
+RUN_WITH = ("2.6", "2.8", "2.10", "2.13", "2.14", "2.15")
 
 
 def was_run(version: str) -> bool:

