@@ -7,7 +7,8 @@
 - Of collectives, the other layers use its public names, and `syncline.collectives.internal`.
 - mpi4py, CuPy and pyzmq are imported at module level in the packages made for them only.
 - Backends are imported by backends, the registry and the instruments that examine them, and by nothing else.
-- An `__init__.py` re-exports and does nothing else; the namespace `syncline` has none at all.
+- An `__init__.py` re-exports, at once or when a name is first asked for, and does nothing else; the namespace `syncline` has
+  none at all.
 
 Exits 1, with one line per violation, if there is any.
 """
@@ -49,6 +50,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "backends",
         "default_group",
         "torch_backend",
+        "public",
         "internal",
         "testing",
         "commands",
@@ -306,8 +308,19 @@ def _is_type_checking(test: ast.expr) -> bool:
 def _beyond_reexports(tree: ast.Module) -> Iterator[Violation]:
     for position, node in enumerate(tree.body):
         is_docstring = position == 0 and ast.get_docstring(tree) is not None
-        if not (is_docstring or isinstance(node, (ast.Import, ast.ImportFrom)) or _is_all(node)):
-            yield Violation(node.lineno, "an __init__.py holds docstring, imports and __all__ only")
+        if not (is_docstring or _is_import(node) or _is_all(node) or _loads_names(node)):
+            yield Violation(node.lineno, "an __init__.py holds docstring, imports, __all__ and __getattr__ only")
+
+
+def _is_import(node: ast.stmt) -> bool:
+    if isinstance(node, ast.If):
+        return _is_type_checking(node.test) and all(map(_is_import, node.body)) and not node.orelse
+    return isinstance(node, (ast.Import, ast.ImportFrom))
+
+
+def _loads_names(node: ast.stmt) -> bool:
+    """Whether it loads what the package exports, or lists it, when somebody asks (PEP 562)."""
+    return isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")
 
 
 def _is_all(node: ast.stmt) -> bool:

@@ -9,10 +9,9 @@ import pytest
 
 from syncline.collectives import BackendUnavailableError
 from syncline.collectives.backends.mpi import backend as mpi
+from syncline.collectives.startup import mpi_library as module
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.registry import load_backend
-
-module = sys.modules["syncline.collectives.backends.mpi.backend"]
 
 
 @pytest.fixture

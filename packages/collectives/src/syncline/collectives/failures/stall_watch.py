@@ -12,10 +12,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..contract.statements import ranks_in_words
-from .flight_recorder import FlightRecorder
+
+if TYPE_CHECKING:
+    from .flight_recorder import FlightRecorder  # it brings torch, which `syncline run` must not load
 
 logger = logging.getLogger("syncline.collectives")
 

@@ -22,11 +22,11 @@ from collections.abc import Generator
 
 import pytest
 
-from ..backends.mpi.backend import start_mpi
 from ..contract.process_group import ProcessGroup
 from ..default_group.default_group import destroy_process_group, init_process_group
 from ..startup.backend import ConnectRequest
 from ..startup.launch import Launch, detect_launch
+from ..startup.mpi_library import start_mpi
 from ..startup.registry import load_backend
 from .rank_plugin import RankPlugin
 

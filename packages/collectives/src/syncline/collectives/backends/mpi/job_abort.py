@@ -48,7 +48,7 @@ from ...failures.stall_watch import look_now_and_then
 from ...forks import Inherited, generation, tell_in_forks
 from ...host.departures import Departures
 from ...host.progress import all_idle
-from ...startup.uncaught_errors import in_text
+from ...startup.uncaught_errors import are_handled_elsewhere, in_text
 from .departure_notices import DepartureNotices
 from .fault_tolerance import failed_ranks, is_fault_tolerant
 from .library import no_more_mpi, while_mpi_runs
@@ -64,6 +64,8 @@ _FORWARDING_S = 0.3
 
 def abort_on_uncaught() -> None:
     """Install the first guard. Concerns this process only, so it can be done before anything that may fail."""
+    if are_handled_elsewhere():
+        return
     if sys.excepthook is not _on_uncaught:
         _previous_hook.append(sys.excepthook)
         sys.excepthook = _on_uncaught

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ...backends.mpi.backend import start_mpi
 from ...contract.process_group import ProcessGroup
 from ...errors import InvalidArgumentError
 from ...startup.backend import ConnectRequest
 from ...startup.launch import detect_launch
+from ...startup.mpi_library import start_mpi
 from ...startup.registry import backend_names, load_backend
 from .kinds import ROOT, Allocate, Buffers
 
