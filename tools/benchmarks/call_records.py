@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp
-from syncline.collectives.engine.call import DONE, Call, CancelScope, Signature
+from syncline.collectives.engine.call import DONE, Call, Signature
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.health.agreement import Agreement, MessageCarrier
 from syncline.collectives.health.recorder import Recorder

@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.growth_counting import CountingStore, Counts, counts
 from syncline.collectives import CollectiveTimeout, ProcessGroup, get_default_group, init_process_group, new_group
-from syncline.collectives.engine.call import Call, CancelScope, Signature
+from syncline.collectives.engine.call import Call, Signature
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.ddp import DistributedDataParallel
 
 _SETTLE_S = 0.3

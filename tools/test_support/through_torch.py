@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from syncline.collectives.engine.call import DEFAULT_TIMEOUT_S, Signature
+from syncline.collectives.engine.call import Signature
+from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S
 from syncline.collectives.group import ProcessGroup
 from syncline.collectives.reduce_op import PremulSum, ReduceOp, Reduction
 from syncline.collectives.torch_bridge.torch_work import TorchWork

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import InvalidArgumentError, TransportError, torch_internals
-from syncline.collectives.engine.call import CancelScope
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.reduce_op import checked_reduction, from_torch
 from syncline.collectives.tensors.checks import no_memory
 from syncline.collectives.torch_bridge.torch_work import TorchRequest

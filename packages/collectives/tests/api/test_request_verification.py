@@ -8,7 +8,7 @@ import pytest
 
 from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.api.request_verification import verify_request
-from syncline.collectives.engine.call import CancelScope
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.health.agreement import Agreement, Carrier
 from syncline.collectives.health.recorder import Recorder

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from syncline.collectives import InvalidArgumentError, TransportError
-from syncline.collectives.engine.call import DEFAULT_TIMEOUT_S, CancelScope, DetachedCall, seconds
+from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S, CancelScope, DetachedCall, seconds
 
 
 @pytest.mark.parametrize(

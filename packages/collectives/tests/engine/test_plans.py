@@ -22,7 +22,8 @@ from syncline.collectives import (
     premul_sum,
 )
 from syncline.collectives.api import functional
-from syncline.collectives.engine.call import Call, CancelScope, Signature
+from syncline.collectives.engine.call import Call, Signature
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.engine.observers import ObservedCall, observe_calls
 from syncline.collectives.engine.transport import LibraryPlan, Plan

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout, DisagreementError
-from syncline.collectives.engine.call import CancelScope
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.transfer import TransferWork
 from syncline.collectives.engine.transport import Request
 

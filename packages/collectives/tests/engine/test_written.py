@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.engine.call import CancelScope
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.gloo import connect

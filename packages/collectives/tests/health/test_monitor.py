@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from syncline.collectives import RankLostError, TransportError
-from syncline.collectives.engine.call import Call, CancelScope, Signature
+from syncline.collectives.engine.call import Call, Signature
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.health.monitor import END_LOOKS, INTERRUPT_LOOKS, NOTICED_LOOKS, Escalation, Monitor, Step
 
 

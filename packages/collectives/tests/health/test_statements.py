@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.engine.call import CancelScope
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.health.agreement import MessageCarrier
 from syncline.collectives.health.statements import Statements, ranks_in_words, runs
 from syncline.collectives.testing import run_ranks

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, TransportError
-from syncline.collectives.engine.call import DONE, FAILED, Call, CancelScope, Signature
+from syncline.collectives.engine.call import DONE, FAILED, Call, Signature
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.device import Event
 from syncline.collectives.health.monitor import call_now_and_then
 from syncline.collectives.transports.nccl.connections import Connector
@@ -285,9 +286,9 @@ def test_the_end_of_the_process_waits_for_an_abort() -> None:
 
 def test_the_end_of_the_process_does_not_wait_for_ever() -> None:
     leaves = LEAVES.replace("time.sleep(0.3)", "time.sleep(3600)").replace(
-        "in_flight = ", "engine_call._EXIT_S = 0.2; in_flight = "
+        "in_flight = ", "cancel_scope._EXIT_S = 0.2; in_flight = "
     )
-    command = [sys.executable, "-c", "from syncline.collectives.engine import call as engine_call\n" + leaves]
+    command = [sys.executable, "-c", "from syncline.collectives.engine import cancel_scope\n" + leaves]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["left"]
 

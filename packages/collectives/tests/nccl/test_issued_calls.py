@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, DisagreementError, ReduceOp, TransportError
-from syncline.collectives.engine.call import DONE, FAILED, CancelScope
+from syncline.collectives.engine.call import DONE, FAILED
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.tags import FIRST_NCCL_AGREEMENT, ReservedTag
 from syncline.collectives.group import ProcessGroup
 from syncline.collectives.health import agreement as history_verification

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from syncline.collectives import LaunchError
-from syncline.collectives.engine.call import CancelScope
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.startup import addresses
 from syncline.collectives.startup.addresses import (
     Doors,

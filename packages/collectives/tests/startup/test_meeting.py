@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from syncline.collectives import DisagreementError, LaunchError, StoreError, SynclineError
-from syncline.collectives.engine.call import CancelScope
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.health.liveness import ProcessIdentity
 from syncline.collectives.startup import meeting
 from syncline.collectives.startup.addresses import LOOPBACK, OwnAddress

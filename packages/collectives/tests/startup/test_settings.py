@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 
 from syncline.collectives import InvalidArgumentError, SiteFileError
-from syncline.collectives.engine.call import DEFAULT_TIMEOUT_S
+from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
-from syncline.collectives.startup.settings import SITE_VARIABLE, SPIN_VARIABLE, Settings, load_settings, parse_settings
+from syncline.collectives.startup.settings import (
+    SITE_VARIABLE,
+    SPIN_VARIABLE,
+    TIMEOUT_VARIABLE,
+    Settings,
+    load_settings,
+    parse_settings,
+)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +125,14 @@ def test_a_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SiteFileError, match="cannot read the site file"):
         load_settings({}, path)
+
+
+def test_the_time_limit_of_the_environment_goes_before_the_sites(tmp_path: Path) -> None:
+    site = tmp_path / "site.toml"
+    site.write_text("timeout_s = 600\nspin_s = 0.25")
+    environ = {SITE_VARIABLE: str(site), TIMEOUT_VARIABLE: "77"}
+    assert load_settings(environ) == Settings(timeout_s=77.0, spin_s=0.25, path=str(site))
+    assert load_settings({TIMEOUT_VARIABLE: "1.5"}, tmp_path / "none").timeout_s == 1.5
+    for wrong in ("0", "-1", "soon"):
+        with pytest.raises(InvalidArgumentError, match=f"{TIMEOUT_VARIABLE}: expected a number of seconds, found '{wrong}'"):
+            load_settings({TIMEOUT_VARIABLE: wrong}, tmp_path / "none")

@@ -20,7 +20,7 @@ from syncline.collectives import (
     TransportError,
 )
 from syncline.collectives.engine import group as host_group
-from syncline.collectives.engine.call import CancelScope
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.launch import Launch

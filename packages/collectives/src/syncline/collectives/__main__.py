@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from .errors import SynclineError
-from .plugins import load_plugin, plugin_names
-from .version import __version__
 
 ENTRY_POINT_GROUP = "syncline.commands"
 
@@ -23,6 +21,11 @@ ENTRY_POINT_GROUP = "syncline.commands"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; under mpirun every rank does. Returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["run"]:
+        # It starts whenever a script does. To look through all installed packages for commands takes longer than all of it.
+        from .cli.run import command
+
+        return command.main(words[1:])
     try:
         arguments = _parser(_wanted(words)).parse_args(words)
         status: int = arguments.run(arguments)
@@ -43,11 +46,16 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def _wanted(words: Sequence[str]) -> list[str]:
     """The command that is asked for, so that a broken one keeps no other from working; or all of them."""
+    from .plugins import plugin_names
+
     names = plugin_names(ENTRY_POINT_GROUP)
     return [words[0]] if words and words[0] in names else names
 
 
 def _parser(names: Iterable[str]) -> argparse.ArgumentParser:
+    from .plugins import load_plugin
+    from .version import __version__
+
     parser = argparse.ArgumentParser(
         prog="syncline", description="Check and measure process groups, and see where training steps go."
     )

@@ -28,8 +28,10 @@ A message says what was expected, what was found, where (rank, group, collective
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from typing_extensions import Self
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class SynclineError(RuntimeError):

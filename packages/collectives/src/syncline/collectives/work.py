@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import torch
 from typing_extensions import override
 
-from .engine.call import seconds
+from .engine.cancel_scope import seconds
 from .errors import CollectiveTimeout, TransportError
 from .forks import generation, not_the_rank
 

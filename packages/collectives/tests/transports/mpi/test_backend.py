@@ -8,11 +8,10 @@ import sys
 import pytest
 
 from syncline.collectives import BackendUnavailableError
+from syncline.collectives.startup import mpi_library as module
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.transports.mpi import backend as mpi
-
-module = sys.modules["syncline.collectives.transports.mpi.backend"]
 
 
 @pytest.fixture

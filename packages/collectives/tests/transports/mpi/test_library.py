@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
-from syncline.collectives.engine import call as engine_call
-from syncline.collectives.engine.call import CancelScope
+from syncline.collectives.engine import cancel_scope
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.startup.settings import DEFAULT_SPIN_S
 from syncline.collectives.transports.mpi import library, waiting
 from syncline.collectives.transports.mpi.waiting import ARRIVAL_NAP_S, MESSAGE_NAP_S, NO_NAP_S, Patience, spin_for
@@ -46,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     made = Clock()
     monkeypatch.setattr(waiting, "time", made)
     monkeypatch.setattr(waiting, "yield_cpu", made.yield_cpu)
-    monkeypatch.setattr(engine_call, "monotonic", made.monotonic)
+    monkeypatch.setattr(cancel_scope, "monotonic", made.monotonic)
     spin_for(DEFAULT_SPIN_S)
     yield made
     spin_for(DEFAULT_SPIN_S)

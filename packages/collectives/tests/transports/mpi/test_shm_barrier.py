@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
-from syncline.collectives.engine.call import CancelScope
+from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.mpi import waiting
 from syncline.collectives.transports.mpi.node.shared_sync import GaveUpError, ShmBarrier, barrier_bytes, has_total_store_order

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ..engine.call import seconds
+from ..engine.cancel_scope import seconds
 from ..errors import BackendUnavailableError, InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from ..group import ProcessGroup
 from ..startup.backend import Backend, ConnectRequest

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..engine.call import CancelScope, seconds
+from ..engine.cancel_scope import CancelScope, seconds
 from ..engine.tags import MONITORED_BARRIER
 from ..errors import CollectiveTimeout
 from ..group import ProcessGroup

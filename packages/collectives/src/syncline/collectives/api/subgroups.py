@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from ..engine.call import seconds
+from ..engine.cancel_scope import seconds
 from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
 from .default_group import get_default_group, resolve_group

@@ -34,7 +34,8 @@ from ..tensors import checks
 from ..tensors.layout import empty_block, flat, in_plain_order, is_tracked, pack, unpack, untracked
 from ..torch_internals import modes_active
 from ..work import FinishedWork, PendingWork, TensorsFuture, Work, devices_of
-from .call import DONE, FAILED, Call, CancelScope, Signature
+from .call import DONE, FAILED, Call, Signature
+from .cancel_scope import CancelScope
 from .device import DeviceRuntime, StreamOrder
 from .failure import FailureWords
 from .queue import GuardedFuture, Queue

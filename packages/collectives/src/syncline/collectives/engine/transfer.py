@@ -13,7 +13,7 @@ from ..errors import CollectiveTimeout, SynclineError, TransportError
 from ..forks import generation, not_the_rank
 from ..tensors.layout import untracked
 from ..work import TensorsFuture, Work, devices_of, fail_future, new_future
-from .call import CancelScope, seconds
+from .cancel_scope import CancelScope, seconds
 from .transport import Request
 
 

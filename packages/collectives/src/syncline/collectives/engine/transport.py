@@ -12,7 +12,8 @@ from ..health.liveness import Liveness
 from ..health.stalls import StatusPost
 from ..reduce_op import Reduction
 from ..tensors.layout import flat
-from .call import Call, CancelScope, Signature
+from .call import Call, Signature
+from .cancel_scope import CancelScope
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -27,7 +27,8 @@ from zlib import crc32
 
 import torch
 
-from ..engine.call import DONE, CallRecord, CancelScope
+from ..engine.call import DONE, CallRecord
+from ..engine.cancel_scope import CancelScope
 from ..engine.tags import CONTROL
 from ..engine.transport import Transport
 from ..errors import CollectiveTimeout, DisagreementError, TransportError

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from ..engine.call import CancelScope
+from ..engine.cancel_scope import CancelScope
 from ..errors import TransportError
 from .liveness import Liveness
 from .monitor import call_now_and_then, watch

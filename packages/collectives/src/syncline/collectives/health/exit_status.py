@@ -1,12 +1,12 @@
 """With which status this process ends, known while it still can do something about it.
 
 Python tells nobody: neither `sys.excepthook` nor `atexit` see the status of `sys.exit(3)`. So `sys.exit` is wrapped, and with
-it `exit` and `quit`, which the module `site` offers to scripts. Many
-programs catch what it raises (argparse in a test, a server's loop), so what counts is an exception that nobody caught: Python
-releases that one when no frame of the main thread is left, and one that was caught while some frame still runs. An exception
-that something else keeps alive is taken for caught.
+it `exit` and `quit`, which the module `site` offers to scripts. Many programs catch what it raises (argparse in a test, a
+server's loop), so what counts is an exception that nobody caught: Python releases that one when no frame of the main thread is
+left, and one that was caught while some frame still runs. An exception that something else keeps alive is taken for caught.
 
-What is raised by other means (`raise SystemExit(3)`) is not seen; then the status reaches the launcher when the process ends.
+What is raised by other means (`raise SystemExit(3)`) is seen by `syncline run` alone; else the status reaches the launcher when
+the process ends.
 """
 
 from __future__ import annotations
@@ -59,6 +59,12 @@ class _Quitter:
         if hasattr(sys, "ps1"):
             self._before(code)
         _exit(code)
+
+
+def set_exit_status(status: int) -> None:
+    """This process ends with that status, as `syncline run` has seen: a script raised SystemExit, or anything else."""
+    global _status
+    _status = status
 
 
 def exit_status() -> int:

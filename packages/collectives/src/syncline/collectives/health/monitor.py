@@ -43,7 +43,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from ..engine.call import CancelScope, DetachedCall
+from ..engine.cancel_scope import CancelScope, DetachedCall
 from ..errors import TransportError
 
 logger = logging.getLogger("syncline.collectives")

@@ -8,9 +8,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .recorder import Recorder
 from .statements import ranks_in_words
+
+if TYPE_CHECKING:
+    from .recorder import Recorder  # it brings torch, which `syncline run` must not load
 
 logger = logging.getLogger("syncline.collectives")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from ..engine.call import CancelScope
+from ..engine.cancel_scope import CancelScope
 from ..errors import CollectiveTimeout, RankLostError
 from ..stores import PrefixStore, Store
 from ..stores.store import poll

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from ..engine.call import CancelScope
+from ..engine.cancel_scope import CancelScope
 from ..errors import RankGivenUpError
 from ..stores import Store
 from ..stores.store import poll

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from ..engine.call import Call, CancelScope, Signature
+from ..engine.call import Call, Signature
+from ..engine.cancel_scope import CancelScope
 from ..engine.transport import Transport
 from ..errors import TransportError
 from ..stores import PrefixStore, Store

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, cast
 
-from ..engine.call import CancelScope
+from ..engine.cancel_scope import CancelScope
 from ..errors import LaunchError
 from .nodes import host_identity
 

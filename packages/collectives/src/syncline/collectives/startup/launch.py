@@ -19,6 +19,10 @@ INIT_METHODS = {
 }
 
 
+RUN_ID_PREFIX = "syncline-"
+"""With which TORCHELASTIC_RUN_ID begins where `syncline run` has set it."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """The place of this process in its job, as its launcher tells it.
@@ -66,7 +70,8 @@ class _LauncherEnv:
 # starts Python. The innermost speaks for this process. From the inside outwards:
 #
 # 1. torchrun. TORCHELASTIC_RUN_ID is its signature. It may run under anything, as one process per node of an MPI job whose
-#    own numbers count nodes: no contradiction.
+#    own numbers count nodes: no contradiction. `syncline run` sets torchrun's variables for the script, with a run id of its
+#    own: then the launcher around it speaks (2 to 4), or, where it has started the ranks itself, 5.
 # 2. The mpirun or mpiexec of an MPI: Open MPI, PMI (MPICH's Hydra, Intel MPI, Cray), MVAPICH. If two of them speak, one is
 #    inside the other and nothing says which.
 # 3. The launcher of a resource manager: Flux (may run inside Slurm, so it comes first), PALS, JSM, and Slurm where srun
@@ -123,7 +128,7 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
         LaunchError: a variable that should hold a number does not, the rank is not below the world size, two launchers
             both claim this process and differ, or a variable claims several processes and its launcher is not understood.
     """
-    if _is_set(_TORCHRUN, environ):
+    if _is_set(_TORCHRUN, environ) and not environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID_PREFIX):
         return _read(_TORCHRUN, environ)
     spoken = [launcher_env for launcher_env in _OF_AN_MPI if _is_set(launcher_env, environ)]
     if not spoken:

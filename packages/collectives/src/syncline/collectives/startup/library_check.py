@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from .launch import HYDRA, OPEN_MPI, SRUN_PMI2, SRUN_PMIX, process_manager
@@ -67,6 +66,8 @@ def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[in
 
 def is_from_pypi(vendor: str) -> bool:
     """Whether pip installed the MPI library that this process has loaded."""
+    from importlib.metadata import PackageNotFoundError, distribution  # it takes longer to load than all else here
+
     try:
         distribution(_DISTRIBUTIONS.get(vendor, ""))
         maps = Path("/proc/self/maps").read_text()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from ..api.object_exchange import exchange_objects
-from ..engine.call import CancelScope
+from ..engine.cancel_scope import CancelScope
 from ..errors import DisagreementError, LaunchError, StoreError, StoreTimeout
 from ..group import ProcessGroup
 from ..health.liveness import ProcessIdentity, own_identity

@@ -7,11 +7,11 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..engine.call import DEFAULT_TIMEOUT_S, seconds
+from ..engine.cancel_scope import DEFAULT_TIMEOUT_S, seconds
 from ..errors import InvalidArgumentError, SiteFileError
 from ..health.stalls import DEFAULT_STALL_WARNING_S
 from .algorithm_thresholds import AlgorithmThresholds
@@ -24,6 +24,7 @@ else:
 DEFAULT_SPIN_S = 0.002
 SPIN_VARIABLE = "SYNCLINE_SPIN_S"
 SITE_VARIABLE = "SYNCLINE_SITE"
+TIMEOUT_VARIABLE = "SYNCLINE_TIMEOUT_S"
 DEFAULT_SITE_FILE = Path("/etc/syncline/site.toml")
 
 
@@ -82,11 +83,23 @@ _KEYS = {entry.name: entry.metadata["kind"] for entry in fields(Settings) if "ki
 
 
 def load_settings(environ: Mapping[str, str] = os.environ, default_path: Path = DEFAULT_SITE_FILE) -> Settings:
-    """Read the file that `SYNCLINE_SITE` names, else the default one if it exists.
+    """Read the file that `SYNCLINE_SITE` names, else the default one if it exists; `SYNCLINE_TIMEOUT_S` goes before it.
 
     Raises:
         SiteFileError: the file named does not exist or cannot be read, or see `parse_settings`.
+        InvalidArgumentError: `SYNCLINE_TIMEOUT_S` is no number of seconds.
     """
+    settings = _load_file(environ, default_path)
+    text = environ.get(TIMEOUT_VARIABLE)
+    if not text:
+        return settings
+    try:
+        return replace(settings, timeout_s=seconds(float(text)))
+    except ValueError as error:  # InvalidArgumentError is one, too
+        raise InvalidArgumentError(f"{TIMEOUT_VARIABLE}: expected a number of seconds, found {text!r}") from error
+
+
+def _load_file(environ: Mapping[str, str], default_path: Path) -> Settings:
     named = environ.get(SITE_VARIABLE)
     path = Path(named) if named else default_path
     if not named and not path.exists():

@@ -26,7 +26,20 @@ FRESH_S = 30.0
 _OURS = f"{os.sep}syncline{os.sep}"
 _IMPORTED_S = time.time()
 
+_is_handled = False
+
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def handle_uncaught_elsewhere() -> None:
+    """Leave uncaught exceptions to `syncline run`, which sees them all and ends the job."""
+    global _is_handled
+    _is_handled = True
+
+
+def are_handled_elsewhere() -> bool:
+    """Whether `syncline run` sees to uncaught exceptions."""
+    return _is_handled
 
 
 def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) -> None:
@@ -39,7 +52,7 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) 
         is_connected: whether the ranks are connected after all, when an exception is not caught.
         has_siblings: whether a launcher started this process.
     """
-    if not (hasattr(sys, "ps1") or isinstance(sys.excepthook, _OncePerNode)):
+    if not (_is_handled or hasattr(sys, "ps1") or isinstance(sys.excepthook, _OncePerNode)):
         sys.excepthook = _OncePerNode(sys.excepthook, is_connected, has_siblings)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import LaunchError
-from ..stores import new_secret
 
 
 def is_loopback(host: str) -> bool:
@@ -70,6 +69,8 @@ _REMEDY = "Remove it, or give every rank a secret of your own: ?secret_file=PATH
 
 def _make(path: Path) -> None:
     """Write it aside and link it: the first process wins, and none reads half a secret."""
+    from ..stores import new_secret  # at first use: it brings torch, which `syncline run` must not load
+
     aside = path.with_name(f"secret-{secrets.token_hex(8)}")
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(new_secret())

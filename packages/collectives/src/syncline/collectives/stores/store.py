@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from typing_extensions import Self
 
-from ..engine.call import CancelScope, seconds
+from ..engine.cancel_scope import CancelScope, seconds
 from ..errors import InvalidArgumentError, StoreTimeout
 
 DEFAULT_STORE_TIMEOUT_S = 300.0

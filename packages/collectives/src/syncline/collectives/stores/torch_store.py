@@ -36,7 +36,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from .. import torch_internals
-from ..engine.call import CancelScope
+from ..engine.cancel_scope import CancelScope
 from ..errors import InvalidArgumentError, StoreError, StoreTimeout
 from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, key_timeout, poll
 

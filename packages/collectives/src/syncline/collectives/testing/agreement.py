@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..engine.call import CancelScope
+from ..engine.cancel_scope import CancelScope
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -26,8 +26,8 @@ from ..api.default_group import destroy_process_group, init_process_group
 from ..group import ProcessGroup
 from ..startup.backend import ConnectRequest
 from ..startup.launch import Launch, detect_launch
+from ..startup.mpi_library import start_mpi
 from ..startup.registry import load_backend
-from ..transports.mpi.backend import start_mpi
 from .rank_plugin import RankPlugin
 
 _RANK_PLUGIN = "syncline-ranks"

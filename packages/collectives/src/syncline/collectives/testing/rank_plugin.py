@@ -11,7 +11,7 @@ from typing import NoReturn, TextIO, TypeVar
 import pytest
 from _pytest.terminal import TerminalReporter  # pytest exports it since 9 only
 
-from ..engine.call import CancelScope
+from ..engine.cancel_scope import CancelScope
 from ..group import ProcessGroup
 from .agreement import Agreement
 from .watchdog import Watchdog

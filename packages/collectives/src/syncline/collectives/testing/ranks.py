@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from ..engine.call import CancelScope
+from ..engine.cancel_scope import CancelScope
 from ..group import ProcessGroup
 from ..transports.threads import create_groups
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..engine.call import seconds
+from ..engine.cancel_scope import seconds
 from ..errors import MisuseError
 from . import group_factory
 from .registration import SCHEME

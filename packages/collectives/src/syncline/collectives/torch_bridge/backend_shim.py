@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..engine.call import seconds
+from ..engine.cancel_scope import seconds
 from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
 

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
-from ..engine.call import DEFAULT_TIMEOUT_S, seconds
+from ..engine.cancel_scope import DEFAULT_TIMEOUT_S, seconds
 from ..errors import InvalidArgumentError, LaunchError
 from ..forks import in_forks
 from ..group import ProcessGroup

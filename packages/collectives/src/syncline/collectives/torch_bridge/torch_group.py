@@ -12,7 +12,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ..api.object_exchange import all_gather_bytes
-from ..engine.call import DEFAULT_TIMEOUT_S, Signature
+from ..engine.call import Signature
+from ..engine.cancel_scope import DEFAULT_TIMEOUT_S
 from ..engine.transfer import TransferWork
 from ..errors import InvalidArgumentError
 from ..group import ProcessGroup

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.call import seconds
+from ..api.monitored_barrier import monitored_barrier
+from ..engine.cancel_scope import seconds
 from ..group import ProcessGroup
 from ..torch_internals import disable_dynamo
 from .backend_shim import TorchBackendShim, UnservedDeviceError
@@ -47,6 +48,7 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
         is_shared: bool = False,
     ):
         super().__init__(ours, backend_name)
+        self._asked_as = backend_name
         self._store = store
         self._on_close = on_close
         self._is_shared = is_shared  # the script's: it ends it
@@ -82,10 +84,19 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
 
     @disable_dynamo
     def name(self) -> str:
-        """The name under which the backend is registered."""
+        """The name under which the script has asked for the backend."""
+        return self._asked_as
+
+    _get_backend_name = name
+
+    @disable_dynamo
+    def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks for
+        """The name under which the backend is registered. C++ would look for the group of its own of any other name."""
         return self._backend_name
 
-    getBackendName = _get_backend_name = name  # noqa: N815 - the name that C++ looks for
+    def go_by(self, name: str) -> None:
+        """Answer to another name: `syncline run` gives a script this group for its "gloo"."""
+        self._asked_as = name
 
     @disable_dynamo
     def getGroupName(self) -> str:  # noqa: N802 - the name that C++ looks for
@@ -137,6 +148,10 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has issued on this group: where ranks differ, one has left out a call."""
         return self._collectives_issued
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier in which rank 0 names the ranks that are missing. torch calls it on groups that go by "gloo"."""
+        monitored_barrier(self.syncline_group, timeout, wait_all_ranks)
 
     # ---- the end ----
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ..engine.call import CancelScope, seconds
+from ..engine.cancel_scope import CancelScope, seconds
 from ..engine.transport import Request
 from ..errors import CollectiveTimeout, SynclineError, TransportError
 from ..forks import in_forks

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from typing_extensions import override
 
-from ..engine.call import Call, CancelScope, Signature
+from ..engine.call import Call, Signature
+from ..engine.cancel_scope import CancelScope
 from ..engine.device import DeviceRuntime
 from ..engine.transport import Plan, Request, Transport
 from ..health.stalls import StatusPost

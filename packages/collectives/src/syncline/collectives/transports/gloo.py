@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ..engine.call import Call, CancelScope, DetachedCall
+from ..engine.call import Call
+from ..engine.cancel_scope import CancelScope, DetachedCall
 from ..engine.group import HostGroup
 from ..engine.queue import all_idle, finish_all
 from ..engine.tags import sized_wire_tag

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from typing_extensions import override
 
-from ..engine.call import CancelScope
+from ..engine.cancel_scope import CancelScope
 from ..engine.transport import Transport
 from ..errors import DisagreementError, StoreError
 from ..health.liveness import Liveness, ProcessIdentity, ProcessState, has_ended, own_identity

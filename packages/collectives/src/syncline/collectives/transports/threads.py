@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ..engine.call import Call, CancelScope
+from ..engine.call import Call
+from ..engine.cancel_scope import CancelScope
 from ..engine.group import HostGroup
 from ..engine.transport import LibraryTransport, Request, Transport
 from ..errors import DisagreementError, InvalidArgumentError, LaunchError, TransportError

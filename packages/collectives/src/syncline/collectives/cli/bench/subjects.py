@@ -16,8 +16,8 @@ from ...errors import InvalidArgumentError
 from ...group import ProcessGroup
 from ...startup.backend import ConnectRequest
 from ...startup.launch import detect_launch
+from ...startup.mpi_library import start_mpi
 from ...startup.registry import backend_names, load_backend
-from ...transports.mpi.backend import start_mpi
 from .kinds import ROOT, Allocate, Buffers
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ...engine.call import CancelScope
+from ...engine.cancel_scope import CancelScope
 from ...errors import StoreTimeout
 from ...health.liveness import ProcessIdentity, has_ended, own_identity
 from ..store import poll

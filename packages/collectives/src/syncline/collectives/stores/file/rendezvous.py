@@ -35,7 +35,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
-from ...engine.call import CancelScope
+from ...engine.cancel_scope import CancelScope
 from ...errors import DisagreementError, InvalidArgumentError, StoreError, StoreTimeout
 from ..store import poll
 from .store import FileStore

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from ...engine.call import CancelScope
+from ...engine.cancel_scope import CancelScope
 from ...errors import InvalidArgumentError, StoreError, StoreUnavailableError
 from .. import table
 from ..store import as_key, as_keys, key_timeout, poll

@@ -10,7 +10,7 @@ from math import ceil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ...engine.call import CancelScope
+from ...engine.cancel_scope import CancelScope
 from ...errors import StoreAuthenticationError
 from ..served import ProtocolError
 from .sockets import endpoint, public_key, set_options, split

@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ...engine.call import seconds
+from ...engine.cancel_scope import seconds
 from ...errors import InvalidArgumentError, StoreUnavailableError
 from .secret import as_secret, require_pyzmq
 from .sockets import LONGEST_MESSAGE_BYTES, endpoint

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from ...engine.call import CancelScope
+from ...engine.cancel_scope import CancelScope
 from ...errors import InvalidArgumentError, StoreError, StoreTimeout
 from ..served import Op, ProtocolError, ServedStore, Status, pack, pack_seconds, unpack
 from ..store import as_key, as_keys, key_timeout, poll

@@ -47,7 +47,7 @@ from ...health.exit_status import exit_status, watch_exit_status
 from ...health.leaving import Leavers
 from ...health.liveness import Liveness, own_identity
 from ...health.monitor import call_now_and_then
-from ...startup.uncaught_errors import in_text
+from ...startup.uncaught_errors import are_handled_elsewhere, in_text
 from .fault_tolerance import failed_ranks, is_fault_tolerant
 from .leave_notices import LeaveNotices
 from .library import no_more_mpi, while_mpi_runs
@@ -63,6 +63,8 @@ _FORWARDING_S = 0.3
 
 def abort_on_uncaught() -> None:
     """Install the first guard. Concerns this process only, so it can be done before anything that may fail."""
+    if are_handled_elsewhere():
+        return
     if sys.excepthook is not _on_uncaught:
         _previous_hook.append(sys.excepthook)
         sys.excepthook = _on_uncaught

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from mpi4py import MPI
 
-from ...engine.call import CancelScope
+from ...engine.cancel_scope import CancelScope
 from ...errors import TransportError
 from .waiting import ARRIVAL_NAP_S, Patience
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from mpi4py import MPI
 from typing_extensions import override
 
-from ...engine.call import DetachedCall
+from ...engine.cancel_scope import DetachedCall
 from ...engine.transport import Transport
 from ...errors import CollectiveTimeout, TransportError
 from ...health.leaving import GroupLeavers, Leavers

@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 from typing_extensions import override
 
-from ...engine.call import CancelScope
+from ...engine.cancel_scope import CancelScope
 from ...engine.transport import Request
 from ...errors import DisagreementError
 from .library import mpi_errors, wait

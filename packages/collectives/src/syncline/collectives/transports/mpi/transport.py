@@ -10,7 +10,8 @@ import torch
 from mpi4py import MPI
 from typing_extensions import override
 
-from ...engine.call import Call, CancelScope, Signature
+from ...engine.call import Call, Signature
+from ...engine.cancel_scope import CancelScope
 from ...engine.tags import wire_tag
 from ...engine.transport import LibraryPlan, LibraryTransport, Plan, Request, Transport
 from ...health.stalls import StatusPost

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from ...engine.call import CancelScope
+from ...engine.cancel_scope import CancelScope
 from ...startup.settings import DEFAULT_SPIN_S
 
 _LOOKS_BETWEEN_CLOCKS = 32

@@ -16,7 +16,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from ...engine.call import CancelScope, DetachedCall, Signature
+from ...engine.call import Signature
+from ...engine.cancel_scope import CancelScope, DetachedCall
 from ...engine.device import DeviceRuntime, Stream
 from ...errors import CollectiveTimeout, DisagreementError, InvalidArgumentError, MisuseError, TransportError
 from ...startup.nodes import host_identity

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 import torch
 from typing_extensions import override
 
-from ...engine.call import Call, CancelScope, Signature
+from ...engine.call import Call, Signature
+from ...engine.cancel_scope import CancelScope
 from ...engine.device import Event
 from ...engine.group import EngineGroup, members_of
 from ...engine.queue import Queue

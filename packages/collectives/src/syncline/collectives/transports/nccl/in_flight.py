@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from ...engine.call import DONE, FAILED, Call, CancelScope, DetachedCall
+from ...engine.call import DONE, FAILED, Call
+from ...engine.cancel_scope import CancelScope, DetachedCall
 from ...engine.device import Event
 from ...errors import CollectiveTimeout, SynclineError, TransportError
 from .communicator import Communicator

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ...engine.call import CancelScope
+from ...engine.cancel_scope import CancelScope
 from ...engine.group import HostGroup
 from ...engine.tags import FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS, ReservedTag
 from ...errors import RankLostError, TransportError

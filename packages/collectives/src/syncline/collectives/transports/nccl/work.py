@@ -8,7 +8,8 @@ from datetime import timedelta
 
 import torch
 
-from ...engine.call import DONE, Call, CancelScope, seconds
+from ...engine.call import DONE, Call
+from ...engine.cancel_scope import CancelScope, seconds
 from ...engine.device import DeviceRuntime, Event, Stream
 from ...errors import CollectiveTimeout, MisuseError
 from ...work import TensorsFuture, Work, fail_future

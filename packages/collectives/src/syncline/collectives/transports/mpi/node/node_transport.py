@@ -9,7 +9,8 @@ import torch
 from mpi4py import MPI
 from typing_extensions import override
 
-from ....engine.call import Call, CancelScope, Signature
+from ....engine.call import Call, Signature
+from ....engine.cancel_scope import CancelScope
 from ....engine.transport import Plan, Transport
 from ....startup.algorithm_thresholds import AlgorithmThresholds
 from ..fault_tolerance import revoke, revoked_on_failure

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from mpi4py import MPI
 
-from ....engine.call import Call, CancelScope
+from ....engine.call import Call
+from ....engine.cancel_scope import CancelScope
 from ....errors import TransportError
 from ...shared_memory.segment import Segment
 from ..library import mapped

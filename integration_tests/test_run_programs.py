@@ -1,0 +1,163 @@
+"""`syncline run`: programs written for torchrun, unmodified, with the losses that they have under torchrun with Gloo.
+
+The page "Moving from torchrun" has the list with the results; each of its cells is checked here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands import ToolError
+from mpi_runtimes import find
+from test_support.full_run import FULL, cases
+from test_support.preloaded import OPTIMIZERS, PreloadedPython
+
+# The first test waits until all that the programs load has been loaded once.
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
+
+PAGE = Path(__file__).parent.parent / "docs" / "moving" / "from-torchrun.md"
+PROGRAMS = Path(__file__).parent / "torchrun_programs"
+HEADER, *ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.read_text().split("## What runs unmodified")[1].split("\n## ")[0].split("\n")
+    if line.startswith("|") and not line.startswith("|---")
+]
+# For each program what the page says about each way to start it, such as "MPICH, 2 ranks".
+RESULTS = {row[1].strip("`"): dict(zip(HEADER[2:], row[2:], strict=True)) for row in ROWS}
+WAYS = {"MPICH, 2 ranks": ("mpich", 2), "MPICH, 4 ranks": ("mpich", 4), "Open MPI, 2 ranks": ("openmpi", 2)}
+USUAL_WAY, *OTHER_WAYS = WAYS
+WORDS = {
+    "arguments.py": ("arguments.py", "--steps", "4", "--", "-n", "--backend"),
+    "package_by_name/": ("-m", "trainer", "--steps", "3"),
+}
+STDIN = {"reads_stdin.py": b"1.5\n-2.25\n0.1\n"}
+STATUS = {"exits_with_3.py": 3}
+# multiprocessing finds the `__main__` of a plain Python only.
+SPAWNS = {"loader_workers.py"}
+# What a program needs beside torch, and the module that takes the time to load.
+NEEDS = {
+    "with_accelerate.py": "accelerate",
+    "with_deepspeed.py": "deepspeed",
+    "with_fabric.py": "lightning_fabric",
+    "with_ignite.py": "ignite.distributed",
+    "with_lightning.py": "pytorch_lightning",
+    "with_torchmetrics.py": "torchmetrics",
+    "with_transformers.py": "transformers.trainer",
+}
+LIMIT_S = 100.0
+PATIENCE_S = 5.0
+
+
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreloadedPython | None]:
+    """A Python that has loaded what the programs load; None in a full run, and where it cannot be had."""
+    if FULL or not hasattr(os, "pidfd_open"):
+        yield None
+        return
+    modules = (*OPTIMIZERS, *filter(is_installed, NEEDS.values()))
+    with PreloadedPython(tmp_path_factory.mktemp("loaded"), modules) as server:
+        yield server
+
+
+def command_line(launcher: Sequence[str], program: str) -> list[str]:
+    return [*launcher, *WORDS.get(program, (program,))]
+
+
+def start(launcher: Sequence[str], program: str, **variables: str) -> subprocess.Popen[bytes]:
+    folder = PROGRAMS / program if program.endswith("/") else PROGRAMS
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    words = command_line(launcher, program)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, cwd=folder, env=environ, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+def losses(output: bytes) -> list[str]:
+    """The lines that begin with "loss", in an order of their own."""
+    return sorted(line for line in output.decode().split("\n") if line.startswith("loss"))
+
+
+def under_torchrun(launcher: Sequence[str], program: str, wanted: int) -> list[str]:
+    """What a program says under torchrun with Gloo, which sometimes does not end when all is said."""
+    with start(launcher, program) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(STDIN.get(program, b""))
+        process.stdin.close()
+        ends = threading.Timer(LIMIT_S, process.terminate)
+        ends.start()
+        said: list[bytes] = []
+        for line in process.stdout:
+            said.append(line)
+            if len(losses(b"".join(said))) == wanted:
+                break
+        ends.cancel()
+        more = threading.Timer(PATIENCE_S, process.terminate)
+        more.start()
+        said.append(process.stdout.read())
+        more.cancel()
+        process.terminate()
+        problems = b"" if process.stderr is None else process.stderr.read()
+    found = losses(b"".join(said))
+    assert found, problems.decode()
+    return found
+
+
+def check(found: list[str], expected: list[str], claim: str) -> None:
+    if claim == "same bits":
+        assert found == expected
+        return
+    assert claim == "same to rounding"
+    assert [line.split()[:2] for line in found] == [line.split()[:2] for line in expected]
+    for line, other in zip(found, expected, strict=True):
+        pattern = r"-?0x[0-9a-f.]+p[+-]\d+"
+        assert re.sub(pattern, "", line) == re.sub(pattern, "", other)
+        numbers, wanted = ([float.fromhex(text) for text in re.findall(pattern, words)] for words in (line, other))
+        torch.testing.assert_close(torch.tensor(numbers), torch.tensor(wanted), rtol=1e-4, atol=1e-6)
+
+
+def test_every_program_is_in_the_list() -> None:
+    found = {path.name for path in PROGRAMS.glob("*.py")} | {f"{path.parent.name}/" for path in PROGRAMS.glob("*/trainer")}
+    assert found == RESULTS.keys()
+    assert HEADER[2:] == list(WAYS)
+
+
+@pytest.mark.parametrize("program", RESULTS)
+@pytest.mark.parametrize("way", cases([USUAL_WAY], in_full=OTHER_WAYS))
+def test_like_torchrun(loaded: PreloadedPython | None, program: str, way: str) -> None:
+    if not is_installed(NEEDS.get(program, "torch")):
+        pytest.skip(f"{NEEDS[program]} is not installed")
+    if RESULTS[program][way].startswith("not: "):
+        pytest.skip(RESULTS[program][way])
+    mpi, ranks = WAYS[way]
+    try:
+        runtime = find(mpi)
+    except ToolError as error:
+        pytest.skip(str(error))
+    python = [sys.executable] if loaded is None else loaded.command
+    alone = [sys.executable] if loaded is None else loaded.alone
+    process = start([*runtime.command(ranks), *python, "-m", "syncline.collectives", "run"], program, **runtime.env)
+    try:
+        output, problems = process.communicate(STDIN.get(program, b""), timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, problems = process.communicate(timeout=10)
+        pytest.fail(f"it did not end within {LIMIT_S:g} s:\n{output.decode()}\n{problems.decode()}")
+    assert process.returncode == STATUS.get(program, 0), f"{output.decode()}\n{problems.decode()}"
+    found = losses(output)
+    worker = [sys.executable] if program in SPAWNS else alone
+    torchrun = [*alone, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--no-python", *worker]
+    check(found, under_torchrun(torchrun, program, len(found)), RESULTS[program][way])

@@ -1,0 +1,202 @@
+"""`syncline run`: the options, and what is refused before the script starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+from zlib import crc32
+
+from ...errors import InvalidArgumentError, LaunchError, SynclineError
+from ...startup.launch import take_launch
+from ...startup.uncaught_errors import is_first, started_s
+from .answers import BACKENDS, DDP_ENTRY_POINTS, Answers
+from .ending import Ending
+from .ranks import Job, core_quota, find_job, set_variables, threads_for
+from .script import Script, ScriptError, find_script, run_script
+
+HELP = "run a script written for torchrun, unmodified: under mpirun or srun, or on ranks that this command starts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.error = _refuse  # type: ignore[method-assign] # by one rank of a node, not by each
+    add = parser.add_argument
+    add("-n", dest="ranks", type=_at_least_one, metavar="N", help="how many ranks to start on this machine, without mpirun")
+    add("-m", dest="is_module", action="store_true", help="the script is a module, as in `python -m`")
+    add("--backend", default="auto", metavar="|".join(BACKENDS), help="; ".join(f"{n}: {m}" for n, m in BACKENDS.items()))
+    add("--ddp", default="torch", metavar="torch|syncline", help="whose DistributedDataParallel the script gets")
+    add("--timeout", type=_seconds, metavar="S", help="time limit of collectives in seconds, where the script gives none")
+    add("--trace", metavar="FOLDER", help="record the steps of Syncline's DistributedDataParallel there")
+    add("--report-dir", metavar="FOLDER", help="where ranks write their reports when something fails")
+    add("--tag-output", action="store_true", help="put the rank before each line")
+    add("--quiet-others", action="store_true", help="show the standard output of rank 0 alone")
+    add("script", help="a file, or with -m a module")
+    add("arguments", nargs=argparse.REMAINDER, help="of the script; the options of this command come before the script")
+
+
+def main(words: Sequence[str]) -> int:
+    """What `syncline run` does with these words; returns the exit status if the script does not exit by itself."""
+    parser = argparse.ArgumentParser(prog="syncline run", description=HELP, allow_abbrev=False)
+    add_arguments(parser)
+    return run(parser.parse_args(words))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the script on this rank, or start the ranks."""
+    try:
+        _check(arguments)
+        job = find_job(os.environ, arguments.ranks)
+        if job is not None and arguments.backend == "mpi" and job.world is None:
+            raise LaunchError(f"--backend mpi: there is no MPI, for {job.without_mpi}")
+    except SynclineError as error:
+        _refuse(str(error))
+    if job is None:
+        from . import local  # at first use, as the rest of what a rank does not need: it starts whenever a script does
+
+        return local.start_ranks(arguments.ranks)
+    ending = Ending(job)
+    _redirect(arguments, job)
+    _set_environment(arguments, job)
+    ddp = None if arguments.ddp == "torch" else lambda: _load_ddp(arguments.ddp)
+    Answers(job, arguments.backend, ddp, arguments.timeout).prepare()
+    script = _find(arguments, job, ending)
+    try:
+        _run(script, arguments.arguments, ending)
+    finally:
+        is_rank_0 = job.rank == 0 and os.getpid() == job.pid  # and no child of it
+        if arguments.trace is not None and is_rank_0 and "syncline.ddp" not in sys.modules:
+            _say("--trace recorded nothing: the script used no DistributedDataParallel of Syncline; add `--ddp syncline`")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.backend not in BACKENDS:
+        meanings = "; ".join(f"{name} ({meaning})" for name, meaning in BACKENDS.items())
+        raise InvalidArgumentError(f"unknown --backend {arguments.backend!r}; known are {meanings}")
+    if arguments.ddp != "torch":
+        from ...plugins import plugin_names
+
+        known = ["torch", *plugin_names(DDP_ENTRY_POINTS)]
+        if arguments.ddp not in known:
+            raise InvalidArgumentError(
+                f"unknown --ddp {arguments.ddp!r}; installed are {', '.join(known)} (syncline is in the package syncline-ddp)"
+            )
+
+
+def _redirect(arguments: argparse.Namespace, job: Job) -> None:
+    if not (arguments.tag_output or arguments.quiet_others):
+        return
+    from . import output
+
+    if arguments.tag_output:
+        output.tag_lines(job.rank)
+    if arguments.quiet_others and job.rank > 0:
+        output.silence_stdout()
+
+
+def _set_environment(arguments: argparse.Namespace, job: Job) -> None:
+    if arguments.trace is not None:
+        os.environ["SYNCLINE_TRACE"] = os.path.abspath(arguments.trace)
+    if arguments.report_dir is not None:
+        os.environ["SYNCLINE_REPORT_DIR"] = os.path.abspath(arguments.report_dir)
+    if arguments.timeout is not None:
+        os.environ["SYNCLINE_TIMEOUT_S"] = f"{arguments.timeout:g}"
+    threads = None
+    if not os.environ.get("OMP_NUM_THREADS"):
+        threads = threads_for(job.local_cores, job.local_rank, core_quota())
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    overridden = job.exchange(set_variables(job, os.environ))
+    take_launch(os.environ)  # it is this process that has the place: its children inherit the variables alone
+    if job.rank > 0:
+        return
+    if job.without_mpi is not None and job.size > 1:
+        _say(f"no MPI carries these {job.size} ranks: {job.without_mpi}. They are counted by {job.carrier}")
+    stale = next((names for names in overridden if names), None)
+    if stale is not None:
+        _say(f"overrides what a shell has left behind: {', '.join(stale)}")
+    if not job.has_blocks:
+        _say(
+            "the ranks of a node are not neighbours. Under torchrun they are, and some scripts count on it: "
+            "`srun --distribution=block`, `mpirun --map-by slot` (Open MPI), `mpirun -ppn N` (MPICH)"
+        )
+    if threads is not None and job.size > 1:
+        _say(f"OMP_NUM_THREADS was not set; it is {threads} on rank 0, its share of the cores of its node")
+
+
+def _load_ddp(name: str) -> type:
+    from ...plugins import load_plugin
+
+    found: type = load_plugin(DDP_ENTRY_POINTS, name, ())
+    return found
+
+
+def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
+    """Find the script; if any rank cannot, all end, and the first of these says why."""
+    problem: tuple[str, int] | None = None
+    script = None
+    try:
+        script = find_script(arguments.script, is_module=arguments.is_module)
+    except ScriptError as error:
+        problem = str(error), error.status
+    except SyntaxError as error:
+        lines = "".join(traceback.format_exception_only(type(error), error))
+        problem = f"the script is no Python:\n{lines.rstrip()}", 1
+    except BaseException as error:  # noqa: BLE001 - of the packages of a module, which are run here; it ends the job
+        ending.fail(error)
+    problems = job.exchange(problem)
+    first = next((rank for rank, found in enumerate(problems) if found is not None), None)
+    if first is None:
+        assert script is not None
+        return script
+    text, status = problems[first]
+    if job.world is None:
+        _refuse(text, status)
+    if first == job.rank:
+        _say(text if all(problems) else f"{job.who()}: {text}")
+    ending.status = status
+    raise SystemExit(status)
+
+
+def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
+    try:
+        run_script(script, words)
+    except SystemExit as error:
+        ending.note_exit(error)
+        raise
+    except BaseException as error:  # noqa: BLE001 - nobody else will: it ends the job
+        # As with `python`, the traceback begins in the script.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code is not script.code:
+            trace = trace.tb_next
+        ending.fail(error.with_traceback(trace or error.__traceback__))
+
+
+def _refuse(message: str, status: int = 2) -> NoReturn:
+    """End, with one message of all ranks of a node that are refused for the same reason: they cannot ask one another yet."""
+    if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", started_s()):
+        _say(message)
+    raise SystemExit(status)
+
+
+def _say(message: str) -> None:
+    print(f"syncline run: {message}", file=sys.stderr, flush=True)
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, found {text!r}")
+    return found

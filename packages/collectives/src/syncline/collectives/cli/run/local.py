@@ -1,0 +1,106 @@
+"""Starting the ranks on this machine: through the MPI that is installed, else as processes of our own."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from .ranks import free_port, started_id
+
+# What is handed on. Of a terminal's Ctrl-C the ranks hear by themselves, see `_hand_on`.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_GRACE_S = 10.0
+_SI_USER = 0
+
+
+def start_ranks(count: int) -> int:
+    """Run this very command on `count` ranks of this machine.
+
+    With MPI, mpiexec takes the place of this process: signals, input and the exit status are its business.
+
+    Returns:
+        The exit status of the first rank that failed, 128 more than the signal if one ended it; else 0.
+    """
+    command = _this_command()
+    mpiexec = _mpiexec() if find_spec("mpi4py") is not None else None
+    if mpiexec is not None:
+        os.execve(mpiexec, [mpiexec, "-n", str(count), *command], {**os.environ, **_for_open_mpi()})
+    return _start_processes(command, count)
+
+
+def _this_command() -> list[str]:
+    """The words that started this process, Python's own options among them."""
+    words = sys.orig_argv
+    return [sys.executable, *words[1:]]
+
+
+def _mpiexec() -> str | None:
+    """The mpiexec of the library that mpi4py would take: pip's, beside this Python, before the system's."""
+    beside = Path(sys.prefix) / "bin" / "mpiexec"
+    named = os.environ.get("MPI4PY_LIBMPI")
+    if named:  # lib/libmpi.so, or lib/release/libmpi.so
+        for folder in Path(named).resolve().parents[1:3]:
+            if (folder / "bin" / "mpiexec").exists():
+                return str(folder / "bin" / "mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def _for_open_mpi() -> dict[str, str]:
+    """What lets Open MPI do what was asked for: more ranks than cores, and root, which a container has."""
+    wanted = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none"}
+    wanted |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none"}
+    if os.geteuid() == 0:
+        wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _start_processes(command: Sequence[str], count: int) -> int:
+    common = {
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RUN_ID": f"{started_id(os.getpid())}{secrets.token_hex(4)}",
+    }
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **common, "RANK": str(rank)},
+            stdin=None if rank == 0 else subprocess.DEVNULL,  # as mpiexec does
+        )
+        for rank in range(count)
+    ]
+    return _supervise(ranks)
+
+
+def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
+    """Hand on signals until all have ended; when one fails, end the others."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
+    status = 0
+    end_s = float("inf")
+    while running := [rank for rank in ranks if rank.poll() is None]:
+        failed = next((rank.returncode for rank in ranks if rank.returncode), 0)
+        if failed and not status:
+            status = failed if failed > 0 else 128 - failed
+            end_s = time.monotonic() + _GRACE_S
+            _send(running, signal.SIGTERM)
+        elif time.monotonic() > end_s:
+            _send(running, signal.SIGKILL)
+        heard = signal.sigtimedwait((*_SIGNALS, signal.SIGCHLD), 1.0)
+        # The terminal sends Ctrl-C to all of them by itself.
+        if heard is not None and heard.si_signo != signal.SIGCHLD and heard.si_code <= _SI_USER:
+            _send(running, signal.Signals(heard.si_signo))
+    failed = next((rank.returncode for rank in ranks if rank.returncode), 0)
+    return status or (failed if failed >= 0 else 128 - failed)
+
+
+def _send(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for rank in ranks:
+        rank.send_signal(number)

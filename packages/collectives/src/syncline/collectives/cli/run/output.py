@@ -1,0 +1,63 @@
+"""What the options say about standard output and standard error: a rank before each line, or rank 0 alone.
+
+Also the filter itself, a program of its own: it reads what a rank and its children write, to the last byte, also if the rank is
+killed, and writes each line in one piece.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def silence_stdout() -> None:
+    """Let nothing that this process or its children write to standard output appear."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+
+
+def tag_lines(rank: int) -> None:
+    """Put the rank before each line that this process or its children write."""
+    import subprocess
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipes = [os.pipe(), os.pipe()]
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, f"[{rank}] ", *(str(reading) for reading, _ in pipes)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[reading for reading, _ in pipes],
+        start_new_session=True,  # a signal to the job's process group must not end it before the rank has
+    )
+    for number, (reading, writing) in enumerate(pipes, start=1):
+        os.dup2(writing, number)
+        os.close(reading)
+        os.close(writing)
+
+
+def _filter(tag: bytes, sources: dict[int, int]) -> None:
+    """Copy each source to where it goes, with the tag before each line, until all are at their end."""
+    import selectors
+
+    begun = dict.fromkeys(sources, b"")
+    with selectors.DefaultSelector() as selector:
+        for source in sources:
+            selector.register(source, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                found = os.read(key.fd, 1 << 16)
+                *lines, begun[key.fd] = (begun[key.fd] + found).split(b"\n")
+                if not found:
+                    selector.unregister(key.fd)
+                    lines = [begun[key.fd]] if begun[key.fd] else []
+                if lines:
+                    _write_all(sources[key.fd], b"".join(tag + line + b"\n" for line in lines))
+
+
+def _write_all(target: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(target, text) :]
+
+
+if __name__ == "__main__":
+    _filter(sys.argv[1].encode(), {int(source): target for target, source in enumerate(sys.argv[2:], start=1)})

@@ -1,0 +1,448 @@
+"""Who this process is among the ranks of its job, and torchrun's variables, which say so to the script."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from ...engine.cancel_scope import CancelScope
+from ...errors import LaunchError, SynclineError
+from ...health.connecting import Connecting
+from ...startup.addresses import (
+    LOOPBACK,
+    Doors,
+    OwnAddress,
+    addresses_for_others,
+    agreed_addresses,
+    chosen_interfaces,
+    try_doors,
+)
+from ...startup.launch import RUN_ID_PREFIX, Launch, detect_launch, parent_rank
+from ...startup.library_check import other_mpi
+from ...startup.mpi_library import conflict_with_launcher, missing_library, start
+from ...startup.settings import load_settings
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# What torchrun sets, beside what is the same in every job.
+TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
+_CONSTANT = {
+    "ROLE_NAME": "default",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    # With an agent's store all ranks were clients of it. Here rank 0 serves, where a script opens a store itself.
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
+}
+# Without MPI the ranks cannot agree on a port: it follows from the job's id. Below the ports that the system gives out.
+_FIRST_PORT, _PORTS = 20000, 12000
+_START_S = 300.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """This process among the ranks of its job.
+
+    Attributes:
+        rank, size: in the job.
+        local_rank, local_size: on its node.
+        node, nodes: the number of the node, in the order of the nodes' lowest ranks, and how many there are.
+        address, port: where rank 0 may listen; free when it was asked.
+        run_id: names this run, alike on all ranks.
+        carrier: who told all this, in words.
+        world: a communicator of all ranks for this command alone; None without MPI.
+        local_cores: for each rank of this node the cores that it may use.
+        without_mpi: why MPI carries nothing, or None.
+        has_blocks: whether the ranks of each node are neighbours, as torchrun's are.
+        pid: of this process. Its children are no ranks.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    address: str
+    port: int
+    run_id: str
+    carrier: str
+    world: MPI.Intracomm | None = None
+    local_cores: Sequence[frozenset[int]] = ()
+    without_mpi: str | None = None
+    has_blocks: bool = True
+    pid: int = field(default_factory=os.getpid)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all ranks, or of this one alone where there is no MPI. A collective."""
+        return [value] if self.world is None else self.world.allgather(value)
+
+    def variables(self) -> dict[str, str]:
+        """What torchrun would have set."""
+        said = (
+            self.rank,
+            self.size,
+            self.local_rank,
+            self.local_size,
+            self.node,
+            self.nodes,
+            self.rank,
+            self.size,
+            self.address,
+            self.port,
+            self.run_id,
+        )
+        return {**dict(zip(TORCHRUN, map(str, said), strict=True)), **_CONSTANT}
+
+    def who(self) -> str:
+        """This process in words."""
+        return f"[syncline] rank {self.rank} of {self.size} (host {socket.gethostname()}, pid {self.pid})"
+
+
+def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
+    """Who this process is; None if nothing launched it and `wanted` ranks are to be started.
+
+    Under MPI it is a collective of all ranks, and starts MPI.
+
+    Args:
+        environ: the environment variables.
+        wanted: how many ranks the user asked for (`-n`), or None.
+
+    Raises:
+        LaunchError: two launchers claim this process, or the launcher and the MPI library belong to different MPIs.
+    """
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    if run_id.startswith(started_id(os.getppid())):
+        return _started_here(environ)
+    parent = parent_rank(environ)
+    if parent is not None:
+        raise LaunchError(
+            f"a rank of the job (pid {parent}) started this process, which is no rank itself.\n"
+            "Start it with `python`; or outside of the job, with `mpirun -n N syncline run ...`"
+        )
+    if "TORCHELASTIC_RESTART_COUNT" in environ and run_id and not run_id.startswith(RUN_ID_PREFIX):
+        raise LaunchError(
+            "torchrun started this process, and `syncline run` takes torchrun's place: two launchers at once.\n"
+            "Leave one out: `mpirun -n N syncline run train.py`, or `torchrun --nproc-per-node N train.py`"
+        )
+    launch = detect_launch({name: value for name, value in environ.items() if name not in TORCHRUN})
+    if launch is None:
+        return _without_launcher(environ, wanted)
+    if wanted is not None and launch.world_size not in (None, wanted):
+        raise LaunchError(
+            f"{launch.launcher} started {launch.world_size} rank(s), and `-n {wanted}` asks for others: two launchers at "
+            f"once.\nLeave one out: `mpirun -n {wanted} syncline run train.py`, or `syncline run -n {wanted} train.py` alone"
+        )
+    return _launched(launch, environ)
+
+
+def started_id(starter: int) -> str:
+    """With what the run id of ranks begins that a process of `syncline run -n N` has started itself."""
+    return f"{RUN_ID_PREFIX}started-{starter}-"
+
+
+def set_variables(job: Job, environ: MutableMapping[str, str]) -> list[str]:
+    """Set torchrun's variables.
+
+    Returns:
+        What this process had to override, such as "RANK=3 (now 0)", because a shell had left it behind.
+    """
+    wanted = job.variables()
+    stale = [name for name in TORCHRUN if environ.get(name, wanted[name]) != wanted[name]]
+    told = [f"{name}={environ[name]} (now {wanted[name]})" for name in stale]
+    environ.update(wanted)
+    environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    return told
+
+
+def threads_for(local_cores: Sequence[frozenset[int]], local_rank: int, quota: float) -> int:
+    """How many threads a rank may run: its share of each core that it may use, and of the node's quota. A pure function.
+
+    Args:
+        local_cores: for each rank of the node the cores that it may use. A launcher may have given each its own.
+        local_rank: the rank.
+        quota: how many cores the whole node's job may keep busy (a container's limit).
+    """
+    share = sum(1 / sum(core in cores for cores in local_cores) for core in local_cores[local_rank])
+    return max(1, int(min(share, quota / len(local_cores)) + 1e-9))
+
+
+def cores_of_this_process() -> frozenset[int]:
+    """The cores that this process may use."""
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
+def core_quota() -> float:
+    """How many cores a container may keep busy; infinite without such a limit."""
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            most, period = file.read().split()
+        return float("inf") if most == "max" else int(most) / int(period)
+    except (OSError, ValueError):
+        return float("inf")
+
+
+def _started_here(environ: Mapping[str, str]) -> Job:
+    """A rank that `syncline run -n N` started without MPI: it has its variables already."""
+    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    return Job(
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        node=0,
+        nodes=1,
+        address=environ["MASTER_ADDR"],
+        port=int(environ["MASTER_PORT"]),
+        run_id=environ["TORCHELASTIC_RUN_ID"],
+        carrier="syncline run",
+        local_cores=[cores_of_this_process()] * size,
+        without_mpi="`syncline run` found no mpiexec beside this Python and on PATH, or no mpi4py",
+    )
+
+
+def _without_launcher(environ: Mapping[str, str], wanted: int | None) -> Job | None:
+    if wanted is not None and wanted > 1:
+        return None
+    by_hand = detect_launch(environ) if wanted is None else None
+    if by_hand is not None and by_hand.least_world_size() > 1:
+        return _without_mpi(by_hand, environ, "no MPI launcher started this process")
+    return Job(
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        node=0,
+        nodes=1,
+        address="127.0.0.1",
+        port=free_port(),
+        run_id=f"{RUN_ID_PREFIX}alone-{secrets.token_hex(4)}",
+        carrier="nobody",
+        local_cores=[cores_of_this_process()],
+        without_mpi="this process is alone",
+    )
+
+
+def _launched(launch: Launch, environ: Mapping[str, str]) -> Job:
+    with suppress(ImportError):  # `missing_library` says so
+        import mpi4py
+
+        # Before the library is loaded. A child that the script forks ends as any process does; mpi4py would end MPI there, and
+        # with that its parent's.
+        mpi4py.rc.finalize = False
+    problem = missing_library()
+    if problem is not None:
+        problem = problem.partition("\n")[0]
+    else:
+        problem = _start_mpi(launch)
+    return _over_mpi(launch, environ) if problem is None else _without_mpi(launch, environ, problem)
+
+
+def _start_mpi(launch: Launch) -> str | None:
+    """Start MPI together with the other ranks; why srun's ranks go without it, or None.
+
+    Raises:
+        LaunchError: the launcher is an mpirun, and belongs to another MPI.
+    """
+    is_slurm = launch.launcher == "Slurm"
+    conflict = conflict_with_launcher()
+    if conflict is None:
+        from mpi4py import MPI
+
+        with Connecting(_START_S, 0) as connecting:
+            connecting.set_place(launch.rank, launch.world_size)
+            start(connecting)
+        _let_the_script_start_mpi(MPI)
+        found = MPI.COMM_WORLD.Get_size()
+        if launch.world_size in (None, found):
+            return None
+        library = " ".join(MPI.Get_library_version().split(",")[0].split()[:3])
+        conflict = other_mpi(launch.launcher, launch.world_size or 0, library, found)
+    if not is_slurm:
+        raise LaunchError(conflict)
+    return conflict.partition("\n")[0]
+
+
+def _let_the_script_start_mpi(mpi: Any) -> None:
+    """A script that starts and ends MPI itself finds it started; MPI ends when the process does.
+
+    It cannot be started twice, and groups and stores of ours may outlive the script's `MPI.Finalize()`.
+    """
+    global _finalize
+    _finalize = mpi.Finalize
+    mpi.Init = mpi.Finalize = lambda: None
+    mpi.Init_thread = lambda required=mpi.THREAD_MULTIPLE: mpi.Query_thread()  # noqa: ARG005 - mpi4py's name
+
+
+def end_mpi() -> None:
+    """End MPI for this process: what `MPI.Finalize` does elsewhere."""
+    from mpi4py import MPI
+
+    (_finalize or MPI.Finalize)()
+
+
+_finalize: Callable[[], None] | None = None
+
+
+def _over_mpi(launch: Launch, environ: Mapping[str, str]) -> Job:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD.Dup()
+    rank, size = world.Get_rank(), world.Get_size()
+    node = world.Split_type(MPI.COMM_TYPE_SHARED, rank)
+    first_here = node.bcast(rank)
+    firsts = world.allgather(first_here)
+    nodes = sorted(set(firsts))
+    local_cores = node.allgather(cores_of_this_process())
+    address, port = _agree_on_address(world, first_here == rank, len(nodes) > 1, environ)
+    run_id = world.bcast(f"{RUN_ID_PREFIX}mpi-{secrets.token_hex(4)}")
+    job = Job(
+        rank=rank,
+        size=size,
+        local_rank=node.Get_rank(),
+        local_size=node.Get_size(),
+        node=nodes.index(first_here),
+        nodes=len(nodes),
+        address=address,
+        port=port,
+        run_id=run_id,
+        carrier=launch.launcher,
+        world=world,
+        local_cores=local_cores,
+        has_blocks=firsts == sorted(firsts),
+    )
+    node.Free()
+    return job
+
+
+def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Job:
+    """As Slurm's, PMI's or the user's variables say."""
+    size = launch.least_world_size()
+    if launch.launcher == "Slurm":
+        node, nodes = int(environ.get("SLURM_NODEID", 0)), int(environ.get("SLURM_STEP_NUM_NODES", 1))
+        counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+        local_rank, local_size = launch.local_rank or 0, counts[node]
+        host = first_host(environ.get("SLURM_STEP_NODELIST", ""))
+        key = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    else:
+        local_rank = launch.rank if launch.local_rank is None else launch.local_rank
+        local_size = launch.local_world_size or size
+        node, nodes = launch.rank // local_size, -(-size // local_size)
+        host, key = "", environ.get("PMIX_NAMESPACE", f"parent {os.getppid()}")
+    host = environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else host)
+    if not host:
+        raise LaunchError(
+            f"the {size} ranks are on {nodes} nodes, and nothing says where rank 0 is: {problem}.\n"
+            "Install what MPI needs, or export MASTER_ADDR, the host of rank 0, to all ranks"
+        )
+    port = environ.get("MASTER_PORT", "")
+    return Job(
+        rank=launch.rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=node,
+        nodes=nodes,
+        address=host,
+        port=int(port) if port.isdigit() else _FIRST_PORT + crc32(key.encode()) % _PORTS,
+        run_id=f"{RUN_ID_PREFIX}env-{crc32(key.encode()):08x}",
+        carrier=launch.launcher,
+        local_cores=[cores_of_this_process()] * local_size,
+        without_mpi=problem,
+    )
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """From Slurm's "4(x2),3" to [4, 4, 3]. A pure function."""
+    return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+
+
+def first_host(hosts: str) -> str:
+    """The first of Slurm's "gpu[07-09,12],login1", here "gpu07". A pure function."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", hosts)[0])
+
+
+# ---- where rank 0 listens ----
+
+
+def free_port() -> int:
+    """A port of this machine that was free a moment ago."""
+    with socket.create_server(("", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _agree_on_address(
+    world: MPI.Intracomm, is_first_here: bool, crosses_nodes: bool, environ: Mapping[str, str]
+) -> tuple[str, int]:
+    """An address and a free port of rank 0's host, which a process of every other node has reached. A collective.
+
+    A MASTER_ADDR and a MASTER_PORT that are set on rank 0 count if they are of its host, and free.
+    """
+    is_host = world.Get_rank() == 0
+    port = world.bcast(_free_port(environ) if is_host else None)
+    wanted = environ.get("MASTER_ADDR", "")
+    if not crosses_nodes:
+        return world.bcast((wanted if _is_own(wanted) else LOOPBACK) if is_host else None), port
+    # Rank 0 opens a door at each of its addresses, and the lowest rank of each other node tries them all; see `addresses`.
+    addresses: list[OwnAddress] = []
+    problem = ""
+    if is_host:
+        try:
+            addresses = addresses_for_others(chosen_interfaces(environ, load_settings().interface))
+        except SynclineError as error:
+            problem = str(error)
+    with Doors(addresses) as doors:
+        # The name that the user gives goes first; to others it may mean another of these addresses, or another host.
+        named = [(wanted, door) for _, door in doors.places] if wanted else []
+        places, word, problem = world.bcast((named + doors.places, doors.word, problem) if is_host else None)
+        tries = is_first_here and not is_host and not problem
+        tried = try_doors(places, word, CancelScope(_START_S)) if tries else None
+        told = world.allgather(tried)
+    try:
+        if problem:
+            raise LaunchError(problem)
+        return agreed_addresses(places, {rank: one for rank, one in enumerate(told) if one is not None})[0], port
+    except LaunchError as error:
+        # MPI has ways of its own, and carries most scripts without an address of rank 0.
+        if is_host:
+            print(f"syncline run: MASTER_ADDR is this host's name: {error}", file=sys.stderr, flush=True)
+    return world.bcast(socket.gethostname()), port
+
+
+def _is_own(address: str) -> bool:
+    """Whether it is an address, or a name, of this host."""
+    try:
+        with socket.create_server((address, 0)):
+            return address != ""
+    except OSError:
+        return False
+
+
+def _free_port(environ: Mapping[str, str]) -> int:
+    """MASTER_PORT, if it is free, or else another."""
+    wanted = environ.get("MASTER_PORT", "")
+    try:
+        with socket.create_server(("", int(wanted) if wanted.isdigit() else 0)) as listener:
+            return int(listener.getsockname()[1])
+    except (OSError, OverflowError):
+        return free_port()

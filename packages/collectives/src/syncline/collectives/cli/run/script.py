@@ -1,0 +1,108 @@
+"""The script as `__main__`: found, compiled and run as `python` would."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+
+class ScriptError(Exception):
+    """There is nothing to run. Says why; `status` is what `python` would exit with."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is run: its code, and how it appears in `sys.argv[0]` and in `__main__`."""
+
+    code: types.CodeType
+    name: str
+    attributes: dict[str, Any]
+
+
+def find_script(name: str, *, is_module: bool) -> Script:
+    """Find and compile the script or the module, and put its folder first in `sys.path`.
+
+    Of a module's packages it runs the `__init__`, as `python -m` does.
+
+    Raises:
+        ScriptError: there is none.
+        SyntaxError: it is no Python.
+    """
+    return _module(name) if is_module else _file(name)
+
+
+def run_script(script: Script, arguments: Sequence[str]) -> None:
+    """Run it as `__main__`. What it raises is raised, SystemExit as well."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(script.attributes, __builtins__=builtins)
+    if sys.version_info < (3, 14):
+        main.__dict__.setdefault("__annotations__", {})
+    sys.modules["__main__"] = main
+    sys.argv[:] = [script.name, *arguments]
+    exec(script.code, main.__dict__)
+
+
+def _file(name: str) -> Script:
+    path = Path(name)
+    if path.is_dir():
+        raise ScriptError(f"{name} is a folder; name a file, or `-m` and a package")
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        hint = "; torchrun's place is taken by `syncline run`: leave it out" if path.name == "torchrun" else ""
+        raise ScriptError(f"cannot open {name!r} in {os.getcwd()}: {error.strerror}{hint}", 2) from error
+    _set_first_path(os.path.dirname(os.path.realpath(name)))
+    absolute = os.path.abspath(name)
+    attributes = {"__file__": absolute, "__cached__": None, "__spec__": None, "__package__": None}
+    loader = SourceFileLoader("__main__", absolute)
+    return Script(compile(source, absolute, "exec", dont_inherit=True), name, {**attributes, "__loader__": loader})
+
+
+def _module(name: str) -> Script:
+    if name.split(".")[:2] == ["torch", "distributed"] and name.rpartition(".")[2] in ("run", "launch"):
+        raise ScriptError(f"torchrun's place is taken by `syncline run`: leave `-m {name}` out, with its options")
+    _set_first_path(os.getcwd())
+    spec = _find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = _find_spec(name)
+    get_code = getattr(spec and spec.loader, "get_code", None)
+    code = None if spec is None or get_code is None else get_code(spec.name)
+    if spec is None or code is None:
+        raise ScriptError(f"no module named {name}, looked for from {os.getcwd()}")
+    attributes = {
+        "__file__": spec.origin,
+        "__cached__": spec.cached,
+        "__spec__": spec,
+        "__package__": spec.parent,
+        "__loader__": spec.loader,
+    }
+    return Script(code, spec.origin or name, attributes)
+
+
+def _find_spec(name: str) -> ModuleSpec | None:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return None  # one of its packages is not there
+        raise
+
+
+def _set_first_path(folder: str) -> None:
+    """Put the script's folder where Python has put that of this command, unless it was told (`python -P`) to put none."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder
