@@ -83,9 +83,9 @@ ROWS = {
         "same versions",
     ),
     "a torch that was not run": (
-        lambda: d.software([replace(FINE, software=(("torch", "2.6.1+cpu"),))]),
+        lambda: d.software([replace(FINE, software=(("torch", "2.7.1+cpu"),))]),
         Status.WARN,
-        "torch 2.6.1+cpu; the tests of this version of Syncline were not run with torch 2.6.1+cpu",
+        "torch 2.7.1+cpu; the tests of this version of Syncline were not run with torch 2.7.1+cpu",
         "try torch 2.13, 2.14, 2.15",
     ),
     "launcher": (
