@@ -17,6 +17,7 @@ from .composed.torch_group import TorchGroup, as_process_group
 from .contract.process_group import ProcessGroup
 from .contract.reduce_op import ReduceOp, premul_sum
 from .contract.work import Work
+from .default_group.adasum import adasum_coalesced
 from .default_group.coalescing import all_gather_coalesced, all_reduce_coalesced, broadcast_coalesced
 from .default_group.default_device import default_device
 from .default_group.default_group import (
@@ -50,9 +51,22 @@ from .default_group.objects import (
     gather_object,
     scatter_object_list,
 )
-from .default_group.placement import get_local_rank, get_node_rank, placement_of
+from .default_group.placement import get_local_rank, get_local_size, get_node_rank, placement_of
 from .default_group.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from .default_group.returned import (
+    PendingResult,
+    all_gather_rows,
+    all_gather_rows_coalesced,
+    all_reduce_copy,
+    all_reduce_copy_coalesced,
+    all_to_all_rows,
+    broadcast_copy,
+    broadcast_object,
+    reduce_scatter_rows,
+    reduce_scatter_rows_coalesced,
+)
 from .default_group.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
+from .default_group.uneven_calls import UnevenCalls
 from .errors import (
     BackendUnavailableError,
     CollectiveTimeout,
@@ -90,6 +104,7 @@ __all__ = [
     "NonMember",
     "NotInitializedError",
     "P2POp",
+    "PendingResult",
     "Placement",
     "ProcessGroup",
     "RankGivenUpError",
@@ -104,16 +119,23 @@ __all__ = [
     "SynclineError",
     "TorchGroup",
     "TransportError",
+    "UnevenCalls",
     "UnknownBackendError",
     "Work",
     "__version__",
+    "adasum_coalesced",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
+    "all_gather_rows",
+    "all_gather_rows_coalesced",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_reduce_copy",
+    "all_reduce_copy_coalesced",
     "all_to_all",
+    "all_to_all_rows",
     "all_to_all_single",
     "as_process_group",
     "backend_names",
@@ -121,6 +143,8 @@ __all__ = [
     "batch_isend_irecv",
     "broadcast",
     "broadcast_coalesced",
+    "broadcast_copy",
+    "broadcast_object",
     "broadcast_object_list",
     "default_device",
     "destroy_process_group",
@@ -129,6 +153,7 @@ __all__ = [
     "gather_object",
     "get_default_group",
     "get_local_rank",
+    "get_local_size",
     "get_node_rank",
     "get_rank",
     "get_world_size",
@@ -145,6 +170,8 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_rows",
+    "reduce_scatter_rows_coalesced",
     "reduce_scatter_tensor",
     "scatter",
     "scatter_object_list",
