@@ -282,25 +282,23 @@ class _GradientCombining:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self.passes == 1 and not self._sparse_as_dense:
-            return  # the reducer tells all that is to be known
-        came = weakref.WeakMethod(self._came)
         for index, (_, parameter) in enumerate(self._named):
+            if self.passes > 1:
+                self._handles.append(parameter.register_hook(_weakly(self._came, index)))  # type: ignore[no-untyped-call]
+            if self._sparse_as_dense:
+                hook = _weakly(self._accumulated, index)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-            def hook(gradient: torch.Tensor, index: int = index) -> torch.Tensor | None:
-                method = came()
-                return None if method is None else method(index, gradient)
-
-            self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
-
-    def _came(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A gradient, before it is added to `parameter.grad`; returns what is to be added instead."""
-        if self.passes > 1 and not self._is_filling:
+    def _came(self, index: int, _: torch.Tensor) -> None:
+        """A gradient, before it is added to `parameter.grad`."""
+        if not self._is_filling:
             self._count(index)
-        if self._sparse_as_dense and gradient.is_sparse:
+
+    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
+        """A gradient, after it was added: with `sparse_as_dense` it is made dense before the reducer looks at it."""
+        if parameter.grad is not None and parameter.grad.is_sparse:
             self._densified.add(index)
-            return gradient.to_dense()
-        return None
+            parameter.grad = parameter.grad.to_dense()
 
     _is_filling = False
 
@@ -437,6 +435,18 @@ class _GradientCombining:
                 "same optimizers on every rank, in the same order"
             )
         self._reducer.shadow_backward(has_forward=False)
+
+
+def _weakly(method: Callable[[int, torch.Tensor], None], index: int) -> Callable[[torch.Tensor], None]:
+    """A hook on a parameter that does not keep the method's object alive."""
+    weak = weakref.WeakMethod(method)
+
+    def hook(tensor: torch.Tensor) -> None:
+        called = weak()
+        if called is not None:
+            called(index, tensor)
+
+    return hook
 
 
 def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
