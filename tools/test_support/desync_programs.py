@@ -233,8 +233,8 @@ def transfer(sent: Callable[[int], torch.Tensor], expected: Callable[[int], torc
 
 
 @contextmanager
-def as_default(group: ProcessGroup) -> Iterator[None]:
-    """Make it the default group, from which others are made."""
+def as_default(group: ProcessGroup | None) -> Iterator[None]:
+    """Make it the default group, from which others are made; None: let there be none."""
     before, default_group._default = default_group._default, group
     try:
         yield

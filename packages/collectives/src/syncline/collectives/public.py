@@ -1,5 +1,6 @@
 """The public names of `syncline.collectives`, which loads them when the first one is asked for."""
 
+from .api.adasum import adasum_coalesced
 from .api.coalescing import all_gather_coalesced, all_reduce_coalesced, broadcast_coalesced
 from .api.default_device import default_device
 from .api.default_group import (
@@ -33,9 +34,22 @@ from .api.objects import (
     gather_object,
     scatter_object_list,
 )
-from .api.placement import get_local_rank, get_node_rank, placement_of
+from .api.placement import get_local_rank, get_local_size, get_node_rank, placement_of
 from .api.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from .api.returned import (
+    PendingResult,
+    all_gather_rows,
+    all_gather_rows_coalesced,
+    all_reduce_copy,
+    all_reduce_copy_coalesced,
+    all_to_all_rows,
+    broadcast_copy,
+    broadcast_object,
+    reduce_scatter_rows,
+    reduce_scatter_rows_coalesced,
+)
 from .api.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration
+from .api.uneven_calls import UnevenCalls
 from .engine.composed import RoundRobinGroup
 from .errors import (
     BackendUnavailableError,
@@ -78,6 +92,7 @@ __all__ = [
     "NonMember",
     "NotInitializedError",
     "P2POp",
+    "PendingResult",
     "Placement",
     "ProcessGroup",
     "RankGivenUpError",
@@ -92,16 +107,23 @@ __all__ = [
     "SynclineError",
     "TorchGroup",
     "TransportError",
+    "UnevenCalls",
     "UnknownBackendError",
     "Work",
     "__version__",
+    "adasum_coalesced",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
+    "all_gather_rows",
+    "all_gather_rows_coalesced",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_reduce_copy",
+    "all_reduce_copy_coalesced",
     "all_to_all",
+    "all_to_all_rows",
     "all_to_all_single",
     "as_process_group",
     "backend_names",
@@ -109,6 +131,8 @@ __all__ = [
     "batch_isend_irecv",
     "broadcast",
     "broadcast_coalesced",
+    "broadcast_copy",
+    "broadcast_object",
     "broadcast_object_list",
     "default_device",
     "destroy_process_group",
@@ -117,6 +141,7 @@ __all__ = [
     "gather_object",
     "get_default_group",
     "get_local_rank",
+    "get_local_size",
     "get_node_rank",
     "get_rank",
     "get_world_size",
@@ -133,6 +158,8 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_rows",
+    "reduce_scatter_rows_coalesced",
     "reduce_scatter_tensor",
     "scatter",
     "scatter_object_list",

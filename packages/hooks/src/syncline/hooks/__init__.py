@@ -1,5 +1,6 @@
 """Communication hooks: how a bucket of gradients travels, under our DDP and under torch's."""
 
+from .adasum import adasum_hook
 from .allreduce import allreduce_hook, noop_hook
 from .batched_power_sgd import batched_powerSGD_hook
 from .between_sites import bf16_between_sites_hook
@@ -44,6 +45,7 @@ __all__ = [
     "Sites",
     "TopK",
     "__version__",
+    "adasum_hook",
     "allreduce_hook",
     "batched_powerSGD_hook",
     "bf16_between_sites_hook",

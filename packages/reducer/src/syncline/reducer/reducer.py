@@ -160,6 +160,7 @@ class Reducer(Inherited):
         self._backward_end: Callable[[], _BackwardEnd | None] = lambda: None
         self._on_delivery: OnDelivery | None = None
         self._on_iteration: Callable[[IterationStatistics], None] | None = None
+        self._on_begin: Callable[[], None] | None = None
         self._extra_futures: list[AnyFuture] = []
         self._latest_error: str | None = None
         self._has_accumulated = False
@@ -307,6 +308,15 @@ class Reducer(Inherited):
         """
         self._on_iteration = callback
 
+    def on_begin(self, callback: Callable[[], None] | None) -> None:
+        """Call back when a backward has begun that will be reduced, before anything of it is communicated.
+
+        The callback runs on the thread of backward, on every rank at the same place among the collectives, so it may issue
+        some. A rank that takes part by `shadow_backward` is not called. None ends it.
+        """
+        self._check_idle("on_begin")
+        self._on_begin = callback
+
     # ---- around a backward ----
 
     @_noting_errors
@@ -425,10 +435,13 @@ class Reducer(Inherited):
         """Whether the next backward cannot do with ranks that `shadow_backward`."""
         return self._usage.needs_everyone
 
-    def shadow_backward(self) -> None:
+    def shadow_backward(self, *, has_forward: bool = True) -> None:
         """Take part in a forward and backward of the other ranks without gradients; those of this rank stay as they are.
 
         It mirrors `prepare_for_backward` and all that a backward communicates, with zeros, and waits for it.
+
+        Args:
+            has_forward: whether the others called `prepare_for_backward` before this backward.
 
         Raises:
             MisuseError: the backward needs everyone; see `needs_everyone`.
@@ -437,7 +450,8 @@ class Reducer(Inherited):
         if self.needs_everyone:
             raise error_messages.needs_everyone(self._group.place())
         self._count_unsynchronized()
-        self._sync_policy.forward(reduces=True)
+        if has_forward:
+            self._sync_policy.forward(reduces=True)
         self._build_if_due()
         with self._lock:
             self.statistics = IterationStatistics(time.perf_counter())
@@ -520,6 +534,8 @@ class Reducer(Inherited):
             raise error_messages.compiled_autograd(self._group.place())
         if not self._sync_policy.has_forward:
             self._take_over()
+        if self._on_begin is not None:
+            self._on_begin()
         if self._buckets is None:  # no forward came before
             self._buckets = self._builder.build([bucket.members for bucket in self._pending])
         if not self._buckets:

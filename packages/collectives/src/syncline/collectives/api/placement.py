@@ -37,6 +37,15 @@ def get_local_rank(group: ProcessGroup | None = None) -> int:
     return _remembered(group).local_rank
 
 
+def get_local_size(group: ProcessGroup | None = None) -> int:
+    """How many ranks of the group are on this process's node; otherwise as `get_local_rank`.
+
+    Args:
+        group: the default group if None.
+    """
+    return _remembered(group).local_world_size
+
+
 def get_node_rank(group: ProcessGroup | None = None) -> int:
     """The number of this process's node among the nodes of the group, from 0, in the order of their lowest ranks.
 

@@ -1,0 +1,108 @@
+"""Adasum: adds up the gradients of all ranks so far as they point into different directions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import InvalidArgumentError
+from ..group import ProcessGroup
+from .default_group import resolve_group
+
+
+def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None) -> None:
+    """Combine the tensors of all ranks in place, each tensor by itself, by the rule of Adasum.
+
+    Of two ranks' tensors a and b the result is
+
+        (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
+
+    the sum if they are orthogonal, the mean if they are equal. More ranks are combined in pairs, then pairs of pairs, ...; the
+    first ranks take in what a power of two leaves over. (S. Maleki et al., "Scaling Distributed Training with Adaptive
+    Summation", MLSys 2021.) The learning rate of one process fits any number of ranks.
+
+    Args:
+        tensors: floating point, one dtype and device; the same shapes on every rank. Overwritten, bitwise alike on every rank.
+        group: the default group if None.
+
+    Cost, for p ranks: log2(p) exchanges of all tensors between two ranks, and two more if p is no power of two; a copy of all
+    tensors. Products are added up in float64.
+
+    Raises:
+        InvalidArgumentError: a tensor is of integers or complex, or they differ in dtype or device.
+    """
+    chosen = resolve_group(group)
+    if not tensors:
+        return
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    if len(kinds) > 1 or not tensors[0].is_floating_point():
+        raise InvalidArgumentError(
+            f"adasum on {chosen.place()}: expected tensors of one floating-point dtype on one device, found "
+            f"{', '.join(sorted(str(dtype) for dtype, _ in kinds))}"
+        )
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    _combine_all(flat, [tensor.numel() for tensor in tensors], chosen)
+    with torch.no_grad():
+        for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _combine_all(flat: torch.Tensor, sizes: list[int], group: ProcessGroup) -> None:
+    """In place; every rank takes part in every exchange, because an exchange is a collective."""
+    rank, power = group.rank, 1
+    while power * 2 <= group.size:
+        power *= 2
+    surplus = group.size - power
+    theirs = torch.empty_like(flat)
+    if surplus:
+        if rank >= power:
+            _exchange(flat, None, send_to=rank - power, group=group)
+        else:
+            _exchange(flat, theirs, receive_from=rank + power if rank < surplus else None, group=group)
+        if rank < surplus:
+            _combine(flat, theirs, sizes)
+    distance = 1
+    while distance < power:
+        peer = rank ^ distance if rank < power else None
+        _exchange(flat, theirs, send_to=peer, receive_from=peer, group=group)
+        if peer is not None:
+            # The same order on both ranks, so that both get the same bits.
+            lower, higher = (flat, theirs) if rank < peer else (theirs, flat)
+            _combine(lower, higher, sizes)
+            if lower is theirs:
+                flat.copy_(theirs)
+        distance *= 2
+    if surplus:
+        if rank >= power:
+            _exchange(flat, flat, receive_from=rank - power, group=group)
+        else:
+            _exchange(flat, None, send_to=rank + power if rank < surplus else None, group=group)
+
+
+def _exchange(
+    mine: torch.Tensor,
+    theirs: torch.Tensor | None,
+    *,
+    send_to: int | None = None,
+    receive_from: int | None = None,
+    group: ProcessGroup,
+) -> None:
+    """Send to one rank at most, and receive from one at most. A collective."""
+    sends = [mine.numel() if rank == send_to else 0 for rank in range(group.size)]
+    receives = [mine.numel() if rank == receive_from else 0 for rank in range(group.size)]
+    source = mine if send_to is not None else mine[:0]
+    target = mine[:0].clone() if receive_from is None or theirs is None else theirs
+    group.all_to_all_single(target, source, receives, sends)
+
+
+def _combine(a: torch.Tensor, b: torch.Tensor, sizes: list[int]) -> None:
+    """Leave in `a` what Adasum makes of both, part by part."""
+    for part, other in zip(torch.split(a, sizes), torch.split(b, sizes), strict=True):
+        wide, other_wide = part.double(), other.double()
+        product = torch.dot(wide, other_wide)
+        norm, other_norm = torch.dot(wide, wide), torch.dot(other_wide, other_wide)
+        # A tensor of zeros has no direction: the other one counts as a whole.
+        share = torch.where(norm > 0, 1 - product / (2 * norm), 1.0)
+        other_share = torch.where(other_norm > 0, 1 - product / (2 * other_norm), 1.0)
+        part.copy_(share * wide + other_share * other_wide)

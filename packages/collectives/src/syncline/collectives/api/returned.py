@@ -1,0 +1,526 @@
+"""Collectives that return what they make: inputs stay, sizes may differ between ranks, and autograd goes through them.
+
+The functional forms with torch's names write into tensors that the caller has made, so every rank must know all sizes before
+the call. These forms tell the sizes to one another first, and return new tensors.
+
+=============================  ================================  ==============================================
+function                       what every rank gets              gradient (of the sum of all ranks' losses)
+=============================  ================================  ==============================================
+`all_reduce_copy`              the reduced tensor                reduced the same way (SUM and AVG only)
+`all_gather_rows`              the rows of all ranks             added up, each rank gets that of its rows
+`reduce_scatter_rows`          its share of the reduced rows     gathered (SUM and AVG only)
+`broadcast_copy`               the root's tensor                 added up on the root, zeros elsewhere
+`all_to_all_rows`              the rows that others sent to it   sent back
+`broadcast_object`             the root's object                 none
+=============================  ================================  ==============================================
+
+The forms that end in `_coalesced` take a list, whose tensors travel together. With `async_op=True` a form returns a
+`PendingResult`, through which no gradient goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+from zlib import crc32
+
+import torch
+
+from ..errors import DisagreementError, InvalidArgumentError
+from ..group import ProcessGroup
+from ..reduce_op import ReduceOp, Reduction
+from ..work import Work
+from . import object_exchange
+from .coalescing import all_reduce_coalesced
+from .default_group import rank_in, resolve_group
+
+T = TypeVar("T")
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class PendingResult(Generic[T]):
+    """A collective in flight, and what it will return. Not safe to be waited for by two threads at once."""
+
+    _result: T
+
+    def __init__(self, works: Sequence[Work], finish: Callable[[], T]) -> None:
+        self._works = works
+        self._finish: Callable[[], T] | None = finish
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> T:
+        """Wait for the collective, and return its result; each time the same objects.
+
+        Raises:
+            CollectiveTimeout, TransportError, DisagreementError: as `Work.wait`.
+        """
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:  # on the caller's thread: an error there is the caller's, not the group's
+            self._result, self._finish, self._works = self._finish(), None, ()
+        return self._result
+
+
+# ---- all_reduce ----
+
+
+def all_reduce_copy(
+    tensor: torch.Tensor,
+    op: Reduction = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Any:
+    """Combine the tensors of all ranks into a new one.
+
+    Args:
+        tensor: any shape, the same on every rank; only read.
+        op: see `ReduceOp` and `premul_sum`.
+        group: the default group if None.
+        async_op: return a `PendingResult` of the tensor.
+        prescale: each rank's tensor is multiplied by it before. Integers are multiplied in float64 and rounded towards zero,
+            halves in float32.
+        postscale: the result is multiplied by it.
+
+    Returns:
+        A contiguous tensor like `tensor`, bitwise the same on every rank.
+    """
+    return _first(
+        all_reduce_copy_coalesced([tensor], op, group, async_op, prescale=prescale, postscale=postscale), async_op=async_op
+    )
+
+
+def all_reduce_copy_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: Reduction = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Any:
+    """`all_reduce_copy` of several tensors, in one all_reduce for each dtype; returns a list."""
+    chosen = resolve_group(group)
+    if not async_op and _needs_gradients(tensors):
+        return list(_AllReduce.apply(chosen, op, prescale, postscale, *tensors))  # type: ignore[no-untyped-call]
+    copies = [scaled(tensor.detach(), prescale) for tensor in tensors]
+    work = (
+        chosen.all_reduce(copies[0], op, async_op=async_op)
+        if len(copies) == 1
+        else all_reduce_coalesced(copies, op, chosen, async_op)
+    )
+    pending = PendingResult([work] if work is not None else [], lambda: [_scaled_again(copy, postscale) for copy in copies])
+    return pending if async_op else pending.wait()
+
+
+def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """A contiguous copy times a factor, in the tensor's dtype: of integers rounded towards zero."""
+    if factor == 1.0:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.dtype in _HALVES:
+        return (tensor.float() * factor).to(tensor.dtype).contiguous()
+    if tensor.is_floating_point() or tensor.is_complex():
+        return (tensor * factor).contiguous()
+    return (tensor.double() * factor).to(tensor.dtype).contiguous()
+
+
+def _scaled_again(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1.0 else scaled(tensor, factor)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, op: Reduction, prescale: float, postscale: float, *tensors: torch.Tensor) -> Any:
+        ctx.arguments = (group, op, prescale, postscale)
+        return tuple(all_reduce_copy_coalesced(tensors, op, group, prescale=prescale, postscale=postscale))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        group, op, prescale, postscale = ctx.arguments
+        _check_differentiable("all_reduce_copy", op, group)
+        reduced = all_reduce_copy_coalesced(gradients, op, group, prescale=prescale, postscale=postscale)
+        return (None, None, None, None, *reduced)
+
+
+# ---- all_gather ----
+
+
+def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
+    """Put the rows of all ranks one after the other; the ranks may have different numbers of them.
+
+    Args:
+        tensor: at least one dimension. The first may differ between ranks, also be 0; the others and the dtype are the same.
+        group: the default group if None.
+        async_op: return a `PendingResult` of the tensor. The numbers of rows are exchanged before it returns.
+
+    Returns:
+        The rows of rank 0, those of rank 1, ...; the same on every rank.
+
+    Cost: an all-gather of 16 bytes from each rank, then one of the rows, each rank's padded to the longest.
+
+    Raises:
+        InvalidArgumentError: the tensor has no dimension.
+        DisagreementError: on every rank: dtypes or further dimensions differ.
+    """
+    return _first(all_gather_rows_coalesced([tensor], group, async_op), async_op=async_op)
+
+
+def all_gather_rows_coalesced(
+    tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """`all_gather_rows` of several tensors, in one all-gather for each dtype; returns a list."""
+    chosen = resolve_group(group)
+    if not async_op and _needs_gradients(tensors):
+        return list(_AllGatherRows.apply(chosen, *tensors))  # type: ignore[no-untyped-call]
+    rows = _rows_of_all("all_gather_rows", tensors, chosen)
+    works: list[Work] = []
+    finishers: list[Callable[[], None]] = []
+    outputs: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+    for members in _by_kind(tensors):
+        widths = {index: _width(tensors[index]) for index in members}
+        lengths = [sum(counts[index] * widths[index] for index in members) for counts in rows]
+        flat = torch.cat([tensors[index].detach().reshape(-1) for index in members])
+        longest = max(lengths)
+        block = flat.new_empty(chosen.size, longest)
+        mine = flat if flat.numel() == longest else torch.cat([flat, flat.new_zeros(longest - flat.numel())])
+        works.append(chosen.all_gather_into_tensor(block, mine, async_op=async_op))
+
+        def unpack(block: torch.Tensor = block, members: list[int] = members, widths: dict[int, int] = widths) -> None:
+            begins = [0] * chosen.size
+            for index in members:
+                parts = []
+                for rank, counts in enumerate(rows):
+                    end = begins[rank] + counts[index] * widths[index]
+                    parts.append(block[rank, begins[rank] : end])
+                    begins[rank] = end
+                shape = (sum(counts[index] for counts in rows), *tensors[index].shape[1:])
+                is_whole = len(members) == 1 and block.numel() == sum(map(torch.numel, parts))
+                outputs[index] = (block.view(-1) if is_whole else torch.cat(parts)).view(shape)
+
+        finishers.append(unpack)
+
+    def finish() -> list[torch.Tensor]:
+        for unpack in finishers:
+            unpack()
+        return outputs
+
+    pending = PendingResult(works, finish)
+    return pending if async_op else pending.wait()
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, *tensors: torch.Tensor) -> Any:
+        ctx.group = group
+        ctx.counts = [tensor.shape[0] for tensor in tensors]
+        return tuple(all_gather_rows_coalesced(tensors, group))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        rows = all_gather_rows(torch.tensor([ctx.counts], device=gradients[0].device), ctx.group).tolist()
+        mine = []
+        for index, total in enumerate(all_reduce_copy_coalesced(gradients, ReduceOp.SUM, ctx.group)):
+            begin = sum(counts[index] for counts in rows[: ctx.group.rank])
+            mine.append(total.narrow(0, begin, ctx.counts[index]))
+        return (None, *mine)
+
+
+# ---- reduce_scatter ----
+
+
+def row_shares(rows: int, size: int) -> list[int]:
+    """How many of `rows` each of `size` ranks gets: as equal as can be, the first ranks one more. A pure function."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def reduce_scatter_rows(
+    tensor: torch.Tensor,
+    op: Reduction = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Any:
+    """Combine the tensors of all ranks and give each rank its share of the rows.
+
+    Args:
+        tensor: at least one dimension; the same shape on every rank; only read.
+        op: see `ReduceOp` and `premul_sum`.
+        group: the default group if None.
+        async_op: return a `PendingResult` of the tensor.
+        prescale: as in `all_reduce_copy`.
+        postscale: as in `all_reduce_copy`.
+
+    Returns:
+        This rank's rows. The shares are as equal as can be; the first ranks get one row more if they must differ, which
+        costs one `reduce` for each rank.
+    """
+    return _first(
+        reduce_scatter_rows_coalesced([tensor], op, group, async_op, prescale=prescale, postscale=postscale), async_op=async_op
+    )
+
+
+def reduce_scatter_rows_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: Reduction = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Any:
+    """`reduce_scatter_rows` of several tensors, in one reduce_scatter for each dtype; returns a list."""
+    chosen = resolve_group(group)
+    if not async_op and _needs_gradients(tensors):
+        return list(_ReduceScatterRows.apply(chosen, op, prescale, postscale, *tensors))  # type: ignore[no-untyped-call]
+    for tensor in tensors:
+        _check_has_rows("reduce_scatter_rows", tensor, chosen)
+    works: list[Work] = []
+    outputs: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+    for members in _by_kind(tensors):
+        pieces = [
+            torch.split(scaled(tensors[i].detach(), prescale), row_shares(tensors[i].shape[0], chosen.size)) for i in members
+        ]
+        parts = [torch.cat([of_tensor[rank].reshape(-1) for of_tensor in pieces]) for rank in range(chosen.size)]
+        output = torch.empty_like(parts[chosen.rank])
+        works.append(chosen.reduce_scatter(output, parts, op, async_op=async_op))
+        sizes = [of_tensor[chosen.rank].numel() for of_tensor in pieces]
+        for index, part, of_tensor in zip(members, torch.split(output, sizes), pieces, strict=True):
+            outputs[index] = part.view(of_tensor[chosen.rank].shape)
+
+    pending = PendingResult(works, lambda: [_scaled_again(output, postscale) for output in outputs])
+    return pending if async_op else pending.wait()
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, op: Reduction, prescale: float, postscale: float, *tensors: torch.Tensor) -> Any:
+        ctx.arguments = (group, op, prescale * postscale)
+        return tuple(reduce_scatter_rows_coalesced(tensors, op, group, prescale=prescale, postscale=postscale))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        group, op, factor = ctx.arguments
+        _check_differentiable("reduce_scatter_rows", op, group)
+        factor = factor / group.size if op is ReduceOp.AVG else factor
+        gathered = all_gather_rows_coalesced([gradient * factor for gradient in gradients], group)
+        return (None, None, None, None, *gathered)
+
+
+# ---- broadcast ----
+
+
+def broadcast_copy(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Any:
+    """Return one rank's tensor on every rank; the others' tensors say shape and dtype, and stay as they are.
+
+    Args:
+        tensor: any shape, the same on every rank; only read.
+        src: the root, a rank of the default group.
+        group: the default group if None.
+        async_op: return a `PendingResult` of the tensor.
+        group_src: the root, a rank of the group.
+    """
+    chosen = resolve_group(group)
+    root = rank_in(chosen, src, group_src)
+    if not async_op and _needs_gradients([tensor]):
+        return _Broadcast.apply(chosen, root, tensor)  # type: ignore[no-untyped-call]
+    copy = scaled(tensor.detach(), 1.0)
+    work = chosen.broadcast(copy, root, async_op=async_op)
+    return PendingResult([work], lambda: copy) if async_op else copy
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.arguments = (group, root)
+        copy: torch.Tensor = broadcast_copy(tensor, None, group, group_src=root)
+        return copy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        group, root = ctx.arguments
+        total = scaled(gradients[0], 1.0)
+        group.reduce(total, root)
+        return None, None, total if group.rank == root else torch.zeros_like(total)
+
+
+# ---- all_to_all ----
+
+
+def all_to_all_rows(
+    tensor: torch.Tensor, splits: Sequence[int] | None = None, group: ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Send rows to each rank, and return the rows that come; only the sender has to know how many they are.
+
+    Args:
+        tensor: at least one dimension; all but the first, and the dtype, are the same on every rank. Only read.
+        splits: how many rows go to each rank; None sends the same number to each.
+        group: the default group if None.
+        async_op: return a `PendingResult`. The numbers are exchanged before it returns.
+
+    Returns:
+        The rows in the order of the ranks that sent them, and how many came from each.
+
+    Cost: an all-to-all of 16 bytes for each pair of ranks, then one of the rows.
+
+    Raises:
+        InvalidArgumentError: the splits do not fit the rows.
+        DisagreementError: on every rank: dtypes or further dimensions differ.
+    """
+    chosen = resolve_group(group)
+    _check_has_rows("all_to_all_rows", tensor, chosen)
+    rows = tensor.shape[0]
+    if splits is None and rows % chosen.size:
+        raise InvalidArgumentError(
+            f"all_to_all_rows on {chosen.place()}: {rows} rows cannot go to {chosen.size} ranks in equal parts; pass splits"
+        )
+    counts = [rows // chosen.size] * chosen.size if splits is None else [int(count) for count in splits]
+    if len(counts) != chosen.size or min(counts) < 0 or sum(counts) != rows:
+        raise InvalidArgumentError(
+            f"all_to_all_rows on {chosen.place()}: expected {chosen.size} splits, none below 0, that add up to {rows} rows, "
+            f"found {counts}"
+        )
+    if not async_op and _needs_gradients([tensor]):
+        output, received = _AllToAllRows.apply(chosen, counts, tensor)  # type: ignore[no-untyped-call]
+        return output, received.tolist()
+    pending = _start_all_to_all(tensor.detach().contiguous(), counts, chosen, async_op)
+    return pending if async_op else pending.wait()
+
+
+def _start_all_to_all(
+    tensor: torch.Tensor, counts: list[int], group: ProcessGroup, async_op: bool
+) -> PendingResult[tuple[torch.Tensor, list[int]]]:
+    device = _control_device(tensor, group)
+    told = torch.tensor([[count, _digest(tensor)] for count in counts], dtype=torch.int64, device=device)
+    heard = torch.empty_like(told)
+    group.all_to_all_single(heard, told)
+    received, digests = (list(column) for column in zip(*heard.tolist(), strict=True))
+    _check_same_rows("all_to_all_rows", digests, [tensor], group)
+    output = tensor.new_empty(sum(received), *tensor.shape[1:])
+    work = group.all_to_all_single(output, tensor, received, counts, async_op=async_op)
+    return PendingResult([work], lambda: (output, received))
+
+
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, counts: list[int], tensor: torch.Tensor) -> Any:
+        output, received = all_to_all_rows(tensor, counts, group)
+        ctx.arguments = (received, group)
+        splits = torch.tensor(received)
+        ctx.mark_non_differentiable(splits)
+        return output, splits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        received, group = ctx.arguments
+        return None, None, all_to_all_rows(gradients[0], received, group)[0]
+
+
+# ---- objects ----
+
+
+def broadcast_object(obj: Any, src: int | None = None, group: ProcessGroup | None = None, group_src: int | None = None) -> Any:
+    """Return one rank's object on every rank; it travels as a pickle, and what the others pass is ignored.
+
+    Args:
+        obj: the root's object; can be pickled.
+        src: the root, a rank of the default group; 0 of the group if neither is given.
+        group: the default group if None.
+        group_src: the root, a rank of the group.
+    """
+    chosen = resolve_group(group)
+    return object_exchange.broadcast_object(obj, rank_in(chosen, src, group_src, default=0), group=chosen)
+
+
+# ---- what they share ----
+
+
+def _first(results: Any, *, async_op: bool) -> Any:
+    """What a form of one tensor makes of the list that the coalesced form gave it."""
+    return _FirstOf(results) if async_op else results[0]
+
+
+class _FirstOf(PendingResult[Any]):
+    """The first of a pending list."""
+
+    def __init__(self, results: PendingResult[list[Any]]) -> None:
+        super().__init__((), lambda: results.wait()[0])
+        self._results = results
+
+    def is_completed(self) -> bool:
+        return self._results.is_completed()
+
+
+def _needs_gradients(tensors: Sequence[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The positions of tensors that can travel in one, in the same order on every rank."""
+    kinds: dict[object, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
+    return list(kinds.values())
+
+
+def _width(tensor: torch.Tensor) -> int:
+    """The elements of a row."""
+    return math.prod(tensor.shape[1:])
+
+
+def _rows_of_all(name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[list[int]]:
+    """For each rank how many rows its tensors have. A collective, in which the ranks also compare dtypes and rows."""
+    for tensor in tensors:
+        _check_has_rows(name, tensor, group)
+    device = _control_device(tensors[0], group)
+    digest = crc32(b" ".join(str(_digest(tensor)).encode() for tensor in tensors))
+    told = torch.tensor([digest, *(tensor.shape[0] for tensor in tensors)], dtype=torch.int64, device=device)
+    heard = told.new_empty(group.size, told.numel())
+    group.all_gather_into_tensor(heard, told)
+    table = heard.tolist()
+    _check_same_rows(name, [line[0] for line in table], tensors, group)
+    return [line[1:] for line in table]
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return crc32(f"{tensor.dtype} {tuple(tensor.shape[1:])}".encode())
+
+
+def _control_device(tensor: torch.Tensor, group: ProcessGroup) -> torch.device:
+    return torch.device("cpu") if "cpu" in group.device_types else tensor.device
+
+
+def _check_has_rows(name: str, tensor: torch.Tensor, group: ProcessGroup) -> None:
+    if tensor.dim() == 0:
+        raise InvalidArgumentError(f"{name} on {group.place()}: expected a tensor with rows, found one without a dimension")
+
+
+def _check_same_rows(name: str, digests: Sequence[int], tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[group.rank]]
+    if others:
+        mine = ", ".join(f"{tensor.dtype} with rows of shape {tuple(tensor.shape[1:])}" for tensor in tensors)
+        raise DisagreementError(
+            f"{name} on {group.place()}: expected the same dtypes and rows on every rank, found {mine} here and others on "
+            f"rank(s) {', '.join(map(str, others))}; only the first dimension may differ"
+        )
+
+
+def _check_differentiable(name: str, op: Reduction, group: ProcessGroup) -> None:
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise InvalidArgumentError(
+            f"{name} on {group.place()}: the gradient of {op.name} is not defined; use SUM or AVG, or pass tensor.detach()"
+        )

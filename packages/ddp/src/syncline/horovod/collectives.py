@@ -1,0 +1,646 @@
+"""All operations on tensors: blocking, asynchronous, in place, grouped; those that return a tensor are differentiable.
+
+Every function has Horovod's arguments. `name` is accepted and not looked at. `root_rank` is a rank among all, also where a
+process set is given. An asynchronous function returns a handle for `poll` and `synchronize`.
+
+Gradients are those that Horovod gives: `allgather` and `broadcast` average over the ranks what the math would add up, and
+`reducescatter` multiplies by their number. (The forms of `syncline.collectives` that return tensors follow the math.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from syncline.collectives import (
+    InvalidArgumentError,
+    PendingResult,
+    ProcessGroup,
+    ReduceOp,
+    Work,
+    adasum_coalesced,
+    all_gather_rows_coalesced,
+    all_reduce_copy_coalesced,
+    all_to_all_rows,
+    broadcast_copy,
+    reduce_scatter_rows_coalesced,
+)
+from syncline.collectives import all_reduce_coalesced as reduce_in_place
+
+from .world import ProcessSet, global_process_set, world
+
+
+class Op(Enum):
+    """How tensors are combined."""
+
+    AVERAGE = "average"
+    SUM = "sum"
+    ADASUM = "adasum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+Average, Sum, Adasum, Min, Max, Product = Op.AVERAGE, Op.SUM, Op.ADASUM, Op.MIN, Op.MAX, Op.PRODUCT
+
+REDUCTIONS = {
+    Average: ReduceOp.AVG,
+    Sum: ReduceOp.SUM,
+    Min: ReduceOp.MIN,
+    Max: ReduceOp.MAX,
+    Product: ReduceOp.PRODUCT,
+}
+
+Handle = PendingResult[Any]
+
+
+class Compressor:
+    """What makes tensors smaller before they are reduced; derive from it for one of your own.
+
+    Attributes:
+        is_elementwise: whether many tensors may be compressed as one.
+    """
+
+    is_elementwise = False
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The smaller tensor, and what `decompress` needs to know."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """A tensor like the one that was compressed."""
+        raise NotImplementedError
+
+
+class NoCompressor(Compressor):
+    """Leaves tensors as they are."""
+
+    is_elementwise = True
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The tensor itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # noqa: ARG004 - the contract's
+        """The tensor itself."""
+        return tensor
+
+
+class HalfCompressor(Compressor):
+    """Floating point travels as float16. Sums are accumulated in float32 and rounded once."""
+
+    is_elementwise = True
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Floating point as float16."""
+        return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """In the dtype that it had."""
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The compressors that there are."""
+
+    none = NoCompressor
+    fp16 = HalfCompressor
+
+
+# ---- allreduce ----
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Combine the tensors of all ranks into a new one; an average if neither `op` nor `average` says otherwise.
+
+    Args:
+        tensor: the same shape and dtype on every rank.
+        average: deprecated: False is `op=Sum`.
+        name: not looked at.
+        compression: of what travels.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. Differentiable for the first two.
+        prescale_factor: each rank's tensor is multiplied by it before; integers are rounded towards zero.
+        postscale_factor: the result is multiplied by it.
+        process_set: the ranks.
+    """
+    return grouped_allreduce([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set)[0]
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin an `allreduce`; `synchronize(handle)` returns the new tensor."""
+    return _first(grouped_allreduce_async([tensor], average, name, op, prescale_factor, postscale_factor, process_set))
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """`allreduce` in place; returns the tensor."""
+    return grouped_allreduce_([tensor], average, name, op, prescale_factor, postscale_factor, process_set)[0]
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin an `allreduce_`; do not touch the tensor before `synchronize(handle)`, which returns it."""
+    return _first(grouped_allreduce_async_([tensor], average, name, op, prescale_factor, postscale_factor, process_set))
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    compression: type[Compressor] = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """`allreduce` of several tensors, which travel together; returns a list."""
+    chosen, group = _chosen_op(op, average), process_set.group()
+    compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
+    _announce(process_set, compressed, chosen)
+    if chosen is Adasum:
+        results = _start_adasum(compressed, prescale_factor, postscale_factor, group)
+    else:
+        results = all_reduce_copy_coalesced(
+            compressed, REDUCTIONS[chosen], group, prescale=prescale_factor, postscale=postscale_factor
+        )
+    return list(map(compression.decompress, results, contexts))
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin a `grouped_allreduce`; `synchronize(handle)` returns the list."""
+    chosen, group = _chosen_op(op, average), process_set.group()
+    _announce(process_set, tensors, chosen)
+    if chosen is Adasum:
+        return _finished(_start_adasum(tensors, prescale_factor, postscale_factor, group))
+    pending: Handle = all_reduce_copy_coalesced(
+        tensors, REDUCTIONS[chosen], group, async_op=True, prescale=prescale_factor, postscale=postscale_factor
+    )
+    return pending
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """`grouped_allreduce` in place; returns the tensors."""
+    results: list[torch.Tensor] = grouped_allreduce_async_(
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    ).wait()
+    return results
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin a `grouped_allreduce_`; `synchronize(handle)` returns the tensors."""
+    chosen, group = _chosen_op(op, average), process_set.group()
+    _announce(process_set, tensors, chosen)
+    targets = [tensor.detach() for tensor in tensors]  # the same memory, which autograd lets be written
+    if chosen is Adasum:
+        results = _start_adasum(tensors, prescale_factor, postscale_factor, group)
+        for target, result in zip(targets, results, strict=True):
+            target.copy_(result)
+        return _finished(list(tensors))
+    for target in targets:
+        _scale_(target, prescale_factor)
+    work = _reduce_in_place(targets, REDUCTIONS[chosen], group)
+
+    def finish() -> list[torch.Tensor]:
+        for target in targets:
+            _scale_(target, postscale_factor)
+        return list(tensors)
+
+    return PendingResult([work], finish)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    op: Op | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Begin to average (`op=Sum`: add up) a sparse tensor, of which each rank has other elements.
+
+    Returns:
+        A function that waits and returns the new sparse tensor, coalesced. `synchronize` calls it, too.
+    """
+    chosen = _chosen_op(op, None)
+    if chosen not in (Average, Sum):
+        raise InvalidArgumentError(f"sparse_allreduce_async: expected Average or Sum as op, found {chosen.name}")
+    _announce_complete(process_set, "sparse_allreduce_async")
+    copy = tensor.detach().clone()
+    work = process_set.group().all_reduce(copy, REDUCTIONS[chosen], async_op=True)
+    return PendingResult([work], lambda: copy).wait
+
+
+def _start_adasum(
+    tensors: Sequence[torch.Tensor], prescale: float, postscale: float, group: ProcessGroup
+) -> list[torch.Tensor]:
+    copies = [tensor.detach().clone() for tensor in tensors]
+    for factor, is_before in ((prescale, True), (postscale, False)):
+        for copy in copies:
+            _scale_(copy, factor)
+        if is_before:
+            adasum_coalesced(copies, group)
+    return copies
+
+
+def _reduce_in_place(targets: list[torch.Tensor], op: ReduceOp, group: ProcessGroup) -> Work:
+    if len(targets) == 1:
+        return group.all_reduce(targets[0], op, async_op=True)
+    work = reduce_in_place(targets, op, group, async_op=True)
+    assert work is not None
+    return work
+
+
+def _scale_(tensor: torch.Tensor, factor: float) -> None:
+    if factor == 1.0:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.double() * factor)
+
+
+def _chosen_op(op: Op | None, average: bool | None) -> Op:
+    if op is not None and average is not None:
+        raise InvalidArgumentError("expected op or average, found both; average is deprecated: leave it out")
+    if average is not None:
+        warnings.warn("average is deprecated: pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+        return Average if average else Sum
+    if op is not None and not isinstance(op, Op):
+        raise InvalidArgumentError(f"expected hvd.{', hvd.'.join(each.name.capitalize() for each in Op)} as op, found {op!r}")
+    return Average if op is None else op
+
+
+# ---- allgather ----
+
+
+def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
+    """Put the rows of all ranks one after the other; the first dimension may differ between ranks."""
+    return grouped_allgather([tensor], name, process_set)[0]
+
+
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
+    """Begin an `allgather`; `synchronize(handle)` returns the tensor."""
+    return _first(grouped_allgather_async([tensor], name, process_set))
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """`allgather` of several tensors, which travel together; returns a list."""
+    _announce_complete(process_set, "allgather")
+    group = process_set.group()
+    results: list[torch.Tensor] = all_gather_rows_coalesced(_with_gradients_times(1 / group.size, tensors), group)
+    return results
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin a `grouped_allgather`; `synchronize(handle)` returns the list."""
+    _announce_complete(process_set, "allgather")
+    pending: Handle = all_gather_rows_coalesced(tensors, process_set.group(), async_op=True)
+    return pending
+
+
+# ---- broadcast ----
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return one rank's tensor on every rank."""
+    _announce_complete(process_set, "broadcast")
+    group = process_set.group()
+    (scaled,) = _with_gradients_times(1 / group.size, [tensor])
+    result: torch.Tensor = broadcast_copy(scaled, root_rank, group)
+    return result
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin a `broadcast`; `synchronize(handle)` returns the tensor."""
+    _announce_complete(process_set, "broadcast")
+    pending: Handle = broadcast_copy(tensor, root_rank, process_set.group(), async_op=True)
+    return pending
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Give every rank one rank's tensor, in place; returns the tensor."""
+    result: torch.Tensor = broadcast_async_(tensor, root_rank, name, process_set).wait()
+    return result
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin a `broadcast_`; `synchronize(handle)` returns the tensor."""
+    _announce_complete(process_set, "broadcast")
+    group = process_set.group()
+    work = group.broadcast(tensor.detach(), root_in(group, root_rank), async_op=True)
+    return PendingResult([work], lambda: tensor)
+
+
+def root_in(group: ProcessGroup, root_rank: int) -> int:
+    """The rank in a group of what is a rank among all.
+
+    Raises:
+        InvalidArgumentError: it is not in the group.
+    """
+    if root_rank not in group.ranks:
+        raise InvalidArgumentError(f"expected one of the ranks {list(group.ranks)} as root_rank, found {root_rank}")
+    return group.ranks.index(root_rank)
+
+
+# ---- alltoall ----
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send rows to each rank; only the sender has to know how many.
+
+    Args:
+        tensor: all dimensions but the first are the same on every rank.
+        splits: how many rows go to each rank; None sends the same number to each.
+        name: not looked at.
+        process_set: the ranks.
+
+    Returns:
+        The rows that came, in the order of the ranks that sent them. With `splits` also how many came from each, a tensor
+        of integers.
+    """
+    counts = _counts_of(splits)
+    _announce_complete(process_set, "alltoall")
+    output, received = all_to_all_rows(tensor, counts, process_set.group())
+    return output if splits is None else (output, _as_splits(received, splits))
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin an `alltoall`; `synchronize(handle)` returns the rows and how many came from each rank."""
+    counts = _counts_of(splits)
+    _announce_complete(process_set, "alltoall")
+    pending = all_to_all_rows(tensor, counts, process_set.group(), async_op=True)
+
+    def finish() -> tuple[torch.Tensor, torch.Tensor]:
+        output, received = pending.wait()
+        return output, _as_splits(received, splits)
+
+    return _then(pending, finish)
+
+
+def _counts_of(splits: torch.Tensor | Sequence[int] | None) -> list[int] | None:
+    if splits is None:
+        return None
+    if isinstance(splits, torch.Tensor) and (splits.is_floating_point() or splits.is_complex() or splits.dim() != 1):
+        raise InvalidArgumentError(
+            f"expected splits to be integers, one for each rank, found {splits.dtype} of shape {list(splits.shape)}"
+        )
+    return [int(count) for count in splits]
+
+
+def _as_splits(received: Sequence[int], like: torch.Tensor | Sequence[int] | None) -> torch.Tensor:
+    if isinstance(like, torch.Tensor):
+        return torch.tensor(received, dtype=like.dtype, device=like.device)
+    return torch.tensor(received, dtype=torch.int32)
+
+
+# ---- reducescatter ----
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Combine the tensors of all ranks, and return this rank's share of the rows; the first ranks get one more, if need be."""
+    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Begin a `reducescatter`; `synchronize(handle)` returns this rank's share."""
+    return _first(grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor))
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    compression: type[Compressor] = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """`reducescatter` of several tensors, which travel together; returns a list."""
+    reduction, group = _scattering(op), process_set.group()
+    _announce_complete(process_set, "reducescatter")
+    compressed, contexts = zip(*map(compression.compress, _with_gradients_times(group.size, tensors)), strict=True)
+    results = reduce_scatter_rows_coalesced(compressed, reduction, group, prescale=prescale_factor, postscale=postscale_factor)
+    return list(map(compression.decompress, results, contexts))
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Begin a `grouped_reducescatter`; `synchronize(handle)` returns the list."""
+    reduction = _scattering(op)
+    _announce_complete(process_set, "reducescatter")
+    pending: Handle = reduce_scatter_rows_coalesced(
+        tensors, reduction, process_set.group(), async_op=True, prescale=prescale_factor, postscale=postscale_factor
+    )
+    return pending
+
+
+def _scattering(op: Op) -> ReduceOp:
+    if op is Adasum:
+        raise InvalidArgumentError("reducescatter: Adasum needs whole tensors; use allreduce")
+    return REDUCTIONS[_chosen_op(op, None)]
+
+
+# ---- handles, join, barrier ----
+
+
+def poll(handle: Handle) -> bool:
+    """Whether `synchronize(handle)` would return at once."""
+    return handle.is_completed()
+
+
+def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
+    """Wait for what a handle stands for, and return its result."""
+    return handle() if callable(handle) else handle.wait()
+
+
+def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
+    """This rank has no data left: take part in the others' `allreduce` and optimizers with zeros, until all have joined.
+
+    Collectives of process sets, and others than sums and averages, cannot be joined: they raise an error meanwhile.
+
+    Returns:
+        A rank that joined last; the same on every rank.
+    """
+    return world().calls.join()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks have called it."""
+    _announce_complete(process_set, "barrier")
+    process_set.group().barrier()
+
+
+def _announce(process_set: ProcessSet, tensors: Sequence[torch.Tensor], op: Op) -> None:
+    """To ranks that have joined, if all ranks are meant."""
+    if process_set.process_set_id != 0 or world().group.size == 1:
+        return
+    if op is Adasum:
+        world().calls.announce_complete("Adasum")
+    else:
+        world().calls.announce_all_reduce(tensors, REDUCTIONS[op])
+
+
+def _announce_complete(process_set: ProcessSet, what: str) -> None:
+    if process_set.process_set_id == 0 and world().group.size > 1:
+        world().calls.announce_complete(what)
+
+
+def _finished(result: Any) -> Handle:
+    return PendingResult((), lambda: result)
+
+
+def _first(pending: Handle) -> Handle:
+    return _then(pending, lambda: pending.wait()[0])
+
+
+def _then(pending: Handle, finish: Callable[[], Any]) -> Handle:
+    return _Then(pending, finish)
+
+
+class _Then(PendingResult[Any]):
+    """A pending result that is made of another one."""
+
+    def __init__(self, pending: Handle, finish: Callable[[], Any]) -> None:
+        super().__init__((), finish)
+        self._pending = pending
+
+    def is_completed(self) -> bool:
+        return self._pending.is_completed()
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+def _with_gradients_times(factor: float, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same tensors, whose gradients are multiplied; see the module's docstring."""
+    return [
+        _ScaleGradient.apply(tensor, factor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+        for tensor in tensors
+    ]

@@ -1,0 +1,298 @@
+"""Training that goes on when ranks die, and when others come: `@hvd.elastic.run` and the states that it keeps.
+
+::
+
+    run(train)(state)    sync ──► train(state): ... commit ... commit ...
+    a rank is lost       shrink ──► restore the last commit ──► reset callbacks ──► sync ──► train(state)
+    a rank waits         commit raises HostsUpdatedInterrupt on all ──► admit ──► reset callbacks ──► sync ──► train(state)
+
+The ranks that are left make a new group (`ProcessGroup.shrink`), so they go on as the processes that they are. A process that
+comes is started with SYNCLINE_JOIN=1, and runs the same script. `syncline.ddp.Elastic` applies each step on all ranks or on
+none, and does no batch twice; here, as in Horovod, what was not committed is lost.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import Sampler
+
+from syncline.collectives import ProcessGroup, RankGivenUpError, StoreError, TransportError
+from syncline.collectives.internal import expect_losses, replace_default_group
+
+from .optimizer import regroup
+from .state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .world import rank, replace_world, size, world
+
+logger = logging.getLogger("syncline.horovod")
+
+T = TypeVar("T")
+
+_GIVE_UP_S = 300.0
+
+
+class HostsUpdatedInterrupt(Exception):
+    """`commit` has found processes that wait to be let in; `run` lets them in."""
+
+
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """A decorator: call `func(state, ...)` again, with fewer or more ranks, when a rank is lost, or one comes.
+
+    Before each call the ranks have the same state, that of rank 0.
+
+    Raises:
+        TransportError: as without it, if the group cannot do without a rank (`ProcessGroup.missing_for_shrink`), or if the
+            ranks do not come together again.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
+        if world().group.is_waiting:
+            _go_on(world().group.admit(silence_timeout_s=_GIVE_UP_S))
+            state.on_reset()
+        lack = world().group.missing_for_shrink()
+        if lack is not None and world().group.size > 1:
+            logger.warning("training ends if a rank is lost: %s", lack)
+        while True:
+            group = world().group
+            expect_losses(group, lack is None)
+            try:
+                state.sync()
+                return func(state, *args, **kwargs)
+            except TransportError as error:
+                if lack is not None:
+                    raise
+                logger.info("rank lost or out of reach: %s", error)
+                _recover(error)
+                state.restore()
+            except HostsUpdatedInterrupt:
+                try:
+                    _go_on(world().group.admit())
+                except TransportError as error:
+                    _recover(error)
+            finally:
+                group.expect_losses(False)
+            logger.info("went on with %d rank(s)", size())
+            state.on_reset()
+
+    return wrapper
+
+
+def _recover(error: TransportError) -> None:
+    """Make the group of the ranks that are left, however often one is lost meanwhile."""
+    began_s = time.perf_counter()
+    while True:
+        if isinstance(error, (RankGivenUpError, StoreError)) or time.perf_counter() - began_s > _GIVE_UP_S:
+            raise error
+        try:
+            _go_on(world().group.shrink())
+        except TransportError as again:
+            error = again
+        else:
+            return
+
+
+def _go_on(group: ProcessGroup) -> None:
+    replace_default_group(world().group, group)
+    replace_world(group)
+    regroup()
+
+
+class State:
+    """What training keeps. Derive from it, and say how it is saved, restored and made the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Call these when the ranks have changed, before the state is synchronised: to set learning rates anew, say."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """The ranks have changed."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Save, then let in those who wait. Every rank calls it at the same place of the training.
+
+        Raises:
+            HostsUpdatedInterrupt: somebody waits; on all ranks.
+        """
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """The second half of `commit`."""
+        group = world().group
+        if group.missing_for_admit() is not None:
+            return
+        if broadcast_object(group.newcomers() if group.rank == 0 else 0):
+            raise HostsUpdatedInterrupt
+
+    def save(self) -> None:
+        """Keep the state as it is, in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give all ranks the state of rank 0."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """The ranks have changed."""
+
+
+class ObjectState(State):
+    """Python objects, by name; they are attributes of the state.
+
+    Args:
+        kwargs: names and values, which can be pickled.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self._saved = dict(kwargs)
+        self._put_back()
+
+    def save(self) -> None:
+        """Keep the state as it is, in memory."""
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        self._put_back()
+
+    def sync(self) -> None:
+        """Give all ranks the state of rank 0."""
+        self._saved = broadcast_object({name: getattr(self, name) for name in self._saved})
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for name, value in self._saved.items():
+            setattr(self, name, copy.deepcopy(value))
+
+
+class TorchState(ObjectState):
+    """A training: models, optimizers, samplers and other objects, all attributes of the state.
+
+    Args:
+        model: a module, or None.
+        optimizer: one of torch, or a `DistributedOptimizer`, or None.
+        kwargs: further modules, optimizers, `ElasticSampler`s, and other objects.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        things = {"model": model, "optimizer": optimizer, **kwargs}
+        self._kept = {name: thing for name, thing in things.items() if _has_state(thing)}
+        self._snapshots: dict[str, Any] = {}
+        for name, thing in self._kept.items():
+            setattr(self, name, thing)
+        super().__init__(**{name: thing for name, thing in things.items() if name not in self._kept})
+        self._save_kept()
+
+    def save(self) -> None:
+        """Keep the state as it is, in memory."""
+        self._save_kept()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        for name in self._kept:
+            getattr(self, name).load_state_dict(copy.deepcopy(self._snapshots[name]))
+        super().restore()
+
+    def sync(self) -> None:
+        """Give all ranks the state of rank 0."""
+        for name in self._kept:
+            thing = getattr(self, name)
+            if isinstance(thing, torch.nn.Module):
+                broadcast_parameters(thing.state_dict(), root_rank=0)
+            elif isinstance(thing, torch.optim.Optimizer):
+                broadcast_optimizer_state(thing, root_rank=0)
+            else:
+                thing.load_state_dict(broadcast_object(thing.state_dict()))
+        super().sync()
+        self._save_kept()
+
+    def _save_kept(self) -> None:
+        self._snapshots = {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self._kept}
+
+
+def _has_state(thing: object) -> bool:
+    return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer)) or (
+        hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+    )
+
+
+class ElasticSampler(Sampler[int]):
+    """The samples of this rank that were not used in this epoch; divided anew when the ranks change.
+
+    Put it into the `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch. Every rank
+    gets equally many samples: some are used twice if they cannot be divided.
+
+    Args:
+        dataset: of constant size.
+        shuffle: another order in each epoch, the same on all ranks.
+        seed: of the orders.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, with all samples."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's
+        """Each rank has used so many samples more."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the epoch is."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on where `state_dict` was taken, with the ranks that there are now."""
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide what is left among the ranks that there are now."""
+        self.rank, self.num_replicas = rank(), size()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's indices: every size-th of the rest, from its own rank on."""
+        total = self.num_samples * self.num_replicas
+        padded = self.remaining_indices + self.remaining_indices[: total - len(self.remaining_indices)]
+        return iter(padded[self.rank : total : self.num_replicas])
+
+    def __len__(self) -> int:
+        """How many samples this rank gets."""
+        return self.num_samples
+
+
+__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run"]

@@ -1,0 +1,126 @@
+"""The same model, optimizer and objects on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from syncline.collectives import InvalidArgumentError, broadcast_coalesced, exchange_objects
+from syncline.collectives import broadcast_object as object_of
+
+from .collectives import _announce_complete, root_in
+from .world import ProcessSet, global_process_set
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Give every rank the root's tensors, in place: in 250 MiB buffers, two in flight.
+
+    Args:
+        params: `model.state_dict()`, `model.named_parameters()`, or tensors; the same on every rank.
+        root_rank: a rank among all.
+        process_set: the ranks.
+    """
+    if isinstance(params, Mapping):
+        tensors = [value for _, value in sorted(params.items())]
+    elif not isinstance(params, torch.Tensor) and hasattr(params, "__iter__"):
+        tensors = [each[1] if isinstance(each, tuple) else each for each in params]
+    else:
+        raise InvalidArgumentError(
+            f"expected a state_dict, named parameters or a list of tensors, found {type(params).__name__}"
+        )
+    _announce_complete(process_set, "broadcast_parameters")
+    group = process_set.group()
+    dense = [value.detach() for value in tensors if isinstance(value, torch.Tensor)]
+    if dense:
+        broadcast_coalesced(dense, group=group, root=root_in(group, root_rank))
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,  # noqa: ARG001 - not needed here
+) -> None:
+    """Give every rank the root's `optimizer.state_dict()`: learning rates and other options, too.
+
+    A fresh optimizer takes the state of one that has stepped; any optimizer will do, also L-BFGS.
+
+    Args:
+        optimizer: of torch, or a `DistributedOptimizer`.
+        root_rank: a rank among all.
+        model: not looked at.
+    """
+    _announce_complete(global_process_set, "broadcast_optimizer_state")
+    group = global_process_set.group()
+    is_root = group.rank == root_rank
+    tensors: list[torch.Tensor] = []
+    outline = _outlined(optimizer.state_dict(), tensors) if is_root else None
+    outline = object_of(outline, root_rank, group)
+    if not is_root:
+        tensors = []
+        state = _filled(outline, tensors)
+    if tensors:
+        broadcast_coalesced(tensors, group=group, root=root_in(group, root_rank))
+    if not is_root:
+        optimizer.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class _Hole:
+    """The place of a tensor in an object that travels without it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+
+def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The same object with holes in place of its tensors, which are added to the list."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach().contiguous())
+        return _Hole(tuple(value.shape), value.dtype, value.device.type)
+    if isinstance(value, Mapping):
+        return {key: _outlined(each, tensors) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_outlined(each, tensors) for each in value)
+    return value
+
+
+def _filled(outline: Any, tensors: list[torch.Tensor]) -> Any:
+    """An object with new tensors in its holes, which are added to the list in the order of `_outlined`."""
+    if isinstance(outline, _Hole):
+        device = outline.device_type if outline.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        tensors.append(torch.empty(outline.shape, dtype=outline.dtype, device=device))
+        return tensors[-1]
+    if isinstance(outline, Mapping):
+        return {key: _filled(each, tensors) for key, each in outline.items()}
+    if type(outline) in (list, tuple):
+        return type(outline)(_filled(each, tensors) for each in outline)
+    return outline
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the root's object, which travels as a pickle."""
+    _announce_complete(process_set, "broadcast_object")
+    group = process_set.group()
+    received = object_of(obj, None, group, root_in(group, root_rank))
+    return obj if group.ranks[group.rank] == root_rank else received
+
+
+def allgather_object(
+    obj: Any,
+    name: str | None = None,  # noqa: ARG001 - matching is by order
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Return the objects of all ranks, by rank; they travel as pickles."""
+    _announce_complete(process_set, "allgather_object")
+    return exchange_objects(obj, group=process_set.group())

@@ -1,0 +1,338 @@
+"""The ranks: init and shutdown, who is where, and process sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+import torch
+
+from syncline.collectives import (
+    InvalidArgumentError,
+    MisuseError,
+    NonMember,
+    NotInitializedError,
+    Placement,
+    ProcessGroup,
+    TransportError,
+    UnevenCalls,
+    destroy_process_group,
+    get_default_group,
+    init_process_group,
+    new_group,
+    placement_of,
+)
+from syncline.collectives import is_initialized as has_default_group
+
+HorovodInternalError = TransportError
+"""What a lost rank raises; `elastic.run` goes on from it."""
+
+
+class World:
+    """What `init` makes; after a loss `elastic` makes another one.
+
+    Attributes:
+        group: all ranks.
+        placement: which ranks share a node.
+        calls: announces collectives to ranks that have joined.
+        is_ours: whether `init` made the group, so that `shutdown` destroys it.
+    """
+
+    def __init__(self, group: ProcessGroup, *, is_ours: bool) -> None:
+        self.group = group
+        self.placement: Placement = placement_of(group)
+        self.calls = UnevenCalls(group)
+        self.is_ours = is_ours
+        self.process_sets: list[ProcessSet] = []
+
+
+_world: World | None = None
+
+
+def world() -> World:
+    """What `init` made.
+
+    Raises:
+        NotInitializedError: `init` was not called, or `shutdown` was.
+    """
+    if _world is None:
+        raise NotInitializedError("syncline.horovod is not initialised: call hvd.init() first (and not after hvd.shutdown())")
+    return _world
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Connect all ranks; every rank calls it. Does nothing if it was called before.
+
+    If there is a default group (`syncline.collectives.init_process_group`), that is used, as it is. Otherwise one is made that
+    compares all calls before they run (`check_calls=True`).
+
+    Args:
+        comm: a communicator of mpi4py, whose ranks alone call; None takes all ranks of the job.
+        process_sets: sets to add at once, the same on every rank. "dynamic" means none: sets can be added at any time.
+
+    Raises:
+        InvalidArgumentError: a list of ranks was given, or a set twice.
+    """
+    global _world
+    if _world is not None:
+        return
+    if comm is not None and isinstance(comm, Iterable) and not hasattr(comm, "Get_rank"):
+        if list(comm):
+            raise InvalidArgumentError(
+                f"expected a communicator of mpi4py as comm, found a list of ranks ({list(comm)}); pass "
+                "MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(ranks)), on these ranks only"
+            )
+        comm = None
+    is_ours = not has_default_group()
+    if is_ours:
+        init_process_group(communicator=comm, check_calls=True)
+    _set_world(World(get_default_group(), is_ours=is_ours))
+    if process_sets is not None and not isinstance(process_sets, str):
+        for process_set in process_sets:
+            add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """Finish what is in flight and close the group, if `init` made it. Every rank calls it; without `init` it does nothing."""
+    global _world
+    if _world is None:
+        return
+    ours, _world = _world.is_ours, None
+    global_process_set.ranks = []
+    if ours:
+        destroy_process_group()
+
+
+def replace_world(group: ProcessGroup) -> None:
+    """From now on all ranks are those of another group. A collective of that group.
+
+    Process sets are gone: their ranks have other numbers. (`elastic` calls this after a loss.)
+    """
+    old = world()
+    for process_set in old.process_sets:
+        process_set._invalidate()
+    _set_world(World(group, is_ours=old.is_ours))
+
+
+def _set_world(made: World) -> None:
+    global _world
+    _world = made
+    global_process_set.ranks = list(range(made.group.size))
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, and not `shutdown` since."""
+    return _world is not None
+
+
+def size() -> int:
+    """The number of ranks."""
+    return world().group.size
+
+
+def rank() -> int:
+    """This process's rank."""
+    return world().group.rank
+
+
+def local_size() -> int:
+    """How many ranks are on this node."""
+    return world().placement.local_world_size
+
+
+def local_rank() -> int:
+    """This process's number among the ranks on its node. Known since `init`: one rank alone may ask."""
+    return world().placement.local_rank
+
+
+def cross_size() -> int:
+    """How many nodes have a rank with this process's `local_rank`."""
+    return len(_nodes_across())
+
+
+def cross_rank() -> int:
+    """The number of this node among those."""
+    return _nodes_across().index(world().placement.node)
+
+
+def _nodes_across() -> list[int]:
+    placement = world().placement
+    return [node for node in range(placement.nodes) if len(placement.ranks_on_node(node)) > placement.local_rank]
+
+
+def is_homogeneous() -> bool:
+    """Whether all nodes have equally many ranks."""
+    placement = world().placement
+    return len({len(placement.ranks_on_node(node)) for node in range(placement.nodes)}) == 1
+
+
+# ---- process sets ----
+
+
+class ProcessSet:
+    """Some of the ranks, over which collectives can run.
+
+    Args:
+        ranks_or_comm: ranks, each once; or a communicator of mpi4py, whose ranks are meant.
+
+    Attributes:
+        process_set_id: 0 of all ranks, another number of a set that was added; None if it was not, or was removed.
+        ranks: in ascending order.
+    """
+
+    def __init__(self, ranks_or_comm: Any) -> None:
+        self.process_set_id: int | None = None
+        self.mpi_comm: Any = None
+        self._group: ProcessGroup | NonMember | None = None
+        if hasattr(ranks_or_comm, "Get_rank"):
+            self.mpi_comm = ranks_or_comm
+            self.ranks: list[int] = sorted(ranks_or_comm.allgather(rank()))
+            return
+        if not isinstance(ranks_or_comm, Iterable) or not all(isinstance(each, int) for each in ranks_or_comm):
+            raise InvalidArgumentError(f"expected a list of ranks, or a communicator of mpi4py, found {ranks_or_comm!r}")
+        self.ranks = sorted(ranks_or_comm)
+
+    def size(self) -> int | None:
+        """The number of ranks; None before the set is added."""
+        return None if self.process_set_id is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """This process's rank in the set; None before the set is added.
+
+        Raises:
+            MisuseError: this process is not in the set.
+        """
+        return None if self.process_set_id is None else self.group().rank
+
+    def included(self) -> bool:
+        """Whether this process is in the set."""
+        return rank() in self.ranks
+
+    def group(self) -> ProcessGroup:
+        """The set's group of `syncline.collectives`.
+
+        Raises:
+            InvalidArgumentError: the set was not added, or was removed.
+            MisuseError: this process is not in the set.
+        """
+        if self.process_set_id == 0:
+            return world().group
+        if self._group is None:
+            raise InvalidArgumentError(f"expected a process set that was added (hvd.add_process_set, hvd.init), found {self}")
+        if isinstance(self._group, NonMember):
+            raise MisuseError(self._group.error_message())
+        return self._group
+
+    def _invalidate(self) -> None:
+        self.process_set_id, self._group = None, None
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = 0
+
+_next_id = 1
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Add a set; every rank calls it, also those that are not in it.
+
+    Returns:
+        The set, which can be used now.
+
+    Raises:
+        InvalidArgumentError: there is a set of these ranks, or a rank does not exist.
+    """
+    global _next_id
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    known = [global_process_set, *world().process_sets]
+    if added.process_set_id is not None or any(added.ranks == other.ranks for other in known):
+        raise InvalidArgumentError(f"expected a process set of other ranks than those that there are, found {added} again")
+    added._group = new_group(added.ranks)
+    added.process_set_id, _next_id = _next_id, _next_id + 1
+    world().process_sets.append(added)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Close the group of a set; every rank calls it. Whether there was one: the set of all ranks stays."""
+    if process_set not in world().process_sets:
+        return False
+    world().process_sets.remove(process_set)
+    group = process_set._group
+    process_set._invalidate()
+    if isinstance(group, ProcessGroup):
+        group.close()
+    return True
+
+
+# ---- what scripts ask about the build ----
+
+
+def mpi_enabled() -> bool:
+    """Whether the ranks communicate over MPI."""
+    return "mpi" in world().group.backend_name
+
+
+def gloo_enabled() -> bool:
+    """Whether the ranks communicate over Gloo."""
+    return "gloo" in world().group.backend_name
+
+
+def mpi_threads_supported() -> bool:
+    """Whether several threads may use mpi4py beside Syncline: yes over MPI, for it asks for MPI_THREAD_MULTIPLE."""
+    return mpi_enabled()
+
+
+def mpi_built() -> bool:
+    """Whether mpi4py is installed."""
+    return find_spec("mpi4py") is not None
+
+
+def gloo_built() -> bool:
+    """Whether this torch has Gloo."""
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+def nccl_built() -> int:
+    """1 if CuPy is installed, through which NCCL is used, else 0."""
+    return int(find_spec("cupy") is not None)
+
+
+def cuda_built() -> bool:
+    """Whether this torch has CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """False: there is no backend for ROCm."""
+    return False
+
+
+def ddl_built() -> bool:
+    """False: there is no backend for DDL."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: there is no backend for oneCCL."""
+    return False
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:  # noqa: ARG001 - Horovod's
+    """Refused: traces are started from outside.
+
+    Raises:
+        MisuseError: says how to record a trace.
+    """
+    raise MisuseError(
+        "start_timeline: there is no timeline of Horovod's. Wrap the model in syncline.ddp.DistributedDataParallel and set "
+        "SYNCLINE_TRACE for a trace of its steps, or use torch.profiler, in which every collective appears by name"
+    )
+
+
+def stop_timeline() -> None:
+    """Does nothing: no timeline can have been started."""

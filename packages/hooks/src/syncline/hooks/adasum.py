@@ -1,0 +1,32 @@
+"""Adasum: gradients are added up so far as they point into different directions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from syncline.collectives import adasum_coalesced
+
+from .contract import Bucket, TensorFuture, communication_hook, floating_buffer, group_of
+from .stages import finished
+
+
+@communication_hook
+def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
+    """Combine the gradients of all ranks by Adasum, each parameter's by itself.
+
+    Orthogonal gradients are added up, equal ones averaged, so the learning rate of one process fits any number of ranks: do not
+    multiply it by their number. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.)
+
+    Args:
+        process_group: a group of ours or torch's; None for the caller's (see `contract.group_of`).
+        bucket: the gradients; a floating-point dtype.
+
+    Returns:
+        A future of the bucket's buffer. It is over when the hook returns: nothing overlaps with backward.
+
+    Cost, for p ranks: log2(p) exchanges of the bucket between two ranks, and two more if p is no power of two. Extra memory:
+    two buckets, and three copies in float64 of one parameter's gradient.
+    """
+    buffer = floating_buffer(bucket, "for Adasum")
+    adasum_coalesced(bucket.gradients(), group_of(process_group, bucket))
+    return finished(buffer)
