@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import Sampler
 
 from syncline.collectives import ProcessGroup, RankGivenUpError, StoreError, TransportError
-from syncline.collectives.internal import expect_losses, replace_default_group
+from syncline.collectives.internal import replace_default_group
 
 from .optimizer import regroup
 from .state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -62,7 +62,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
             logger.warning("training ends if a rank is lost: %s", lack)
         while True:
             group = world().group
-            expect_losses(group, lack is None)
+            group.expect_losses(lack is None)
             try:
                 state.sync()
                 return func(state, *args, **kwargs)
