@@ -115,13 +115,9 @@ SCRIPTS = (ROOT / "tools", TEST_SUPPORT, BENCHMARKS, DIGITS.parent, ROOT / "pack
 UNDER_MPIEXEC = {
     "collectives": ("benchmarks.collectives",),
     "step": ("benchmarks.step",),
-    "paper": ("benchmarks.paper",),
     "tune": ("benchmarks.tune",),
     "hooks": ("benchmarks.hooks",),
-    "waiting": ("benchmarks.waiting",),
     "torch_backend": ("benchmarks.torch_backend",),
-    "call_records": ("benchmarks.call_records",),
-    "versions": ("benchmarks.versions",),
 }
 BENCH_LAUNCH = (2, "mpich")
 ALONE = {

@@ -8,7 +8,7 @@ processor time of all threads. Each with and without gradient_as_bucket_view.
 
 The part `realistic` is what users pay: models of real sizes, everything that DDP does. The others say what the reducer alone
 costs: many tiny parameters, a communication hook that does nothing, for each kind of graph: dynamic, static, and with
-find_unused_parameters. `pieces` times alone what the reducer asks of torch for each parameter.
+find_unused_parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from syncline.collectives import ProcessGroup
 from syncline.hooks import noop_hook
 
-from . import overhead_pieces, picture, session
+from . import picture, session
 from .cases import realistic_cases
 from .contenders import ALONE, OURS, VIEWS, counterpart, with_and_without_views, with_hook
 from .report import Report
@@ -153,7 +153,6 @@ def _measure_realistic(options: argparse.Namespace, group: ProcessGroup, report:
 PARTS: dict[str, session.Part] = {
     "realistic": _measure_realistic,
     **{graph: partial(_measure, graph) for graph in GRAPHS},
-    "pieces": overhead_pieces.measure,
 }
 
 if __name__ == "__main__":

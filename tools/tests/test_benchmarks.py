@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,21 @@ from benchmarks import (
     convergence,
     elastic,
     emulated_hosts,
-    fixed_sum,
     hosts_job,
     nccl,
     overhead,
-    paper,
     recording,
-    scaling,
     sleeping_steps,
     step,
     torch_backend,
     tuned_buckets,
-    versions,
 )
 from benchmarks.cases import FULL, QUICK, all_cases, many_tiny, mlp, with_unused
 from benchmarks.deferral import Deferral, deferred_hook
 from benchmarks.exposure import Compared
-from benchmarks.latency_breakdown import Breakdown
 from benchmarks.memory import can_be_measured, kib_in, peak_bytes
 from benchmarks.other_load import ProcessorTimes, computed_ticks, cores_of_others, idle_ticks
 from benchmarks.report import Report
-from benchmarks.skipped_sync import smoothed, synchronizes
 from benchmarks.sleeping_steps import bits_per_s, forced_exposure_s
 from benchmarks.summary import GeometricMean, Summary, ratio_of_costs
 from benchmarks.targets import (
@@ -64,7 +57,6 @@ from syncline.collectives.cli.bench import Case as CollectiveCase
 from syncline.collectives.cli.bench.kinds import Allocate
 from syncline.collectives.cli.bench.subjects import Floor
 from syncline.collectives.testing import run_ranks
-from syncline.ddp.prediction.replay import ReadyBucket, Workload, spread
 from test_support import full_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -309,27 +301,6 @@ def test_two_steps_a_round_of_which_the_second_counts() -> None:
         assert taken[name] == [Phases(2, place, 0) for place in places[1::2][2:]]
 
 
-def test_where_a_step_goes() -> None:
-    """Each round is ten times slower than the one before, which differences in a round do not mind."""
-    rounds = (1, 10, 100)
-    found = Breakdown.of(
-        [Phases(n, n + 3, 2 * n) for n in rounds], [Phases(0, n + 6, 0) for n in rounds], [Phases(0, n, 0) for n in rounds]
-    )
-    medians = {part.name: getattr(found, part.name).median_s for part in fields(found)}
-    assert medians == {"forward": 10, "backward": 10, "exposed": 3, "optimizer": 20, "communication": 6, "hidden": 3}
-    assert found.exposed == Summary(3, 3, 3, 3)
-    assert sum(found.stacked_ms().values()) == 1e3 * (10 + 10 + 3 + 20)
-
-
-def test_every_nth_iteration_synchronises() -> None:
-    assert [i for i in range(8) if synchronizes(i, 4)] == [3, 7]
-    assert all(synchronizes(i, 1) for i in range(8))
-
-
-def test_smoothing_begins_at_the_first_value() -> None:
-    assert smoothed([4.0, 8.0, 8.0], weight=0.5) == [4.0, 6.0, 7.0]
-
-
 def test_the_models_are_those_that_are_named() -> None:
     first, *_, tiny = all_cases(FULL)
     assert sum(parameter.nbytes for parameter in first.model().parameters()) == 6 * 4 * (1024 * 1024 + 1024)
@@ -405,22 +376,20 @@ TWO_RANKS = """
 import sys
 from pathlib import Path
 
-from benchmarks import hooks, hosts_job, paper, step, waiting
+from benchmarks import hooks, hosts_job, step
 
 folder, steps, chosen = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
 hosts_job.DEVICE = "lo"  # there is no wire here
 for name, main, words in (
     ("step", step.main, ["--parts", *steps]),
-    ("paper", paper.main, []),
     ("hooks", hooks.main, ["--parts", "mlp"]),
-    ("waiting", waiting.main, []),
     ("hosts", hosts_job.main, ["--parts", "hooks", "buckets", "overlap", "sleeping"]),
 ):
     outputs = ["--json", str(folder / f"{name}.json"), "--plot", str(folder)]
     assert name not in chosen or main(["--quick", "--steps", "1", *outputs, *words]) == 0
 """
 # Those that measure over many models, or draw a dozen pictures, take a minute; what they are made of is tested on its own.
-PLAYED = full_run.cases(["step", "hooks", "waiting", "hosts"], in_full=["paper"])
+PLAYED = ["step", "hooks", "hosts"]
 STEPS = [*step.PARTS] if full_run.FULL else ["cases", "buckets", "record"]
 in_full = pytest.mark.skipif(not full_run.FULL, reason="takes long: dev.py test --full, or SYNCLINE_TEST_FULL=1")
 
@@ -485,31 +454,6 @@ def test_what_other_programs_took_is_the_machines_time_without_ones_own() -> Non
 
 
 @in_full
-def test_every_part_of_the_papers_evaluation_is_told_kept_and_drawn(played: Path) -> None:
-    kept = kept_by("paper", played)
-    assert kept.keys() == {"environment", "verdicts", *paper.PARTS}
-    assert all(
-        parts["ours"]["exposed"].keys() == {"p25_s", "median_s", "p75_s", "count"} for parts in kept["breakdown"].values()
-    )
-    assert kept["no_sync"]["time"].keys() == {"ours", "torch", "none"}
-    for losses in kept["no_sync"]["loss"].values():
-        assert {every: len(values) for every, values in losses.items()} == dict.fromkeys("1248", 10)
-        assert losses["1"][0] == losses["8"][0]  # the same model and data,
-        assert losses["1"][-1] != losses["8"][-1]  # trained otherwise
-    for found in kept["round_robin"].values():
-        assert found.keys() == {"the group itself", "1 in turn", "2 in turn", "3 in turn", "none"}
-    assert kept["tensors"].keys() == {"ours", "torch"}
-    assert kept["tensors"]["ours"].keys() == {"4K", "16K", "64K"}
-    for came in kept["ready"].values():
-        assert [second for second, _ in came] == sorted(second for second, _ in came)
-        assert came[-1][1] == 1.0
-    for by_size in kept["scaling"].values():
-        assert by_size.keys() == {f"{link}, {size} MiB" for link in scaling.NETWORKS for size in (1, 25, 100)}
-        assert all(list(shares) == [str(ranks) for ranks in scaling.RANKS] for shares in by_size.values())
-    assert len(drawn_by("paper", played)) == 11
-
-
-@in_full
 def test_tuned_buckets_are_told_and_kept(tmp_path: Path) -> None:
     runtime = mpi_runtimes.find("mpich")
     words = ("-m", "benchmarks.tune", "--quick", "--steps", "1", "--cases", "mlp", "--json", tmp_path / "tune.json")
@@ -533,46 +477,6 @@ def test_the_best_size_is_judged_in_other_rounds_than_those_that_chose_it() -> N
     assert found.best == "8"
     assert found.over_best() == Summary(1.25, 1.5, 1.75, 2)
     assert found.over("auto", "default").median_s == 3.75
-
-
-@pytest.mark.parametrize(("total", "smallest", "sizes"), [(64, 4, [4, 16, 64]), (100, 4, [4, 16, 64, 100]), (4, 4, [4])])
-def test_sizes_of_the_tensors_of_a_fixed_sum(total: int, smallest: int, sizes: list[int]) -> None:
-    assert fixed_sum.tensor_sizes(total, smallest) == sizes
-
-
-def test_the_share_of_the_gradients_that_are_ready() -> None:
-    assert fixed_sum.shares([(0.1, 1), (0.2, 2), (0.4, 1)]) == [(0.1, 0.25), (0.2, 0.75), (0.4, 1.0)]
-
-
-def test_scaling_is_near_linear_with_good_buckets_and_ends_with_one_in_all() -> None:
-    came = [spread([(256, 1024)] * 32, [2.0**20] * 32, 0.1, 0.4)[place : place + 1] for place in range(32)]
-    workload = Workload(tuple(ReadyBucket(one, one[0].came_s) for one in came), 0.4, 0.05)
-    fast = {size: scaling.efficiencies(scaling.on_networks(workload))[f"100 Gbit/s, 10 us, {size} MiB"] for size in (25, 100)}
-    assert min(fast[25].values()) > 0.95
-    assert all(one < many for one, many in zip(fast[100].values(), fast[25].values(), strict=True))
-
-
-def test_a_row_of_versions_has_the_ratio_of_the_same_turn() -> None:
-    taken_s = {versions.COMMIT: [1e-6, 2e-6, 4e-6], versions.TODAY: [2e-6, 2e-6, 2e-6]}
-    words = versions.row("all_reduce", 4096, "window", taken_s).split()
-    assert words == ["all_reduce", "4096", "window", "2.0", "2.0", "1.00", "[0.75", "1.50]"]
-
-
-@pytest.mark.skipif(not (versions.ROOT / ".git").exists(), reason="not a clone: there is no earlier commit")
-def test_two_versions_run_in_the_same_processes() -> None:
-    runtime = mpi_runtimes.find("mpich")
-    options = ["--kinds", *versions.KINDS, "--bytes", "4096", "--turns", "2"]
-    words = (*runtime.command(2), sys.executable, "-m", "benchmarks.versions", "HEAD", *options)
-    done = subprocess.run(words, env=environment(**runtime.env), capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split()[:3] for line in done.stdout.splitlines()[1:]]
-    assert rows == [[kind, "4096", place] for kind in versions.KINDS for place in versions.PLACES]
-
-
-def test_policies_of_waiting_are_kept_and_drawn(played: Path) -> None:
-    kept = kept_by("waiting", played)["steps"]
-    assert all(steps.keys() == {"ours", "yield", "spin", "sleep"} for steps in kept.values())
-    assert drawn_by("waiting", played) == {"steps"}
 
 
 def test_hooks_are_told_kept_and_drawn(played: Path) -> None:
@@ -606,8 +510,7 @@ def test_the_reducers_cost_is_told_kept_and_drawn(tmp_path: Path, capsys: pytest
     kept = tmp_path / "overhead.json"
     assert overhead.main(["--quick", "--steps", "1", "--json", str(kept), "--plot", str(tmp_path)]) == 0
     figures = json.loads(kept.read_text())
-    assert figures.keys() == {"environment", "verdicts", "realistic", "dynamic", "static", "find-unused", "pieces"}
-    assert figures["pieces"]["reading .grad"] > 0
+    assert figures.keys() == {"environment", "verdicts", "realistic", "dynamic", "static", "find-unused"}
     contenders = {"ours", "ours, views", "torch", "torch, views"}
     for graph in overhead.GRAPHS:
         assert {clock: found.keys() for clock, found in figures[graph].items()} == dict.fromkeys(overhead.CLOCKS, contenders)
