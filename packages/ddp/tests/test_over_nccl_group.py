@@ -74,15 +74,8 @@ def test_batch_normalisation_sees_the_batches_of_all_ranks(size: int) -> None:
     run_on_fakes(size, body)
 
 
-@pytest.mark.parametrize(
-    "are_held",
-    [
-        pytest.param(False, marks=pytest.mark.xfail(reason="the reducer holds only some parameters' nodes", strict=False)),
-        True,
-    ],
-)
 @pytest.mark.parametrize("as_view", [False, True])
-def test_each_forward_may_run_on_another_stream(monkeypatch: pytest.MonkeyPatch, are_held: bool, as_view: bool) -> None:
+def test_each_forward_may_run_on_another_stream(monkeypatch: pytest.MonkeyPatch, as_view: bool) -> None:
     """Autograd accumulates a gradient on the stream on which the parameter's node was made, which lives while it is held.
 
     As where a program warms up on a stream of its own, and goes on on another one.
@@ -92,7 +85,6 @@ def test_each_forward_may_run_on_another_stream(monkeypatch: pytest.MonkeyPatch,
     with checker.watching():
         module = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
         ddp = DistributedDataParallel(module, process_group=checker.group, gradient_as_bucket_view=as_view)
-        held = [torch.autograd.graph.get_gradient_edge(parameter) for parameter in ddp.parameters()] if are_held else []
         checker.made_here(ddp.parameters())
         for _ in range(3):
             stream = checker.device.stream(CPU, is_own=False)
@@ -103,5 +95,4 @@ def test_each_forward_may_run_on_another_stream(monkeypatch: pytest.MonkeyPatch,
                     checker.backward(ddp(torch.ones(5, 4)).square().mean())
                 done = stream.record()
             done.order_current_stream()
-        del held
     assert checker.races == []

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from syncline.collectives.transports.threads import create_groups
+from syncline.collectives.work import FinishedWork
 from syncline.reducer.bucket import Bucket
-from syncline.reducer.bucket_reduction import BucketReduction
+from syncline.reducer.bucket_reduction import BucketReduction, CollectiveReduction
 from syncline.reducer.statistics import BucketTimes
 
 
@@ -27,7 +28,7 @@ class Future(torch.futures.Future):  # type: ignore[type-arg]
         self.callbacks.append(callback)
 
 
-class Pending:
+class PendingCall:
     """A work that is not over."""
 
     def __init__(self) -> None:
@@ -46,9 +47,9 @@ class Group:
     size = 2
 
     def __init__(self) -> None:
-        self.work = Pending()
+        self.work = PendingCall()
 
-    def all_reduce(self, *_: object, **__: object) -> Pending:
+    def all_reduce(self, *_: object, **__: object) -> PendingCall:
         return self.work
 
 
@@ -84,4 +85,26 @@ def test_what_is_called_at_the_end_keeps_no_group_alive(has_hook: bool) -> None:
     assert reaches(pending, group) is has_hook  # the pending reduction itself does: it says where a hook's future hangs
     assert not reaches(callback, group)
     callback(group.work.future)
+    assert times.finished is not None
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_on_cuda_the_end_is_noted_by_who_waits_and_no_future_is_asked_for(is_cuda: bool) -> None:
+    """A callback there costs a stream and an event, and is told that the call was issued, not that it is over."""
+    asked: list[str] = []
+
+    class Pending(FinishedWork):
+        def is_completed(self) -> bool:
+            return False
+
+        def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+            asked.append("future")
+            return torch.futures.Future()
+
+    bucket: Any = SimpleNamespace(buffer=SimpleNamespace(is_cuda=is_cuda), names=["weight"])
+    times = BucketTimes(8, 0.0, 0.0)
+    reduction = CollectiveReduction(bucket, times, Pending([]))
+    assert times.finished is None
+    assert asked == ([] if is_cuda else ["future"])
+    assert reduction.wait() is bucket.buffer
     assert times.finished is not None

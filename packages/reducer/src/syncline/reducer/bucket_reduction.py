@@ -104,7 +104,9 @@ class CollectiveReduction(PendingReduction):
         self._work = work
         if work.is_completed():
             times.note_end()
-        else:
+        elif not bucket.buffer.is_cuda:
+            # On CUDA a callback would take a stream, an event and a pickle, and run when the call is issued, not when it is
+            # over. There the end is noted by whoever waits.
             work.get_future().add_done_callback(times.note_end)
 
     def _wait(self) -> object:
