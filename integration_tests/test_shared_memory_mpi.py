@@ -688,12 +688,12 @@ def test_without_memory_on_one_rank_all_use_mpi(
     step: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank cannot make the file, or the last has no memory for its part."""
-    from syncline.collectives.transports.mpi.node import shared_allocation, windows
+    from syncline.collectives.transports.mpi.node import plan, shared_allocation
 
     made = Group(thresholds=STAGED)
     group = made.group
     culprit = 0 if step == "create_file" else group.size - 1
-    monkeypatch.setattr(windows, "_warned_of", set())
+    monkeypatch.setattr(plan, "_warned_of", set())
     if group.rank == culprit:
         monkeypatch.setattr(shared_allocation, step, _no_memory)
     with caplog.at_level(logging.WARNING, "syncline.collectives"):

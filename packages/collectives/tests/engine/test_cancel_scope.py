@@ -36,7 +36,7 @@ def test_seconds_refuses(timeout: timedelta | float) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that a test sets."""
     made = SimpleNamespace(now_s=100.0)
-    monkeypatch.setattr("syncline.collectives.engine.call.monotonic", lambda: made.now_s)
+    monkeypatch.setattr("syncline.collectives.engine.cancel_scope.monotonic", lambda: made.now_s)
     return made
 
 

@@ -86,7 +86,7 @@ ROWS = {
         lambda: d.software([replace(FINE, software=(("torch", "2.7.1+cpu"),))]),
         Status.WARN,
         "torch 2.7.1+cpu; the tests of this version of Syncline were not run with torch 2.7.1+cpu",
-        "try torch 2.13, 2.14, 2.15",
+        "try torch 2.6, 2.8, 2.10, 2.13, 2.14, 2.15",
     ),
     "launcher": (
         lambda: d.launcher([FINE, replace(FINE, launch_problem="PMI_RANK=1 and RANK=0")]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
-from syncline.collectives.transports.mpi.node.algorithm import (
+from syncline.collectives.transports.mpi.node.plan import (
     Capabilities,
     Choice,
     Operation,

@@ -22,13 +22,11 @@ from syncline.collectives.reduce_op import DTYPES_OF, Reduction
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.mpi.node import copy_in_copy_out, window
-from syncline.collectives.transports.mpi.node.algorithm import Operation, size_of
 from syncline.collectives.transports.mpi.node.copy_in_copy_out import CopyInCopyOut, StagingArea
 from syncline.collectives.transports.mpi.node.eager import Eager
-from syncline.collectives.transports.mpi.node.plan import NodePlan
+from syncline.collectives.transports.mpi.node.plan import NodePlan, Operation, Windows, size_of
 from syncline.collectives.transports.mpi.node.shared_sync import SharedSync, ShmBarrier, barrier_bytes, has_total_store_order
 from syncline.collectives.transports.mpi.node.window import Window, tensor_from_address
-from syncline.collectives.transports.mpi.node.windows import Windows
 from syncline.collectives.transports.shared_memory.segment import Segment, create_file, padded
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 from test_support.full_run import cases

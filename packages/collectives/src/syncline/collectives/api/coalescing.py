@@ -13,7 +13,7 @@ from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
 from ..reduce_op import ReduceOp, Reduction, checked_reduction
 from ..tensors import checks
-from ..tensors.arguments import has_fakes, resolved
+from ..tensors.checks import has_fakes, resolved
 from ..tensors.layout import untracked
 from ..torch_internals import copy_each
 from ..work import FinishedWork, FutureWork, TensorsFuture, Work, join_futures
@@ -232,7 +232,7 @@ def _checked(
 ) -> tuple[list[torch.Tensor], bool]:
     """The tensors, as a collective can use them, and whether they do not exist. All are looked at before the first is sent.
 
-    See Note [Tensors that are no memory] in `tensors.arguments`.
+    See Note [Tensors that are no memory] in `tensors.checks`.
     """
     problem = "expected a list of tensors, found None" if tensors is None else checks.no_tensors({"tensors": tensors})
     if problem is None and not all(tensor.layout is torch.strided for tensor in tensors or ()):

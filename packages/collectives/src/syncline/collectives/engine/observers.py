@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from ..tensors.arguments import are_usual, has_fakes, resolved
+from ..tensors.checks import are_usual, has_fakes, resolved
 from ..torch_internals import ProfilerRange, profiler_runs
 from ..work import FinishedWork, Work
 
@@ -109,7 +109,7 @@ def recorded(method: Method) -> Method:
     """A decorator of a group's public method: show each call to whoever looks.
 
     Before that, tensors that stand for others are replaced, and a call on tensors that do not exist ends; see Note [Tensors
-    that are no memory] in `tensors.arguments`.
+    that are no memory] in `tensors.checks`.
     """
     name = method.__name__
 

@@ -1,16 +1,63 @@
-"""What is wrong with the arguments of a collective, as text for an error. Pure functions: each returns a problem, or None."""
+"""What the arguments of a collective are: tensors that stand for others, and what is wrong, as text for an error.
+
+A check is a pure function that returns a problem, or None.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from ..engine.call import tensor_in_words
-from ..torch_internals import is_functorch_wrapped
+from ..reduce_op import PremulSum, ReduceOp
+from ..torch_internals import awaited_value, is_fake, is_functorch_wrapped
 from .layout import overlaps_itself
+
+# What nearly all arguments are, which need no further look.
+_USUAL = frozenset({torch.Tensor, torch.nn.Parameter, ReduceOp, PremulSum, int, bool, str, type(None)})
+
+
+def are_usual(values: Iterable[object]) -> bool:
+    """Whether a quick look shows that there is nothing to wait for, to leave alone or to refuse in the arguments of a call."""
+    for value in values:
+        kind = type(value)
+        if kind in _USUAL:
+            continue
+        if kind is not list and kind is not tuple:
+            return False
+        for entry in value:  # type: ignore[attr-defined]  # it is a list or a tuple
+            if type(entry) not in _USUAL:
+                return False
+    return True
+
+
+def resolved(value: Any) -> Any:
+    """An argument, or a list of such, with the tensors that a collective can use.
+
+    Note [Tensors that are no memory]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    A tensor of a class that overrides `__torch_dispatch__` stands for something else, and its own memory is not there.
+
+    1. An `AsyncCollectiveTensor`, the result of a functional collective of torch's, stands for the tensor that the collective
+       writes. Here it is waited for, and replaced by that tensor.
+    2. A `FakeTensor` stands for a tensor that does not exist: somebody asks for shapes. The call ends at once, and
+       communicates nothing, as nobody knows whether the other ranks ask as well (see `engine.observers.recorded`).
+    3. Another one, such as a `DTensor` or a `MaskedTensor`, is refused by its name in `checks.no_memory`; so are tensors
+       inside transformations of `torch.func`, and those whose memory was freed.
+    """
+    if isinstance(value, list | tuple):
+        return [resolved(entry) for entry in value]
+    awaited = awaited_value(value)
+    return value if awaited is None else resolved(awaited)
+
+
+def has_fakes(values: Sequence[object]) -> bool:
+    """Whether a tensor among the arguments, or in their lists, is one that does not exist."""
+    return any(has_fakes(value) if isinstance(value, list | tuple) else is_fake(value) for value in values)
+
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -36,7 +83,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def no_memory(tensor: torch.Tensor) -> str | None:
-    """The problem if there is no memory where the tensor points to; see Note [Tensors that are no memory] in `arguments`."""
+    """The problem if there is no memory where the tensor points to; see Note [Tensors that are no memory] in `checks`."""
     kind = type(tensor)
     if is_lazy(tensor):
         return f"expected a tensor, found {kind.__name__}, which has no shape yet; run a forward first"

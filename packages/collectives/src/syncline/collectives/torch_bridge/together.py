@@ -11,7 +11,7 @@ from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
 from ..reduce_op import ReduceOp, Reduction, checked_reduction
 from ..tensors import checks
-from ..tensors.arguments import has_fakes, resolved
+from ..tensors.checks import has_fakes, resolved
 from ..tensors.layout import untracked
 from ..tensors.reduction import reduce_in_rank_order
 from ..work import FinishedWork, FutureWork, TensorsFuture, Work

@@ -29,7 +29,7 @@ from typing_extensions import override
 from ..errors import InvalidArgumentError, MisuseError
 from ..group import ProcessGroup
 from ..tensors import checks
-from ..tensors.arguments import resolved
+from ..tensors.checks import resolved
 from ..tensors.layout import untracked
 from ..torch_internals import group_named, is_traced, jit_trace, modes_switched_off
 from ..work import AnyFuture, FinishedWork, TensorsFuture, Work

@@ -12,8 +12,7 @@ from ....engine.call import Call, Signature
 from ....tensors.layout import flat
 from ....tensors.reduction import reduce_into
 from ...shared_memory.segment import Segment
-from .algorithm import Operation, chunks, slice_of
-from .plan import Algorithm, Node
+from .plan import Algorithm, Node, Operation, chunks, slice_of
 
 # Each chunk costs a barrier, which is little where every rank has a core, and much where it has not. But what was copied in
 # shall still be in the core's cache when it is reduced.

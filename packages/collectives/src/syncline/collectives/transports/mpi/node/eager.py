@@ -11,8 +11,7 @@ from mpi4py import MPI
 from ....engine.call import Call, Signature
 from ....tensors.layout import flat
 from ....tensors.reduction import always_of
-from .algorithm import Operation, Size
-from .plan import Algorithm, Node
+from .plan import Algorithm, Node, Operation, Size
 from .shared_sync import SharedSync, ShmBarrier
 
 # Memory at an address, given a number of bytes: to copy by slices takes a third of the time of ctypes' memmove if they are few.

@@ -10,9 +10,7 @@ from ....tensors.layout import flat
 from ....tensors.reduction import combine, core_op
 from ...shared_memory.segment import Segment
 from ..transport import MPITransport
-from .algorithm import chunks, slice_of
-from .plan import Algorithm, InWindow, Node
-from .windows import Place
+from .plan import Algorithm, InWindow, Node, Place, chunks, slice_of
 
 # What is sent between nodes at a time: large against the latency of a network, small enough to be memory that is soon used
 # again.

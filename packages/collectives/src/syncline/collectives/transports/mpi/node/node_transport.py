@@ -17,12 +17,25 @@ from ..fault_tolerance import revoke, revoked_on_failure
 from ..ring_all_reduce import largest_piece_bytes
 from ..sync import MessageSync, Sync
 from ..transport import PRESYNC_MIN_BYTES, MPITransport
-from .algorithm import Capabilities, Choice, Operation, Size, choose, may_be_in_window, size_of, slot_bytes
 from .copy_in_copy_out import CopyInCopyOut, StagingArea
 from .eager import Eager
 from .hierarchical import Hierarchical, HierarchicalWindow, NodeReduction
 from .hierarchy import Hierarchy, SplitByNode, split_by_node
-from .plan import Algorithm, ByMPI, InWindow, Node, NodePlan
+from .plan import (
+    Algorithm,
+    ByMPI,
+    Capabilities,
+    Choice,
+    InWindow,
+    Node,
+    NodePlan,
+    Operation,
+    Size,
+    choose,
+    may_be_in_window,
+    size_of,
+    slot_bytes,
+)
 from .window import Window
 
 logger = logging.getLogger("syncline.collectives")

@@ -1,22 +1,281 @@
-"""NodePlan: how ranks that may share a node carry out one signature; and Node, what all plans of a group share."""
+"""NodePlan: how ranks that may share a node carry out one signature: which algorithm, and where a tensor lies in a window."""
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
+import threading
+import weakref
 from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
 
 from ....engine.call import Call, Signature
 from ....engine.transport import LibraryPlan, LibraryTransport, Plan
+from ....startup.algorithm_thresholds import AlgorithmThresholds
 from ...shared_memory.segment import Segment
-from ..library import Tag
+from ..library import Tag, mpi_errors
 from ..sync import NOWHERE, MessageSync, Sync
 from .hierarchy import Hierarchy
+from .shared_allocation import SharedMemoryError, allocate_shared
 from .shared_sync import LEAST_SLOT_BYTES, SharedSync, ShmBarrier, barrier_bytes
-from .windows import NodeMemory
+
+# Each rank reads the slots of all: with more ranks MPI's trees move less.
+MOST_EAGER_RANKS = 8
+# Two slots of this size stay in a core's cache.
+MOST_SLOT_BYTES = 512 << 10
+
+
+class Choice(enum.Enum):
+    """How a collective on tensors in no window is done."""
+
+    EAGER = "eager"
+    COPY_IN_COPY_OUT = "copy-in copy-out"
+    HIERARCHICAL = "hierarchical"
+    MPI = "MPI"
+
+
+class Operation(enum.Enum):
+    """What the shared memory of a node is used for."""
+
+    ALL_REDUCE = enum.auto()
+    REDUCE_SCATTER = enum.auto()
+    ALL_GATHER = enum.auto()
+    BROADCAST = enum.auto()
+
+
+class Capabilities(NamedTuple):
+    """What the ranks of a group can do; the same on all of them.
+
+    Attributes:
+        ranks: how many there are.
+        nodes: on how many nodes.
+        least_ranks_of_node: on the node that has the fewest.
+        shares_memory: whether any of them are on one node.
+        has_barrier: whether there can be a `ShmBarrier`.
+        reproducible: reductions give the same bits in every run.
+    """
+
+    ranks: int
+    nodes: int
+    least_ranks_of_node: int
+    shares_memory: bool
+    has_barrier: bool
+    reproducible: bool
+
+
+class Size(NamedTuple):
+    """How large a call is, in bytes.
+
+    Attributes:
+        whole: the larger tensor: the block where there is one.
+        shown: what a rank shows to the others.
+    """
+
+    whole: int
+    shown: int
+
+
+def size_of(operation: Operation, part_bytes: int, ranks: int) -> Size:
+    """The size of a call whose tensor, or whose part for each rank, has `part_bytes`."""
+    has_block = operation in (Operation.REDUCE_SCATTER, Operation.ALL_GATHER)
+    whole = part_bytes * (ranks if has_block else 1)
+    return Size(whole, part_bytes if operation is Operation.ALL_GATHER else whole)
+
+
+def choose(
+    operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds, *, is_native: bool
+) -> Choice:
+    """The algorithm for tensors that are in no window; all ranks choose alike.
+
+    Args:
+        operation: the collective.
+        size: of the call.
+        capabilities: of the group.
+        thresholds: the same on all ranks.
+        is_native: MPI does the reduction itself.
+    """
+    if not capabilities.shares_memory or size.whole == 0:
+        return Choice.MPI
+    is_reduction = operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
+    is_staged = is_reduction and size.whole >= thresholds.staged_bytes
+    if capabilities.nodes > 1:
+        # What MPI does not reduce itself would be exchanged between all ranks. A node's only rank has nobody to share with.
+        is_gain = operation is Operation.ALL_REDUCE and not is_native and capabilities.least_ranks_of_node > 1
+        return Choice.HIERARCHICAL if is_staged and is_gain and not capabilities.reproducible else Choice.MPI
+    if size.shown <= slot_bytes(capabilities, thresholds):
+        return Choice.EAGER
+    return Choice.COPY_IN_COPY_OUT if is_staged else Choice.MPI
+
+
+def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> int:
+    """The size of an eager slot, a multiple of 64; 0 where nothing is eager."""
+    others = capabilities.ranks - 1
+    if capabilities.nodes > 1 or not capabilities.has_barrier or not 0 < others < MOST_EAGER_RANKS:
+        return 0
+    return min(thresholds.eager_bytes // others, MOST_SLOT_BYTES) // 64 * 64
+
+
+def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds) -> bool:
+    """Whether the ranks compare where a tensor lies, as soon as the group has windows."""
+    if not capabilities.shares_memory or size.whole == 0 or size.whole < thresholds.window_bytes:
+        return False
+    return capabilities.nodes == 1 or (operation is Operation.ALL_REDUCE and not capabilities.reproducible)
+
+
+def slice_of(numel: int, parts: int, index: int) -> tuple[int, int]:
+    """Where slice `index` of `parts` begins and ends; the first `numel % parts` are one element longer."""
+    length, longer = divmod(numel, parts)
+    start = index * length + min(index, longer)
+    return start, start + length + (index < longer)
+
+
+def chunks(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    """From `start` to `stop` in pieces of `step` elements; the last may be shorter."""
+    for begin in range(start, stop, step):
+        yield begin, min(begin + step, stop)
+
+
+logger = logging.getLogger("syncline.collectives")
+_warned_of: set[str] = set()  # by this process: every group meets the same reasons
+
+
+class Place(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        segment: the shared memory.
+        offset_bytes: from the beginning of this rank's part.
+    """
+
+    segment: Segment
+    offset_bytes: int
+
+
+class _Entry(NamedTuple):
+    start: int
+    part_bytes: int
+    first_key: int
+    segment: weakref.ref[Segment]
+
+
+class Windows:
+    """The segments that tensors were allocated in, in this process.
+
+    The keys of places are addresses in a space of their own, in which all segments that ever were lie one after the other. All
+    ranks make the same segments in the same order, so they agree on it; 63 bits last for 8 EiB of allocations.
+
+    It does not keep them alive: a segment goes when this rank's last tensor in it has gone. So what was allocated and is not
+    needed any more (a reducer's first buckets) costs nothing, without anybody having to say so.
+    """
+
+    def __init__(self) -> None:
+        # By start, and the starts alone; replaced as a whole, for a segment may go at any moment.
+        self._known: tuple[list[int], list[_Entry]] = [], []
+        self._changing = threading.RLock()  # on any thread, also on the one that is in `add`
+        self._next_key = 0
+
+    def add(self, segment: Segment) -> None:
+        """Remember a segment. All ranks do, in the same order."""
+        with self._changing:
+            entry = _Entry(segment.address(), segment.part_bytes, self._next_key, weakref.ref(segment, self._forget))
+            self._next_key += segment.part_bytes + 1  # its end is a place, too
+            # One that goes just now may stay until the next one is added: `key_of` does not mind.
+            alive = (known for known in self._known[1] if known.segment() is not None)
+            self._know(sorted((*alive, entry), key=lambda known: known.start))
+
+    def key_of(self, tensor: torch.Tensor) -> int:
+        """The key of the place where a contiguous tensor lies, if it lies in this rank's part of a segment from end to end.
+
+        Else `NOWHERE`. It is equal on all ranks if and only if the places are, and no other place will ever have it.
+        """
+        starts, entries = self._known
+        address = tensor.data_ptr()
+        index = bisect_right(starts, address) - 1
+        if index < 0:
+            return NOWHERE
+        start, part_bytes, first_key, segment = entries[index]
+        if address + tensor.nbytes > start + part_bytes or segment() is None:
+            return NOWHERE
+        return first_key + address - start
+
+    def place(self, key: int) -> Place:
+        """That of a key which `key_of` has given for a tensor that still lies there."""
+        for entry in self._known[1]:
+            segment = entry.segment()
+            if segment is not None and 0 <= key - entry.first_key <= entry.part_bytes:
+                return Place(segment, key - entry.first_key)
+        raise LookupError(f"no segment has place {key}")
+
+    def __len__(self) -> int:
+        return len(self._known[1])
+
+    def _forget(self, dead: weakref.ref[Segment]) -> None:
+        with self._changing:
+            self._know([entry for entry in self._known[1] if entry.segment is not dead])
+
+    def _know(self, entries: list[_Entry]) -> None:
+        self._known = [entry.start for entry in entries], entries
+
+
+class NodeMemory:
+    """Makes segments, and remembers those in which tensors lie: the windows.
+
+    Args:
+        hierarchy: who is on which node.
+        communicator: of the whole group, private.
+        messages: of the whole group.
+    """
+
+    def __init__(self, hierarchy: Hierarchy, communicator: MPI.Intracomm, messages: MessageSync) -> None:
+        self.windows = Windows()
+        self._hierarchy = hierarchy
+        self._communicator = communicator
+        self._messages = messages
+        self._has_windows = False
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether `allocate` was ever successful; the same on all ranks."""
+        return self._has_windows
+
+    def allocate_segment(self, part_bytes: int, call: Call) -> Segment | None:
+        """A segment with a part for each rank of a node; None, on all ranks, if it cannot be had. A collective of the group."""
+        try:
+            with mpi_errors():
+                run = lambda start: self._messages.run(call, start)  # noqa: E731
+                return allocate_shared(self._hierarchy, self._communicator, part_bytes, run)
+        except SharedMemoryError as error:
+            self._warn(error)
+            return None
+
+    def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor | None:
+        """A window, filled with zeros; None, on all ranks, if it cannot be had."""
+        segment = self.allocate_segment(numel * dtype.itemsize, call)
+        if segment is None:
+            return None
+        segment.holds_tensors = True
+        self.windows.add(segment)
+        self._has_windows = True
+        return segment.view(segment.mine, 0, numel, dtype).zero_()  # written, so that no first use pays for it
+
+    def _warn(self, error: SharedMemoryError) -> None:
+        reason = str(error)
+        if self._communicator.Get_rank() == 0 and reason not in _warned_of:
+            _warned_of.add(reason)
+            logger.warning(
+                "in a group of %d ranks those of a node cannot share memory (%s). They use MPI instead, which is slower; the "
+                "results are equal up to rounding. Leave the job more memory, or start the ranks of a node in one container; "
+                "`syncline doctor` tries whether they can share any",
+                self._communicator.Get_size(),
+                reason,
+            )
+
 
 logger = logging.getLogger("syncline.collectives")
 

@@ -12,9 +12,7 @@ import torch
 from ....engine.call import Call, Signature
 from ....tensors.layout import flat
 from ....tensors.reduction import always_of
-from .algorithm import Operation, chunks, slice_of
-from .plan import InWindow, Node
-from .windows import Place
+from .plan import InWindow, Node, Operation, Place, chunks, slice_of
 
 # What is reduced before it is handed out, of all ranks together: much of the result is then still in the cache. Measured with
 # caches of 2 MiB for each core, two ranks, in turn on the same memory in huge pages, microseconds:
