@@ -11,12 +11,15 @@ from typing import NoReturn
 from zlib import crc32
 
 from ...errors import InvalidArgumentError, LaunchError, SynclineError
-from ...startup.launch import take_launch
+from ...startup.launch import process_manager, take_launch
 from ...startup.uncaught_errors import is_first, started_s
 from .answers import BACKENDS, DDP_ENTRY_POINTS, Answers
 from .ending import Ending
 from .ranks import Job, core_quota, find_job, set_variables, threads_for
 from .script import Script, ScriptError, find_script, run_script
+
+# A launcher may start a rank when another one has failed already: this command fails within a tenth of a second.
+_STARTS_WITHIN_S = 5.0
 
 HELP = "run a script written for torchrun, unmodified: under mpirun or srun, or on ranks that this command starts"
 
@@ -177,7 +180,8 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 
 def _refuse(message: str, status: int = 2) -> NoReturn:
     """End, with one message of all ranks of a node that are refused for the same reason: they cannot ask one another yet."""
-    if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", started_s()):
+    spread_s = 0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S  # each run of a launcher has a parent of its own
+    if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", started_s() - spread_s):
         _say(message)
     raise SystemExit(status)
 
