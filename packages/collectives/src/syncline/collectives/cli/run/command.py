@@ -180,7 +180,8 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 
 def _refuse(message: str, status: int = 2) -> NoReturn:
     """End, with one message of all ranks of a node that are refused for the same reason: they cannot ask one another yet."""
-    spread_s = 0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S  # each run of a launcher has a parent of its own
+    # Each run of a launcher has a parent of its own, so no other run is kept quiet.
+    spread_s = 0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S
     if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", started_s() - spread_s):
         _say(message)
     raise SystemExit(status)
