@@ -131,7 +131,7 @@ if child == 0:
 else:
     total = group.rank + 1
     assert sum(sc.exchange_objects(total, group=group)) == 3
-    os.write(1, f"rank {group.rank} is done\n".encode())  # at once: the ranks share their output
+    os.write(1, f"rank {group.rank} is done\\n".encode())  # at once: the ranks share their output
     sc.destroy_process_group()
 """
 
