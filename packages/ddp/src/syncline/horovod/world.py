@@ -61,7 +61,7 @@ def world() -> World:
     return _world
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None, **options: Any) -> None:
     """Connect all ranks; every rank calls it. Does nothing if it was called before.
 
     If there is a default group (`syncline.collectives.init_process_group`), that is used, as it is. Otherwise one is made that
@@ -70,6 +70,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     Args:
         comm: a communicator of mpi4py, whose ranks alone call; None takes all ranks of the job.
         process_sets: sets to add at once, the same on every rank. "dynamic" means none: sets can be added at any time.
+        options: further arguments of `init_process_group`, which Horovod's `init` does not have; such as an `init_method`.
 
     Raises:
         InvalidArgumentError: a list of ranks was given, or a set twice.
@@ -86,7 +87,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         comm = None
     is_ours = not has_default_group()
     if is_ours:
-        init_process_group(communicator=comm, check_calls=True)
+        init_process_group(**{"communicator": comm, "check_calls": True, **options})
     _set_world(World(get_default_group(), is_ours=is_ours))
     if process_sets is not None and not isinstance(process_sets, str):
         for process_set in process_sets:

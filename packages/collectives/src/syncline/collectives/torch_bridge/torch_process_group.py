@@ -22,6 +22,8 @@ from .options import time_limit_s
 from .torch_collectives import TorchCollectives
 from .torch_exchanges import TorchExchanges
 
+_NO_TIME = timedelta(milliseconds=1)
+
 
 class TorchProcessGroup(TorchCollectives, TorchExchanges):
     """Hands every call to the group of ours underneath, `syncline_group`, with the options in our words.
@@ -150,8 +152,12 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
         return self._collectives_issued
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier in which rank 0 names the ranks that are missing. torch calls it on groups that go by "gloo"."""
-        monitored_barrier(self.syncline_group, timeout, wait_all_ranks)
+        """A barrier in which rank 0 names the ranks that are missing. torch calls it on groups that go by "gloo".
+
+        A limit of zero means to torch that there is no time to wait at all.
+        """
+        is_zero = timeout is not None and not timeout
+        monitored_barrier(self.syncline_group, _NO_TIME if is_zero else timeout, wait_all_ranks)
 
     # ---- the end ----
 
