@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import DisagreementError, ProcessGroup
+from syncline.collectives import DisagreementError, MisuseError, ProcessGroup
 from syncline.collectives.engine.call import Call, Signature
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.testing import run_ranks
-from syncline.collectives.transports.threads import InProcessTransport, SharedState
+from syncline.collectives.transports.threads import InProcessTransport, SharedState, create_groups
 
 pytestmark = pytest.mark.ranks
 
@@ -81,3 +81,9 @@ def test_equal_calls_go_through_also_in_subgroups() -> None:
         group.close()
 
     on_two_ranks(body)
+
+
+def test_the_older_name_of_the_comparison_says_the_new_one() -> None:
+    (group,) = create_groups(1)
+    with pytest.raises(MisuseError, match="agree_on_calls"):
+        group.verify_calls()

@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .engine.call import Signature, device_type_of, tensor_in_words
 from .engine.observers import recorded
 from .engine.tags import FIRST_RESERVED, LAST_RESERVED, is_reserved
-from .errors import BackendUnavailableError, InvalidArgumentError
+from .errors import BackendUnavailableError, InvalidArgumentError, MisuseError
 from .reduce_op import ReduceOp, Reduction, checked_reduction
 from .tensors import checks, sparse, uneven
 from .work import Work
@@ -489,6 +489,14 @@ class ProcessGroup(ABC):
             DisagreementError: the ranks called different collectives, and results are wrong; on all ranks.
         """
         return None
+
+    def verify_calls(self, *, async_op: bool = False) -> NoReturn:  # noqa: ARG002 - as it was
+        """The older name of `agree_on_calls`.
+
+        Raises:
+            MisuseError: always; says the new name.
+        """
+        raise MisuseError("verify_calls is now called agree_on_calls; call group.agree_on_calls(async_op=...)")
 
     def end_together(self, companion: ProcessGroup) -> None:  # noqa: B027 - for those who can
         """Close another group of the same ranks when this one is closed, and abort it when this one is aborted.
