@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+
 from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.transports.mpi.node.plan import (
     Capabilities,
