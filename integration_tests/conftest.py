@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from syncline.collectives.startup.launch import detect_launch
 from test_support.fixtures import preloaded, preloaded_python, pytest_collection_finish, python
+from test_support.jobs import Finished, finished, ranks_logs
 from test_support.preloaded import OPTIMIZERS
 
 PLUGIN = "syncline.collectives.testing.pytest_plugin"
@@ -34,14 +33,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("mpi") is not None:
             item.add_marker(pytest.mark.skip(reason=f"run under mpirun: {command}"))
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What a job left: the exit status and all that its ranks printed."""
-
-    status: int
-    output: str
 
 
 RunJob = Callable[..., Finished]
@@ -71,23 +62,12 @@ def run_job(tmp_path: Path, preloaded: list[str]) -> RunJob:
     ) -> Finished:
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
-        launcher = [] if ranks is None else [*mpiexec, "-n", str(ranks)]  # None: a program that starts the ranks itself
-        interpreter = preloaded if launcher and not plain else [sys.executable]
-        command = [*launcher, *interpreter, *(arguments or [str(path)])]
-        return _run(command, tmp_path, timeout_s, variables)
+        words = arguments or [str(path)]
+        environ = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **variables}
+        if ranks is None:  # a program that starts the ranks itself
+            return finished([sys.executable, *words], tmp_path, timeout_s, environ)
+        python = [sys.executable] if plain else preloaded
+        with ranks_logs(python) as (python, logs):
+            return finished([*mpiexec, "-n", str(ranks), *python, *words], tmp_path, timeout_s, environ, logs)
 
     return run
-
-
-def _run(command: list[str], folder: Path, timeout_s: float, variables: dict[str, str]) -> Finished:
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **variables}
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # mpiexec passes it on to the ranks
-        output, _ = process.communicate(timeout=10)
-        pytest.fail(f"the job did not end within {timeout_s:g} s; until then it printed:\n{output}")
-    return Finished(process.returncode, output)

@@ -8,26 +8,17 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import mpi_runtimes
 from commands import ToolError
+from test_support.jobs import Finished, finished, ranks_logs
 
 pytestmark = pytest.mark.launch
 
 PATIENCE_S = 100.0
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What a job left: the exit status and all that its ranks printed."""
-
-    status: int
-    output: str
-
 
 RunOn = Callable[..., Finished]
 
@@ -45,12 +36,9 @@ def run_on(tmp_path: Path, preloaded: list[str]) -> RunOn:
         path.write_text(textwrap.dedent(script))
         # What is preloaded has found MPICH's library, and is reached by a descriptor that only MPICH's launcher passes on.
         python = preloaded if mpi == "mpich" and not plain else [sys.executable]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **runtime.env, **variables}
-        command = [*runtime.command(ranks), *python, str(path)]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE_S
-        )
-        return Finished(done.returncode, done.stdout.decode(errors="replace"))
+        environ = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **runtime.env, **variables}
+        with ranks_logs(python) as (python, logs):
+            return finished([*runtime.command(ranks), *python, str(path)], tmp_path, PATIENCE_S, environ, logs)
 
     return run
 

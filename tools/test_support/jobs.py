@@ -1,0 +1,60 @@
+"""Jobs that tests start: each rank prints into a file of its own.
+
+A launcher passes on what it has read so far, which may be half a line; the next rank's text then stands in the middle of it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import rank_log
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a job left: the exit status and all that it printed, first the launcher, then each rank."""
+
+    status: int
+    output: str
+
+
+@contextmanager
+def ranks_logs(python: Sequence[str]) -> Iterator[tuple[list[str], Path]]:
+    """The command that stands for `python` (a command that begins with this Python) on each rank, and where its output goes."""
+    with tempfile.TemporaryDirectory(prefix="syncline-job-") as folder:
+        yield [sys.executable, "-I", "-S", rank_log.__file__, folder, *python[1:]], Path(folder)
+
+
+def finished(
+    command: Sequence[str], folder: Path, timeout_s: float, variables: Mapping[str, str], logs: Path | None = None
+) -> Finished:
+    """Run a job to its end, in `folder`, with variables on top of this process's. Fails the test at the time limit."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    is_late = False
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        is_late = True
+        process.terminate()  # mpiexec passes it on to the ranks
+        output, _ = process.communicate(timeout=10)
+    output = "".join([output, *(rank_log.read(logs) if logs else {}).values()])
+    if is_late:
+        pytest.fail(f"the job did not end within {timeout_s:g} s; until then it printed:\n{output}")
+    return Finished(process.returncode, output)
