@@ -93,8 +93,16 @@ DTYPES_OF: dict[ReduceOp, frozenset[torch.dtype]] = {
 EXACTLY_HALVED = frozenset({torch.float32, torch.float64})
 """The product with 1 / 2, 1 / 4, ... has the bits of the quotient (complex numbers take other ways, integers have none)."""
 
-# Those that need no factor: the quickest way to ask.
-_DEFINED = {(op, dtype) for op, dtypes in DTYPES_OF.items() for dtype in dtypes if op is not ReduceOp.PREMUL_SUM}
+# What a sum and a product of truth values are: a backend need not know.
+_ON_BOOL: dict[Reduction, Reduction] = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
+
+# For each reduction that needs no factor, and each of its dtypes, the reduction that a backend carries out. Most calls end here.
+_CARRIED_OUT: dict[tuple[ReduceOp, torch.dtype], Reduction] = {
+    (op, dtype): _ON_BOOL.get(op, op) if dtype in BOOL else op
+    for op, dtypes in DTYPES_OF.items()
+    for dtype in dtypes
+    if op is not ReduceOp.PREMUL_SUM
+}
 
 
 def check_reduction(op: Reduction, dtype: torch.dtype) -> None:
@@ -103,8 +111,6 @@ def check_reduction(op: Reduction, dtype: torch.dtype) -> None:
     Raises:
         InvalidArgumentError: `op` is no reduction of ours, or not one that `dtype` has. The message lists those that exist.
     """
-    if type(op) is ReduceOp and (op, dtype) in _DEFINED:
-        return
     if op is ReduceOp.PREMUL_SUM:
         raise InvalidArgumentError("PREMUL_SUM needs a factor: pass premul_sum(factor)")
     kind = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
@@ -141,9 +147,6 @@ _OURS: dict[Any, Reduction] = (
     {getattr(dist.ReduceOp, op.name): op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM} if dist.is_available() else {}
 )
 
-# What a sum and a product of truth values are: a backend need not know.
-_ON_BOOL: dict[Reduction, Reduction] = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
-
 _PREMUL_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None) if dist.is_available() else None
 
 
@@ -164,7 +167,10 @@ def checked_reduction(op: Any, dtype: torch.dtype) -> Reduction:
     Raises:
         InvalidArgumentError: it is no reduction, or not one that `dtype` has; see `check_reduction`.
     """
-    if not isinstance(op, ReduceOp | PremulSum):
+    if type(op) is not ReduceOp and not isinstance(op, PremulSum):
         op = from_torch(op) or op
+    carried_out = _CARRIED_OUT.get((op, dtype)) if type(op) is ReduceOp else None
+    if carried_out is not None:
+        return carried_out
     check_reduction(op, dtype)
-    return _ON_BOOL.get(op, op) if dtype in BOOL else op  # type: ignore[no-any-return]  # what is no reduction was refused
+    return op  # type: ignore[no-any-return]  # it is a PremulSum: anything else was found above, or refused

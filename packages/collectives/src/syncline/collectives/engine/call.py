@@ -87,7 +87,7 @@ class Signature(NamedTuple):
         Of a tensor, the dtype and the number of elements count. Shapes may differ, as in torch.distributed; only `check_calls`
         compares them, too.
         """
-        return _digest(self.name, self.op, self.root, self.dtype, self.detail, None if self.dtype is None else self.numel)
+        return _digest(self)
 
     def __str__(self) -> str:
         """In words: "all_reduce(float32[10, 3], op=SUM)"."""
@@ -106,9 +106,9 @@ def device_type_of(tensor: torch.Tensor) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest(
-    name: str, op: Reduction | None, root: int | None, dtype: torch.dtype | None, detail: str, numel: int | None
-) -> int:
+def _digest(signature: Signature) -> int:
+    name, op, root, dtype, detail = signature.name, signature.op, signature.root, signature.dtype, signature.detail
+    numel = None if dtype is None else signature.numel
     return crc32(repr((name, dtype, op, root, detail, numel)).encode())
 
 
