@@ -171,13 +171,14 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def lint(_: argparse.Namespace) -> int:
-    """Check style, format, what imports what, and that Notes are where they are cited."""
+    """Check style, format, what imports what, where Notes are cited, and where private names of torch stand."""
     ruff = (PYTHON, "-m", "ruff")
     return _all_of(
         (*ruff, "check", ROOT),
         (*ruff, "format", "--check", ROOT),
         (PYTHON.parent / "lint-imports", ROOT / "tools" / "layers.toml", "--no-cache"),
         (PYTHON, ROOT / "tools" / "check_notes.py"),
+        (PYTHON, ROOT / "tools" / "check_torch_internals.py"),
     )
 
 

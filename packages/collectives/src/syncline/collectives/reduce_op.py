@@ -96,7 +96,7 @@ EXACTLY_HALVED = frozenset({torch.float32, torch.float64})
 # What a sum and a product of truth values are: a backend need not know.
 _ON_BOOL: dict[Reduction, Reduction] = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
 
-# For each reduction that needs no factor, and each of its dtypes, the reduction that a backend carries out. Most calls end here.
+# For each reduction without a factor, and each of its dtypes, the reduction that a backend carries out. Most calls end here.
 _CARRIED_OUT: dict[tuple[ReduceOp, torch.dtype], Reduction] = {
     (op, dtype): _ON_BOOL.get(op, op) if dtype in BOOL else op
     for op, dtypes in DTYPES_OF.items()

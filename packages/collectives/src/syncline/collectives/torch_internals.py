@@ -9,6 +9,10 @@ private to torch                    without it
 ``FakeTensor``                      a tensor of torch's fake mode is refused by name
 ``_len_torch_dispatch_stack``       under torch.distributed, tools such as CommDebugMode and make_fx see no collectives
 ``_resolve_process_group``          the same
+``dist.Backend._plugins``           registering our backends is an error
+``_world.pg_map``                   ``init_as_mpi`` is an error: groups of another backend find no store
+``_shutdown_backend``               nothing: torch asks each group itself to end (torch 2.7 and newer)
+``ProcessGroupGloo._Options``       the backend ``gloo`` is an error
 ``PythonCallbackWork``              what torch.compile makes of FSDP's gathers cannot run over our groups
 ``_get_tracing_state``              torch.jit.trace makes a program without its collectives
 ``get_proxy_mode``                  a tracer gets a program without the collectives that have no operator
@@ -72,10 +76,52 @@ def group_named(name: str) -> object:
     return module._resolve_process_group(name)
 
 
-def work_of_cpp(wait: Callable[[timedelta], bool]) -> Any:
-    """A work of torch's own, for C++ to hold alone; who waits for it calls `wait` with a limit, where 0 is none."""
+def register_work(result: torch.Tensor, wait: Callable[[timedelta], bool]) -> None:
+    """Let torch's `wait_tensor` of the result call `wait`, with a limit, where 0 is none.
+
+    C++ holds the work alone, so it is a work of C++.
+    """
     module: Any = sys.modules["torch._C._distributed_c10d"]
-    return module.PythonCallbackWork(wait)
+    module._register_work(result, module.PythonCallbackWork(wait))
+
+
+def set_group_store(group: object, name: str, store: object) -> None:
+    """Tell torch which backend and which store belong to a group, as torch itself does for the groups that it makes."""
+    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    module._world.pg_map[group] = (name, store)
+
+
+def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
+    """Let `destroy_process_group` of torch hand each group to `shut_down` first, which says whether it has ended the group.
+
+    Harmless where torch does not have the function, and when it is called again.
+    """
+    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    theirs = getattr(module, "_shutdown_backend", None)
+    if theirs is None or theirs.__module__ == __name__:
+        return
+
+    def either(group: Any) -> None:
+        if not shut_down(group):
+            theirs(group)
+
+    module._shutdown_backend = either
+
+
+def gloo_options(timeout: timedelta, devices: Sequence[object]) -> Any:
+    """The options of torch's Gloo group."""
+    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    options = module.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = list(devices)
+    return options
+
+
+def registered_creator(name: str) -> Callable[..., Any] | None:
+    """What makes the groups of a backend that was registered with torch.distributed under this name; None if none was."""
+    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    plugin = module.Backend._plugins.get(name.upper())
+    return None if plugin is None else plugin.creator_fn
 
 
 #: Whether C++ waits for ever for a work that nobody in Python holds.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, broadcast_coalesced
 from syncline.collectives.internal import DEFAULT_BUFFER_BYTES
@@ -17,6 +16,7 @@ from .buffers import BufferHook, Buffers
 from .builtin_hooks import builtin_hook
 from .fused_optimizer import FusedOptimizer
 from .module_state import ModuleState
+from .torch_internals import BufferCommHookLocation
 
 if TYPE_CHECKING:
     from syncline.reducer import Reducer
@@ -281,9 +281,9 @@ class TorchNames:
         self._builtin_hook = comm_hook_type
 
     def _register_buffer_comm_hook(
-        self, state: Any, hook: Any, comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD
+        self, state: Any, hook: Any, comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD
     ) -> None:
-        follows_forward = comm_hook_location == _BufferCommHookLocation.POST_FORWARD
+        follows_forward = comm_hook_location == BufferCommHookLocation.POST_FORWARD
         self._buffer_sync.hook = BufferHook(state, hook, follows_forward)
 
     def _register_fused_optim(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, fields
 
 import torch
-from torch.nn.parallel.distributed import _MixedPrecision
 
 from syncline.collectives import InvalidArgumentError, ReduceOp
 from syncline.reducer import GradBucket
 
 from .low_precision import LowPrecision
 from .module_state import ModuleState
+from .torch_internals import TorchMixedPrecision
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
     Raises:
         InvalidArgumentError: it is something else.
     """
-    if isinstance(given, _MixedPrecision):
+    if isinstance(given, TorchMixedPrecision):
         return MixedPrecision(given.param_dtype, given.reduce_dtype, given.buffer_dtype)
     if given is None or isinstance(given, MixedPrecision):
         return given

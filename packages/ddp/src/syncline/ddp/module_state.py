@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from syncline.collectives import MisuseError, ProcessGroup, broadcast_coalesced
 from syncline.collectives.internal import overlaps_itself
 from syncline.reducer import verify_same_parameters
 
+from .torch_internals import BatchNorm, InstanceNorm
+
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 
-_NORMALIZATION = (_BatchNorm, _InstanceNorm)
+_NORMALIZATION = (BatchNorm, InstanceNorm)
 
 
 class ModuleState:

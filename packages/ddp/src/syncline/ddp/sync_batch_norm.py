@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -19,16 +18,16 @@ from .batch_normalization import BatchNormalization
 from .batch_statistics import BatchStatistics, gather_statistics, statistics_of
 from .dedicated_group import dedicated_group
 from .process_groups import has_default_group, resolve_group
-from .torch_internals import own_modules
+from .torch_internals import BatchNorm, own_modules
 
 # Which layers were compared in a group. Ranks that meet in another one, perhaps with a newcomer, compare again.
 _compared_layers: weakref.WeakKeyDictionary[ProcessGroup, weakref.WeakSet[SyncBatchNorm]] = weakref.WeakKeyDictionary()
 
 # The layers whose forward is plain batch normalisation, which conversion replaces.
-_PLAIN_FORWARDS = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
+_PLAIN_FORWARDS = (BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalisation with the mean and variance of the batches of all ranks: as on one process with the whole batch.
 
     In training every rank's forward is a collective, and its backward another. The ranks' batches may be of different sizes, or
@@ -93,7 +92,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         replaced: dict[torch.nn.Module, torch.nn.Module] = {}
         for name, layer in module.named_modules():
-            if isinstance(layer, _BatchNorm):
+            if isinstance(layer, BatchNorm):
                 replaced[layer] = cls._in_place_of(layer, name, process_group)
         for parent in list(module.modules()):
             for name, child in own_modules(parent).items():
@@ -102,7 +101,7 @@ class SyncBatchNorm(_BatchNorm):
         return replaced.get(module, module)
 
     @classmethod
-    def _in_place_of(cls, layer: _BatchNorm, name: str, process_group: Any) -> SyncBatchNorm:
+    def _in_place_of(cls, layer: BatchNorm, name: str, process_group: Any) -> SyncBatchNorm:
         problem = _not_convertible(layer)
         if problem is not None:
             raise MisuseError(f"cannot convert layer '{name}' ({type(layer).__name__}): {problem}")
@@ -213,7 +212,7 @@ def refuse_layers_that_see_one_rank(module: torch.nn.Module, group: ProcessGroup
         )
 
 
-def _not_convertible(layer: _BatchNorm) -> str | None:
+def _not_convertible(layer: BatchNorm) -> str | None:
     """Why a layer's conversion would lose something, or None."""
     if any(is_lazy(tensor) for tensor in layer.parameters()):
         return "it is not initialised yet; run one forward of the module first"

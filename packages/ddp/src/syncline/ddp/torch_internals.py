@@ -12,6 +12,9 @@ private to torch                        without it
 ``ProcessGroupGloo.options._threads``   logging data do not tell "gloo_num_threads"
 ``_to_kwargs``                          inputs stay where they are: move them to a module's GPU before its call
 ``_unsafe_preserve_version_counter``    broadcasting buffers between a forward and its backward is autograd's error
+``_BatchNorm``, ``_InstanceNorm``       importing the package is an error
+``_BufferCommHookLocation``             the same
+``_MixedPrecision``                     the same
 ``_in_backward_optimizers``             optimizers of ``_apply_optimizer_in_backward`` are not found: torch has none then
 ======================================  ==============================================================================
 """
@@ -26,9 +29,15 @@ from typing import Any
 import torch
 import torch.autograd.grad_mode
 import torch.distributed.utils
+import torch.nn.parallel.distributed
 from torch.autograd import Variable
 
 from syncline.collectives import MisuseError
+
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+InstanceNorm = torch.nn.modules.instancenorm._InstanceNorm
+BufferCommHookLocation = torch.nn.parallel.distributed._BufferCommHookLocation
+TorchMixedPrecision = torch.nn.parallel.distributed._MixedPrecision
 
 # The attribute by which torch.distributed.optim._apply_optimizer_in_backward marks parameters.
 IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"

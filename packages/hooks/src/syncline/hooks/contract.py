@@ -102,7 +102,7 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
             f"expected the hook's state to be a process group (syncline's or torch's) or None, found {type(state).__name__}"
         )
     if isinstance(bucket, dist.GradBucket):
-        return as_process_group(dist.distributed_c10d._get_default_group())
+        return as_process_group(None)
     group = bucket.process_group()  # type: ignore[attr-defined]  # what our GradBucket has and torch's has not
     assert isinstance(group, ProcessGroup)
     return group

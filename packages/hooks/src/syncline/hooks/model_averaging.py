@@ -140,7 +140,7 @@ def group_of_ranks(process_group: Any) -> ProcessGroup:
         return process_group
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise MisuseError(f"expected a process group (syncline's or torch's) or None, found {type(process_group).__name__}")
-    return as_process_group(dist.distributed_c10d._get_default_group() if process_group is None else process_group)
+    return as_process_group(process_group)
 
 
 def _parameters(params: Iterable[Any]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from syncline.collectives import ProcessGroup
 from . import error_messages
 from .differentiable_gradients import averaged, warn_of_graph
 from .gradient_aliasing import GradientAliasing
+from .torch_internals import foreach_copy, foreach_zero
 
 _dtype_of = operator.attrgetter("dtype")
 _requires_grad_of = operator.attrgetter("requires_grad")
@@ -171,7 +172,7 @@ class Bucket:
             self._copy(targets, sources)
         if absent:
             with torch.no_grad():
-                torch._foreach_zero_(absent)
+                foreach_zero(absent)
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         # What would be copied without a word is asked for at once; the rest is looked into if copying fails.
@@ -186,7 +187,7 @@ class Bucket:
                     torch.cat(sources, out=self.buffer)
                     return
             try:
-                torch._foreach_copy_(targets, sources)
+                foreach_copy(targets, sources)
             except RuntimeError:
                 self._refuse_gradients()
                 raise
@@ -268,7 +269,7 @@ class Bucket:
         with torch.inference_mode():  # as in `_copy`
             if not done:
                 with suppress(TypeError):  # it refuses None, before it copies anything
-                    torch._foreach_copy_(cast("list[torch.Tensor]", gradients), self.views)
+                    foreach_copy(cast("list[torch.Tensor]", gradients), self.views)
                     return
         targets, sources = [], []
         for position, (parameter, gradient, view) in enumerate(zip(self.parameters, gradients, self.views, strict=True)):
@@ -277,7 +278,7 @@ class Bucket:
                 sources.append(view)
         if targets:
             with torch.inference_mode():
-                torch._foreach_copy_(targets, sources)
+                foreach_copy(targets, sources)
 
     def _restore(self, untouched: Collection[int]) -> None:
         """Write back gradients in the buffer that nobody has used."""

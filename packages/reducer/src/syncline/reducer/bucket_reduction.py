@@ -16,6 +16,7 @@ from .error_messages import naming_parameters
 from .grad_bucket import GradBucket
 from .sparse_bucket import AnyBucket, SparseBucket
 from .statistics import BucketTimes
+from .torch_internals import FutureBase
 
 if TYPE_CHECKING:
     CommunicationHook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -59,7 +60,7 @@ class BucketReduction:
 
     def _future(self, hook: CommunicationHook, bucket: GradBucket) -> torch.futures.Future[Any]:
         future = hook(self.hook_state, bucket)
-        if not isinstance(future, torch._C.Future):  # the base class: what Future.then() returns
+        if not isinstance(future, FutureBase):
             raise MisuseError(
                 f"a communication hook must return a torch.futures.Future of the reduced bucket, found "
                 f"{type(future).__name__}; see get_future() of a Work"

@@ -5,6 +5,8 @@ private to torch                        without it
 ======================================  ==============================================================================
 ``_execution_engine.queue_callback``    no reduction could end: importing the package is an error
 ``BackwardCFunction.apply.__code__``    the same: a backward within a backward could not be told from an outer one
+``_foreach_copy_``, ``_foreach_zero_``  the same: many gradients are copied, or set to zero, by one call
+``torch._C.Future``                     the same: the base class of what ``Future.then()`` returns
 ``_current_graph_task_id``              a bucket whose last gradient was not the expected one waits for the end of backward
 ``_will_engine_execute_node``           ``find_unused_parameters=True`` is an error
 ``_storage_Use_Count``                  no gradient is aliased: all are copied back
@@ -34,6 +36,9 @@ try:
     _queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
     # The Python entry of every torch.autograd.Function's backward: who finds it on the stack runs inside such a backward.
     _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
+    foreach_copy = torch._foreach_copy_
+    foreach_zero = torch._foreach_zero_
+    FutureBase = torch._C.Future
 except AttributeError as error:
     raise ImportError(f"syncline-reducer does not work with torch {torch.__version__}: {error}") from error
 

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 from ..engine.cancel_scope import seconds
 from ..errors import MisuseError
+from ..torch_internals import set_group_store
 from . import group_factory
 from .registration import SCHEME
 from .rendezvous import rendezvous
@@ -45,9 +46,9 @@ def init_as_mpi(timeout: timedelta | float | None = None) -> None:
     torchs: Any = distributed_c10d
     torchs.ProcessGroupMPI, torchs._MPI_AVAILABLE = ProcessGroupMPI, True
     dist.init_process_group(NAME)
-    group: Any = distributed_c10d._get_default_group()
+    group: Any = dist.group.WORLD
     # torch gives no store to backend "mpi". Groups of another backend, such as "gloo", meet in the store of this group.
-    distributed_c10d._world.pg_map[group] = (NAME, group.get_group_store())
+    set_group_store(group, NAME, group.get_group_store())
     if timeout is not None:  # nor does it pass the time limit on
         group.set_timeout(timedelta(seconds=seconds(timeout)))
 
@@ -62,7 +63,7 @@ class ProcessGroupMPI:
     def create(cls, ranks: Sequence[int]) -> TorchProcessGroup:
         """A group of some ranks, this one among them; of all, if the list is empty, which makes the first group."""
         if ranks:
-            ours: Any = distributed_c10d._get_default_group()
+            ours: Any = dist.group.WORLD
             store, rank, size = ours.get_group_store(), list(ranks).index(dist.get_rank()), len(ranks)
             timeout = timedelta(seconds=ours.syncline_group.timeout_s)
         else:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..tensors import checks
-from ..torch_internals import group_named, work_of_cpp
+from ..torch_internals import group_named, register_work
 from .call_issuer import CallIssuer
 
 _OPERATORS = "_c10d_functional"
@@ -79,8 +79,8 @@ def _batch_p2p_ops(
 
 
 def _registered(result: torch.Tensor, work: dist.Work) -> torch.Tensor:
-    """The result, for which torch's `wait_tensor` waits. C++ holds the work alone, so it is a work of C++."""
-    torch._C._distributed_c10d._register_work(result, work_of_cpp(work.wait))
+    """The result, for which torch's `wait_tensor` waits."""
+    register_work(result, work.wait)
     return result
 
 

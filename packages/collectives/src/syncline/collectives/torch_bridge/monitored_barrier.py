@@ -23,5 +23,4 @@ def monitored_barrier(
     Raises:
         CollectiveTimeout: on rank 0 it names the missing ranks; on the others it says that rank 0 did not answer.
     """
-    chosen = dist.distributed_c10d._get_default_group() if group is None else group
-    ours(as_process_group(chosen), timeout, wait_all_ranks)
+    ours(as_process_group(group), timeout, wait_all_ranks)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import BackendUnavailableError, MisuseError
+from ..torch_internals import end_groups_by, registered_creator
 from .group_factory import create
 from .rendezvous import rendezvous
 from .torch_process_group import TorchProcessGroup
@@ -70,9 +71,9 @@ def devices_there(devices: list[str]) -> list[str]:
 
 
 def _register_backend(name: str, backend: str | None, devices: list[str]) -> None:
-    known = dist.Backend._plugins.get(name.upper())
+    known = registered_creator(name)
     if known is not None:
-        _check_ours(known.creator_fn, f"backend '{name}'")
+        _check_ours(known, f"backend '{name}'")
         return
     creator = partial(create, name, backend, devices)
     # torch takes the first name that comes for a device as its default, unless there is one: cpu and cuda have theirs.
@@ -90,17 +91,14 @@ def _decline_flight_recorder() -> None:
 
 def _close_when_torch_destroys() -> None:
     """Let `destroy_process_group` of torch 2.6 end our groups, too: there it ends NCCL's only."""
-    theirs = getattr(distributed_c10d, "_shutdown_backend", None)
-    if theirs is None or theirs.__module__ == __name__:  # a newer torch asks each group itself; or we were here before
-        return
 
-    def shut_down(group: dist.ProcessGroup) -> None:
+    def shut_down(group: dist.ProcessGroup) -> bool:
         if isinstance(group, TorchProcessGroup):
             group.shutdown()
-        else:
-            theirs(group)
+            return True
+        return False
 
-    distributed_c10d._shutdown_backend = shut_down  # type: ignore[attr-defined]
+    end_groups_by(shut_down)  # a newer torch asks each group itself
 
 
 def _register_scheme() -> None:

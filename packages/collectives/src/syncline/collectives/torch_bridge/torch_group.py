@@ -15,7 +15,7 @@ from ..api.object_exchange import all_gather_bytes
 from ..engine.call import Signature
 from ..engine.cancel_scope import DEFAULT_TIMEOUT_S
 from ..engine.transfer import TransferWork
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, MisuseError
 from ..group import ProcessGroup
 from ..health.statements import Statements, different_calls
 from ..reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction, divide
@@ -44,8 +44,19 @@ _REDUCED_AS = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32),
 _RING_FROM_RANKS = 4
 
 
-def as_process_group(torch_group: dist.ProcessGroup) -> ProcessGroup:
-    """A torch.distributed group as one of ours: the group itself that `torch_backend` has put under it, else a `TorchGroup`."""
+def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
+    """A torch.distributed group as one of ours: the group itself that `torch_backend` has put under it, else a `TorchGroup`.
+
+    Args:
+        torch_group: torch's default group if None.
+
+    Raises:
+        MisuseError: there is no default group.
+    """
+    if torch_group is None:
+        torch_group = dist.group.WORLD
+        if torch_group is None:
+            raise MisuseError("torch.distributed has no default group; call torch.distributed.init_process_group first")
     ours = getattr(torch_group, "syncline_group", None)
     return ours if isinstance(ours, ProcessGroup) else TorchGroup(torch_group)
 

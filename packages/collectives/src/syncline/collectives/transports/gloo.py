@@ -54,6 +54,7 @@ from ..startup.user_secret import is_loopback
 from ..stores import FromTorchStore, Store
 from ..torch_bridge.torch_group import TorchGroup
 from ..torch_bridge.torch_work import TorchWork
+from ..torch_internals import gloo_options
 from ..work import Work
 from .gloo_reconnector import Connect, GlooReconnector, Job, admit_lack, store_lack
 
@@ -307,10 +308,8 @@ def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: Ca
 
 
 def _connected(store: dist.Store, rank: int, size: int, timeout_s: float, devices: Devices) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
-    options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [dist.ProcessGroupGloo.create_device(**device) for device in devices]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    made = [dist.ProcessGroupGloo.create_device(**device) for device in devices]
+    return dist.ProcessGroupGloo(store, rank, size, gloo_options(timedelta(seconds=timeout_s), made))
 
 
 def _tag(tag: int, tensor: torch.Tensor) -> int:
