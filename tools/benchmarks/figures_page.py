@@ -1,6 +1,6 @@
 """Draw the pictures of docs/figures.md from its tables, so that a picture and its table cannot disagree.
 
-    PYTHONPATH=tools .venv/bin/python -m benchmarks.figures_page
+PYTHONPATH=tools .venv/bin/python -m benchmarks.figures_page
 """
 
 from __future__ import annotations
