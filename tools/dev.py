@@ -193,7 +193,8 @@ def types(_: argparse.Namespace) -> int:
 def docs(options: argparse.Namespace) -> int:
     """Build the site into `.site`; broken links and missing references are errors."""
     mkdocs = (PYTHON, "-m", "mkdocs")
-    words = ("serve",) if options.serve else ("build", "--strict", "--quiet")
+    # Without --quiet: with it MkDocs neither prints nor counts a warning, and a broken link passes.
+    words = ("serve",) if options.serve else ("build", "--strict")
     status = run((*mkdocs, *words), cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"})
     if status == 0 and not options.serve:
         print(f"docs: open {ROOT / '.site' / 'index.html'}")
