@@ -110,14 +110,14 @@ class Elastic:
 
     # Note [Applied on all or on none]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    # Before the first `optimizer.step()` of a step the ranks *agree*, by one small `all_reduce`. It needs no change of the loop,
-    # since optimizers can be hooked.
+    # Before the first `optimizer.step()` of a step the ranks *agree*, by one small `all_reduce`. The loop needs no change for
+    # that, since optimizers can be hooked.
     #
     # 1. Who begins that `all_reduce` has the averaged gradients of the step, which are the same on all ranks.
     # 2. Its sum needs every rank. So if a rank has it, all had begun, and all that live can apply the step.
     # 3. If a rank dies, it may end well on some ranks and fail on others. So after `shrink` the survivors tell each other how
-    #    often they have agreed. Who is one behind the others was in that `all_reduce`, has the gradients, and applies the step.
-    #    If nobody is ahead, nobody has applied it, and all do it again.
+    #    often they have agreed. A rank that is one behind was in that `all_reduce`, has the gradients, and applies the step.
+    #    If no rank is ahead, no rank has applied it, and all do it again.
     #
     # The ranks agree once more at the end of an epoch. Else a rank whose last agreement has failed would find that the others
     # have gone to an evaluation, or have ended, and would do the last step again without them.

@@ -1,5 +1,7 @@
 """Join: training goes on while some ranks have no inputs left.
 
+::
+
     with model.join():               a rank with inputs            a rank without (it has left the loop)
         for inputs in loader:
             model(inputs) ...        roll call: I am present  ◄──► roll call: I am not

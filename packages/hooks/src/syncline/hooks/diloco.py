@@ -69,8 +69,8 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
 
     # Note [Bitwise outer steps]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~
-    # Without a compressor the ranks average the parameters themselves, not their differences from before: an outer step of rate 1
-    # without momentum then gives exactly that average, and on one rank exactly what the inner optimizer has made.
+    # Without a compressor the ranks average the parameters themselves, not their differences from before: an outer step of
+    # rate 1 without momentum then gives exactly that average, and on one rank exactly the inner optimizer's result.
 
     def __init__(
         self,
