@@ -20,7 +20,7 @@ UNDER_TORCHRUN = {"survive-failures.md"}
 # Its program says itself which rank it is.
 ALONE = {"from-torchrun.md"}
 ON_TWO_RANKS = [page for page in [*READMES, *PAGES] if page.name not in ALONE]
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(2 * LIMIT_S + 60)]
 
