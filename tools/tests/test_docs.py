@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import fields
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import FunctionType
@@ -61,25 +63,76 @@ def text_of(node: ast.AST) -> str | None:
     return None
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def texts_of(sources: Iterable[Path]) -> str:
+    """The texts of the sources, one on each line."""
+    nodes = (node for path in sources for node in nodes_of(path))
+    return "\n".join(text for node in nodes if (text := text_of(node)) is not None)
+
+
+def pattern(words: str) -> re.Pattern[str]:
+    """What finds the words of a page in a text of the sources; "…" stands for what is filled in."""
+    return re.compile(".*".join(map(re.escape, words.strip("… ").split("…"))))
+
+
 def headings() -> list[re.Pattern[str]]:
-    found = re.findall(r"^### (.*)$", STARTING.read_text(), re.MULTILINE)
-    return [re.compile(".*".join(map(re.escape, heading.strip("… ").split("…")))) for heading in found]
+    return [pattern(heading) for heading in re.findall(r"^### (.*)$", STARTING.read_text(), re.MULTILINE)]
+
+
+def quoted_beginnings() -> list[str]:
+    """What the page on errors quotes in the first column of its tables of messages."""
+    messages = (REFERENCE / "errors.md").read_text().partition("## Kinds of errors")[0]
+    cells = re.findall(r"^\| (`.*?) \| ", messages, re.MULTILINE)
+    return [words for cell in cells for words in re.findall(r"`([^`]+)`", cell)]
 
 
 def test_the_page_on_starting_has_the_words_of_the_messages() -> None:
     """Its readers search for what they have seen."""
-    nodes = (node for path in COLLECTIVES.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
-    said = "\n".join(text for node in nodes if (text := text_of(node)) is not None)
+    said = texts_of(COLLECTIVES.rglob("*.py"))
     assert len(headings()) >= 25
     for heading in headings():
         assert heading.search(said), f"no message has the words of {heading.pattern!r}"
+
+
+def test_the_page_on_errors_has_the_words_of_the_messages() -> None:
+    said, quoted = texts_of(SOURCES), quoted_beginnings()
+    assert len(quoted) >= 100
+    assert [words for words in quoted if not pattern(words).search(said)] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["DisagreementError", "RankLostError", "RankGivenUpError", "GroupClosedError", "NotInitializedError"]
+)
+def test_messages_of_an_error_are_on_a_page(name: str) -> None:
+    """For errors that a user meets while a job runs: the page on errors or the one on starting has their first words."""
+    known = [*map(pattern, quoted_beginnings()), *headings()]
+    nodes = (node for path in SOURCES for node in nodes_of(path) if isinstance(node, ast.Call) and node.args)
+    raised = (text_of(node.args[0]) for node in nodes if isinstance(node.func, ast.Name) and node.func.id == name)
+    said = [text for text in raised if text is not None and text.strip("… ")]
+    assert said, "or nothing was compared"
+    assert [text for text in said if not any(words.search(text) for words in known)] == []
+
+
+@pytest.mark.parametrize("folder", ["howto", "concepts", "reference"])
+def test_code_fits_beside_the_navigation(folder: str) -> None:
+    """A wider line is cut off in a usual window. The lines of a diff are those of its file."""
+    wide = []
+    for page in sorted((ROOT / "docs" / folder).glob("*.md")):
+        blocks = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", page.read_text(), re.MULTILINE | re.DOTALL)
+        lines = (line for language, block in blocks if language != "diff" for line in block.splitlines())
+        wide += [f"{page.name}: {line}" for line in lines if len(line) > 90]
+    assert wide == []
 
 
 @pytest.mark.parametrize("place", ["startup", "transports/mpi", "transports/gloo.py", "api"])
 def test_every_launch_error_is_on_the_page_on_starting(place: str) -> None:
     found, sources = headings(), COLLECTIVES / place
     for path in sources.rglob("*.py") if sources.is_dir() else [sources]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "LaunchError":
                 text = text_of(node.args[0])
                 if text is not None and text.strip("… "):

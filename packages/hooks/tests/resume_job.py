@@ -3,7 +3,7 @@
 Usage: resume_job.py RANK WORLD_SIZE FOLDER
 
 Trains from step 0 to the end, and leaves checkpoints in FOLDER on the way. Where there is a folder "from" in FOLDER it goes on
-from the checkpoints in that, once after a rehearsal and once without; see "Resuming" in docs/howto/use-hooks.md.
+from the checkpoints in that, once after a rehearsal and once without; see "Resume" in docs/howto/use-hooks.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Every error that Syncline raises on purpose, in three families. All are RuntimeErrors, as those of torch.distributed are.
 
-::
-
     SynclineError
     ├── MisuseError                  this call cannot be right, whatever the other ranks do
     │   ├── InvalidArgumentError     a value that no rank may pass (also a ValueError)

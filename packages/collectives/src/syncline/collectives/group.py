@@ -31,7 +31,7 @@ class ProcessGroup(ABC):
 
     **Who calls.** Every rank of the group calls every collective, with matching arguments, in the same order; only `send` and
     `recv` concern two ranks. Any thread may call. If two threads of one rank call without a lock, their calls have no order, on
-    this rank or across ranks. Note [One total order] in `engine.queue` says what holds for calls from a future's callback.
+    this rank or across ranks. A collective in a future's callback runs inside that callback, before its successors.
 
     **What comes back.** Each collective returns a `Work`. With `async_op=False` it has finished. With `async_op=True` it may be
     in flight, and the tensors belong to it until `wait()` returns.

@@ -228,8 +228,7 @@ class Work(ABC):
         """The same as a `torch.futures.Future` whose value is the list of output tensors.
 
         Callbacks that are attached before the collective has finished run on the thread that finishes it; later ones at
-        once on the caller's. Note [One total order] in `engine.queue` says in which order collectives issued from a
-        callback run.
+        once on the caller's. A collective in a callback runs inside the callback, before its successors.
         """
 
     def __bool__(self) -> NoReturn:
@@ -284,7 +283,8 @@ class PendingWork(Work):
         self._future: TensorsFuture | None = None
 
     def leave_to_parent(self, error: BaseException) -> None:
-        """In a fork, where no thread finishes it: to wait for it raises `error`. See Note [Forks] in `forks`."""
+        """In a fork, where no thread finishes it: to wait for it raises `error`."""
+        # See Note [Forks] in `forks`.
         self._lock = threading.Lock()
         self._waiting = None
         self._error = error

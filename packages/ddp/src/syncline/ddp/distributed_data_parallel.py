@@ -69,7 +69,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     own part of the batch. After `loss.backward()` every rank holds bitwise the same gradients: those of the mean of the ranks'
     losses. With equal optimizers the replicas stay equal.
 
-    The arguments are torch's, in torch's order; docs/reference/differences.md lists where their meaning differs.
+    The arguments are torch's, in torch's order. The page "Differences from torch" lists where their meaning differs.
 
     Args:
         module: the module; every parameter that needs a gradient takes part in every backward, unless

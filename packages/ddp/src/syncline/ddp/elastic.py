@@ -52,8 +52,6 @@ class _NotAppliedError(Exception):
 class Elastic:
     """Lets a training loop go on when ranks die, or come: each step is applied on all ranks, or on none and done again.
 
-    ::
-
         sampler = ElasticSampler(len(data), batch_size=96)
         loader = DataLoader(data, batch_sampler=sampler)
         elastic = Elastic(model, optimizer, sampler)
@@ -64,26 +62,6 @@ class Elastic:
                     loss = F.cross_entropy(model(images), labels) * sampler.weight
                     loss.backward()
                     optimizer.step()
-
-    Note [Applied on all or on none]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Before the first `optimizer.step()` of a step the ranks *agree*, by one small `all_reduce`. It needs no change of the loop,
-    since optimizers can be hooked.
-
-    1. Who begins that `all_reduce` has the averaged gradients of the step, which are the same on all ranks.
-    2. Its sum needs every rank. So if a rank has it, all had begun, and all that live can apply the step.
-    3. If a rank dies, it may end well on some ranks and fail on others. So after `shrink` the survivors tell each other how
-       often they have agreed. Who is one behind the others was in that `all_reduce`, has the gradients, and applies the step.
-       If nobody is ahead, nobody has applied it, and all do it again.
-
-    The ranks agree once more at the end of an epoch. Else a rank whose last agreement has failed would find that the others
-    have gone to an evaluation, or have ended, and would do the last step again without them.
-
-    What is summed is how many newcomers rank 0 knows of, so that letting them in needs no collective of its own. (A barrier
-    would cost more: it compares the calls of all ranks, as the end of the backward has just done.)
-
-    What a step changes before it is applied, buffers and random state, is put back before it is done again (`StepSnapshot`).
-    All backwards of a step come before its first `optimizer.step()`; there may be several, and several optimizers.
 
     A `TransportError` inside `with elastic.step():` ends the body there, and the loop goes on with what `batches` gives next:
     the same batch, divided anew. Once the ranks have agreed, the body must not communicate: what stands behind would be done on
@@ -110,7 +88,7 @@ class Elastic:
             state. In the same order on all ranks.
         min_ranks: with fewer ranks the training ends.
         max_failures: so many ranks may be lost in all; None for any number.
-        silence_timeout_s: see `ProcessGroup.shrink`.
+        silence_timeout_s: see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
         give_up_s: how long one recovery may take, in seconds; and how long a newcomer waits to be let in.
         admit_every: after so many applied steps newcomers are let in, where the group can (`ProcessGroup.missing_for_admit`).
 
@@ -129,6 +107,26 @@ class Elastic:
             `state_dict` and `load_state_dict`.
         MisuseError: an optimizer steps within backward, before the ranks could agree.
     """
+
+    # Note [Applied on all or on none]
+    # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    # Before the first `optimizer.step()` of a step the ranks *agree*, by one small `all_reduce`. The loop needs no change for
+    # that, since optimizers can be hooked.
+    #
+    # 1. Who begins that `all_reduce` has the averaged gradients of the step, which are the same on all ranks.
+    # 2. Its sum needs every rank. So if a rank has it, all had begun, and all that live can apply the step.
+    # 3. If a rank dies, it may end well on some ranks and fail on others. So after `shrink` the survivors tell each other how
+    #    often they have agreed. A rank that is one behind was in that `all_reduce`, has the gradients, and applies the step.
+    #    If no rank is ahead, no rank has applied it, and all do it again.
+    #
+    # The ranks agree once more at the end of an epoch. Else a rank whose last agreement has failed would find that the others
+    # have gone to an evaluation, or have ended, and would do the last step again without them.
+    #
+    # What is summed is how many newcomers rank 0 knows of, so that letting them in needs no collective of its own. (A barrier
+    # would cost more: it compares the calls of all ranks, as the end of the backward has just done.)
+    #
+    # What a step changes before it is applied, buffers and random state, is put back before it is done again (`StepSnapshot`).
+    # All backwards of a step come before its first `optimizer.step()`; there may be several, and several optimizers.
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class SyncBatchNorm(BatchNorm):
     empty. In evaluation, and in a group of one, it is plain batch normalisation. Differentiating its gradient once more is
     refused.
 
-    It communicates in a group of its own, which the first forward makes; see Note [A group of its own] in `dedicated_group`.
+    It communicates in a group of its own, which the first forward makes.
 
     Args:
         num_features: channels, the second dimension of the inputs.
@@ -190,7 +190,18 @@ class SyncBatchNorm(BatchNorm):
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """See `SyncBatchNorm.convert_sync_batchnorm`."""
+    """Replace every batch normalisation in a module, torch's SyncBatchNorm included, by `SyncBatchNorm`. No collective.
+
+    Args:
+        module: changed in place. The new layers take over parameters, buffers, hooks and other attributes.
+        process_group: of the new layers. None takes the default group; a layer that has a group keeps it.
+
+    Returns:
+        The module; or, if it is itself a batch normalisation, the layer that replaces it.
+
+    Raises:
+        MisuseError: a layer is not initialised yet (lazy), is parametrised, or has a forward of its own.
+    """
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 
 

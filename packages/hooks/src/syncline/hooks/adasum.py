@@ -18,7 +18,7 @@ def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     multiply it by their number. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.)
 
     Args:
-        process_group: a group of ours or torch's; None for the caller's (see `contract.group_of`).
+        process_group: a group of ours or torch's; None for the group of the DDP that runs the hook.
         bucket: the gradients; a floating-point dtype.
 
     Returns:

@@ -16,7 +16,7 @@ def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Average the bucket over the ranks, in its own dtype and in place.
 
     Args:
-        process_group: a group of ours or torch's; None for the caller's (see `contract.group_of`).
+        process_group: a group of ours or torch's; None for the group of the DDP that runs the hook.
         bucket: the gradients.
 
     Returns:

@@ -20,7 +20,7 @@ def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     harm; a single gradient beyond it becomes infinite.
 
     Args:
-        process_group: a group of ours or torch's; None for the caller's (see `contract.group_of`).
+        process_group: a group of ours or torch's; None for the group of the DDP that runs the hook.
         bucket: the gradients; a floating-point dtype.
 
     Returns:
@@ -39,7 +39,7 @@ def bf16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     `fp16_compress_hook`. Sums are accumulated in float32 and divided before they are rounded.
 
     Args:
-        process_group: a group of ours or torch's; None for the caller's (see `contract.group_of`).
+        process_group: a group of ours or torch's; None for the group of the DDP that runs the hook.
         bucket: the gradients; a floating-point dtype.
 
     Returns:

@@ -27,7 +27,7 @@ class CompressionState:
 
     Args:
         compressor: `Int8()`, `OneBit()`, `TopK(0.01)`, `RandomK(0.01)`, or one of your own.
-        process_group: a group of ours or torch's; None for the caller's (see `contract.group_of`).
+        process_group: a group of ours or torch's; None for the group of the DDP that runs the hook.
         use_error_feedback: add what was left out to the next step's gradient; memory for the gradients once more.
         random_seed: of random compressors, 0 to 2**32 - 1.
         named_parameters: as `model.named_parameters()` gives them: the names under which `state_dict` saves. None numbers them.

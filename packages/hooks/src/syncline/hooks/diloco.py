@@ -25,8 +25,6 @@ _KIND = "DiLoCo"
 class DiLoCoOptimizer(torch.optim.Optimizer):
     """Steps an inner optimizer on this replica alone; every `sync_every` steps an outer optimizer moves all replicas together.
 
-    ::
-
         inner steps 1 .. H      each replica by itself, on its own data: nothing is communicated
         outer gradient          what all replicas had at the latest synchronisation, less the average of what they have now
         outer step              SGD with Nesterov momentum; every replica goes on from the result
@@ -41,11 +39,6 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
     "Streaming DiLoCo with overlapping communication", 2025. Defaults are those of the first paper.
-
-    Note [Bitwise outer steps]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Without a compressor the ranks average the parameters themselves, not their differences from before: an outer step of rate 1
-    without momentum then gives exactly that average, and on one rank exactly what the inner optimizer has made.
 
     Args:
         optim: the inner optimizer, AdamW in the papers; its parameter groups and state are this one's.
@@ -73,6 +66,11 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         InvalidArgumentError: a setting is out of its range, or a name is missing, unknown or there twice.
         MisuseError: a parameter is not of a floating-point dtype, or both a group and sites are given.
     """
+
+    # Note [Bitwise outer steps]
+    # ~~~~~~~~~~~~~~~~~~~~~~~~~~
+    # Without a compressor the ranks average the parameters themselves, not their differences from before: an outer step of
+    # rate 1 without momentum then gives exactly that average, and on one rank exactly the inner optimizer's result.
 
     def __init__(
         self,

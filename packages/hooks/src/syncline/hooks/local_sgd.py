@@ -19,7 +19,7 @@ class PostLocalSGDState:
     """Settings and step of `post_localSGD_hook`; the arguments of torch's class of this name, the same on every rank.
 
     Args:
-        process_group: averages all gradients until `start_localSGD_iter`; None for the caller's (see `contract.group_of`).
+        process_group: averages all gradients until `start_localSGD_iter`; None for the group of the DDP that runs the hook.
         subgroup: averages them afterwards; a group of ours or torch's, such as one of the ranks of a node. torch makes one
             for each node when it is None; here one must be given, unless `post_local_gradient_allreduce` is False.
         start_localSGD_iter: so many steps average globally; 0 or above.

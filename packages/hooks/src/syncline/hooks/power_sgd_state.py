@@ -38,7 +38,7 @@ class PowerSGDState:
     The same arguments on every rank. Ranks must train the same model; one state serves one model.
 
     Args:
-        process_group: a group of ours or torch's; None for the caller's (see `contract.group_of`).
+        process_group: a group of ours or torch's; None for the group of the DDP that runs the hook.
         matrix_approximation_rank: columns of the factors, 1 or above; usually 1 to 4. Bytes and time grow with it.
         start_powerSGD_iter: so many steps run a plain average first. At least 2 with error feedback or warm start.
         min_compression_rate: compress a gradient only if it becomes so many times smaller; below 1, also if it becomes larger.

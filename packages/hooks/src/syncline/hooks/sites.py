@@ -8,8 +8,6 @@ from syncline.collectives import MisuseError, ProcessGroup, exchange_objects
 class Sites:
     """A group divided by site: a node, a rack, a data centre.
 
-    ::
-
         site "a":  rank 0   rank 1   rank 2          inside: every step, over fast links
                      │
                   between: every H steps, over slow links, one rank of each site

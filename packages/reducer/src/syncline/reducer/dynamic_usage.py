@@ -50,24 +50,24 @@ def without(indices: Collection[int], used: set[int], count: int) -> frozenset[i
 class DynamicUsage(UsageModel):
     """Each backward may reach other parameters, on each rank others (`find_unused_parameters=True`).
 
-    Note [Unused parameters without a walk]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    When backward starts, autograd itself computes which nodes it will execute. So when the first gradient of a backward
-    comes, one question for each parameter (0.2 microseconds) tells which will never come; they count as ready at once.
-    The graph is not walked, and the model's outputs need not be known: one that is not part of the loss is not reached.
-    The question can be asked only while backward runs, and it answers for the innermost backward: hence no re-entrant
-    checkpoints here.
-
-    A parameter counts as used if it was given a gradient since the last reduction, also by a backward that was not
-    synchronised. Which are used on any rank is known when all gradients of all ranks have come: the map is agreed after
-    the last bucket has started, and overlaps with it.
-
     Cost: an all_reduce of one byte for each parameter in each backward; with `skip_unused` another one at its beginning,
     for which a rank waits only when it has a bucket that it does not use at all.
 
     Raises:
         MisuseError: this torch does not say which nodes a backward will execute.
     """
+
+    # Note [Unused parameters without a walk]
+    # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    # When backward starts, autograd itself computes which nodes it will execute. So when the first gradient of a backward
+    # comes, one question for each parameter (0.2 microseconds) tells which will never come; they count as ready at once.
+    # The graph is not walked, and the model's outputs need not be known: one that is not part of the loss is not reached.
+    # The question can be asked only while backward runs, and it answers for the innermost backward: hence no re-entrant
+    # checkpoints here.
+    #
+    # A parameter counts as used if it was given a gradient since the last reduction, also by a backward that was not
+    # synchronised. Which are used on any rank is known when all gradients of all ranks have come: the map is agreed after
+    # the last bucket has started, and overlaps with it.
 
     order_recurs = False
     hint_missing = "Autograd announced them when backward began: was the graph changed by a hook while backward ran?"
@@ -95,11 +95,12 @@ class DynamicUsage(UsageModel):
         self._nodes = [accumulation_node(parameter) for parameter in self._parameters]  # held; see `accumulation_node`
 
     def begin(self) -> Sequence[int]:
-        """Ask autograd; see Note [Unused parameters without a walk].
+        """Ask autograd which parameters this backward will reach.
 
         Raises:
             MisuseError: the gradient comes from within a re-entrant checkpoint.
         """
+        # See Note [Unused parameters without a walk].
         if enclosing_function() is not None:
             raise MisuseError(
                 "find_unused_parameters=True cannot see into a re-entrant checkpoint, in which this backward began. "

@@ -15,15 +15,14 @@ class MarkedTwiceError(ValueError):
 
 
 class Readiness:
-    """Counts gradients into buckets, and lets buckets start strictly in order.
+    """Counts gradients into buckets, and lets buckets start strictly in order."""
 
-    Note [Buckets start in order]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Gradients may become ready in different orders on different ranks, but the collectives of a group must be issued in one
-    order. So bucket k+1 starts only after bucket k has, even if it is ready first; `mark_ready` returns the buckets that may
-    start now. Only a model in which the last bucket is ready early loses overlap by this, and the rebuild in order of
-    arrival mends it after the first backward.
-    """
+    # Note [Buckets start in order]
+    # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    # Gradients may become ready in different orders on different ranks, but the collectives of a group must be issued in one
+    # order. So bucket k+1 starts only after bucket k has, even if it is ready first; `mark_ready` returns the buckets that may
+    # start now. Only a model in which the last bucket is ready early loses overlap by this, and the rebuild in order of
+    # arrival mends it after the first backward.
 
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
         self._members = [frozenset(members) for members in buckets]

@@ -80,8 +80,6 @@ class _BackwardEnd:
 class Reducer(Inherited):
     """Averages the gradients of some parameters over the ranks of a group, during backward.
 
-    ::
-
         forward        prepare_for_backward
         backward       gradient i has come ──► its bucket has as many as it needs ──► readiness: bucket k may start:
                        collect, then hook or all_reduce(AVG)      (communication overlaps further backward)

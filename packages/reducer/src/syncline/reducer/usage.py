@@ -17,7 +17,7 @@ class UnexpectedGradientError(ValueError):
 class UsageModel(ABC):
     """Tells the reducer which gradients to wait for. Parameters are named by their indices.
 
-    The reducer asks on the thread of backward, under its lock, in this order::
+    The reducer asks on the thread of backward, under its lock, in this order:
 
         begin             when the first gradient of a backward has come (shadow_backward instead, on a rank that has none)
         needed            for each bucket, then: how many gradients make it worth a look

@@ -21,7 +21,10 @@ from .default_group import rank_in, resolve_group
 def all_reduce(
     tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Combine the tensors of all ranks in place; see `ProcessGroup.all_reduce`."""
+    """Combine the tensors of all ranks in place.
+
+    See [`ProcessGroup.all_reduce`][syncline.collectives.ProcessGroup.all_reduce].
+    """
     work = resolve_group(group).all_reduce(tensor, op, async_op=async_op)
     return work if async_op else None
 
@@ -34,7 +37,10 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Combine the tensors of all ranks on one; see `ProcessGroup.reduce`."""
+    """Combine the tensors of all ranks on one.
+
+    See [`ProcessGroup.reduce`][syncline.collectives.ProcessGroup.reduce].
+    """
     chosen = resolve_group(group)
     work = chosen.reduce(tensor, rank_in(chosen, dst, group_dst), op, async_op=async_op)
     return work if async_op else None
@@ -47,7 +53,10 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Copy one rank's tensor to every rank; see `ProcessGroup.broadcast`."""
+    """Copy one rank's tensor to every rank.
+
+    See [`ProcessGroup.broadcast`][syncline.collectives.ProcessGroup.broadcast].
+    """
     chosen = resolve_group(group)
     work = chosen.broadcast(tensor, rank_in(chosen, src, group_src), async_op=async_op)
     return work if async_op else None
@@ -56,7 +65,10 @@ def broadcast(
 def all_gather(
     tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Fill `tensor_list` with the tensors of all ranks; see `ProcessGroup.all_gather`."""
+    """Fill `tensor_list` with the tensors of all ranks.
+
+    See [`ProcessGroup.all_gather`][syncline.collectives.ProcessGroup.all_gather].
+    """
     work = resolve_group(group).all_gather(tensor_list, tensor, async_op=async_op)
     return work if async_op else None
 
@@ -64,7 +76,10 @@ def all_gather(
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Fill one tensor with those of all ranks; see `ProcessGroup.all_gather_into_tensor`."""
+    """Fill one tensor with those of all ranks.
+
+    See [`ProcessGroup.all_gather_into_tensor`][syncline.collectives.ProcessGroup.all_gather_into_tensor].
+    """
     work = resolve_group(group).all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op)
     return work if async_op else None
 
@@ -77,7 +92,10 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Fill one rank's list with the tensors of all ranks; see `ProcessGroup.gather`."""
+    """Fill one rank's list with the tensors of all ranks.
+
+    See [`ProcessGroup.gather`][syncline.collectives.ProcessGroup.gather].
+    """
     chosen = resolve_group(group)
     root = rank_in(chosen, dst, group_dst, default=0)
     work = chosen.gather(tensor, gather_list, root, async_op=async_op)
@@ -92,7 +110,10 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Give each rank its tensor of one rank's list; see `ProcessGroup.scatter`."""
+    """Give each rank its tensor of one rank's list.
+
+    See [`ProcessGroup.scatter`][syncline.collectives.ProcessGroup.scatter].
+    """
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src, default=0)
     work = chosen.scatter(tensor, scatter_list, root, async_op=async_op)
@@ -106,7 +127,10 @@ def reduce_scatter(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine the lists of all ranks and give each its part; see `ProcessGroup.reduce_scatter`."""
+    """Combine the lists of all ranks and give each its part.
+
+    See [`ProcessGroup.reduce_scatter`][syncline.collectives.ProcessGroup.reduce_scatter].
+    """
     work = resolve_group(group).reduce_scatter(output, input_list, op, async_op=async_op)
     return work if async_op else None
 
@@ -118,7 +142,10 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine the tensors of all ranks and give each its part; see `ProcessGroup.reduce_scatter_tensor`."""
+    """Combine the tensors of all ranks and give each its part.
+
+    See [`ProcessGroup.reduce_scatter_tensor`][syncline.collectives.ProcessGroup.reduce_scatter_tensor].
+    """
     work = resolve_group(group).reduce_scatter_tensor(output, input, op, async_op=async_op)
     return work if async_op else None
 
@@ -129,7 +156,10 @@ def all_to_all(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send a tensor to each rank and receive one from each; see `ProcessGroup.all_to_all`."""
+    """Send a tensor to each rank and receive one from each.
+
+    See [`ProcessGroup.all_to_all`][syncline.collectives.ProcessGroup.all_to_all].
+    """
     work = resolve_group(group).all_to_all(output_tensor_list, input_tensor_list, async_op=async_op)
     return work if async_op else None
 
@@ -142,13 +172,19 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send rows to each rank and receive rows from each; see `ProcessGroup.all_to_all_single`."""
+    """Send rows to each rank and receive rows from each.
+
+    See [`ProcessGroup.all_to_all_single`][syncline.collectives.ProcessGroup.all_to_all_single].
+    """
     work = resolve_group(group).all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op=async_op)
     return work if async_op else None
 
 
 def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: None = None) -> Work | None:
-    """Wait until all ranks have called it; see `ProcessGroup.barrier`.
+    """Wait until all ranks have called it.
+
+    See [`ProcessGroup.barrier`][syncline.collectives.ProcessGroup.barrier].
+
 
     Raises:
         InvalidArgumentError: `device_ids` was given: torch guesses a GPU by it, a group of ours knows its device.

@@ -20,7 +20,10 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work:
-    """Begin to send a tensor; see `ProcessGroup.send`."""
+    """Begin to send a tensor.
+
+    See [`ProcessGroup.send`][syncline.collectives.ProcessGroup.send].
+    """
     chosen = resolve_group(group)
     return chosen.send(tensor, rank_in(chosen, dst, group_dst), tag, async_op=True)
 
@@ -32,7 +35,10 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
-    """Begin to receive a tensor, from any rank if none is given; see `ProcessGroup.recv`."""
+    """Begin to receive a tensor, from any rank if none is given.
+
+    See [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
+    """
     chosen = resolve_group(group)
     source = None if src is None and group_src is None else rank_in(chosen, src, group_src)
     return chosen.recv(tensor, source, tag, async_op=True)
@@ -45,7 +51,10 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
-    """Send a tensor; see `ProcessGroup.send`."""
+    """Send a tensor.
+
+    See [`ProcessGroup.send`][syncline.collectives.ProcessGroup.send].
+    """
     isend(tensor, dst, group, tag, group_dst).wait(resolve_group(group).timeout_s)
 
 

@@ -28,8 +28,6 @@ class _Entry(IntEnum):
 class UnevenCalls:
     """Lets each rank leave a loop of collectives when it has no work left; the others go on, and it adds zeros.
 
-    ::
-
         calls = UnevenCalls(group)           rank with work left            rank without
         for batch in batches:
             ...                              roll call: a call         ◄──► roll call: joined

@@ -128,7 +128,7 @@ class Transport(ABC):
         """
 
     def meeting_store(self) -> dist.Store | None:
-        """As `ProcessGroup.meeting_store`."""
+        """As [`ProcessGroup.meeting_store`][syncline.collectives.ProcessGroup.meeting_store]."""
         return None
 
     def status_post(self) -> StatusPost | None:
@@ -138,8 +138,9 @@ class Transport(ABC):
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
         """A call has failed here, and there will be no other: tell the ranks that wait, if possible. Must not block."""
 
+    # See Note [Forks] in `forks`.
     def leave_to_parent(self) -> None:  # noqa: B027 - most objects can be dropped
-        """In a fork, which must neither use nor free what the library keeps for the parent; see Note [Forks] in `forks`."""
+        """In a fork, which must neither use nor free what the library keeps for the parent."""
 
     def lost_ranks(self) -> Sequence[int]:
         """The ranks that have failed, as far as the library knows. Must not block."""

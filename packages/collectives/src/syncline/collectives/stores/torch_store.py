@@ -48,12 +48,13 @@ class TorchStoreTimeout(StoreTimeout, dist.DistStoreError):
 class AsTorchStore(dist.Store):
     """A store of ours, wherever torch takes a `torch.distributed.Store`: Gloo, `init_process_group(store=...)`, elastic.
 
-    It lives until `release` or the end of the process; see Note [A store that torch can hold].
+    It lives until `release` or the end of the process.
 
     Args:
         store: where the values are. The time limit is its at first, then whatever `set_timeout` is told.
     """
 
+    # See Note [A store that torch can hold].
     _alive: set[AsTorchStore] = set()  # noqa: RUF012 - of the class on purpose
 
     def __init__(self, store: Store) -> None:
@@ -111,7 +112,7 @@ class AsTorchStore(dist.Store):
 class FromTorchStore(Store):
     """A store of torch's, wherever we take a `Store`.
 
-    It waits by asking: Note [Waiting in torch's stores]. What torch leaves to chance otherwise stays so: its FileStore counts
+    It waits by asking again and again. What torch leaves to chance otherwise stays so: its FileStore counts
     a key of its own in `num_keys`, and its TCPStore ends the connection of a client that adds to a text.
 
     Args:
@@ -129,7 +130,8 @@ class FromTorchStore(Store):
         return f"{name} at {self._store.host}:{self._store.port}" if isinstance(self._store, dist.TCPStore) else name
 
     def set(self, key: str, value: bytes | str) -> None:
-        """See `Store.set` and Note [Set in torch's TCPStore]."""
+        """See [`Store.set`][syncline.collectives.stores.Store.set]."""
+        # See Note [Set in torch's TCPStore].
         name, raw = as_key(key), as_bytes(value)
         with self._explained():
             self._store.set(name, raw)  # type: ignore[arg-type]  # torch says str, and takes bytes
@@ -168,7 +170,10 @@ class FromTorchStore(Store):
             return self._store.compare_set(name, old, new)  # type: ignore[arg-type]  # torch says str, and takes bytes
 
     def delete_key(self, key: str) -> bool:
-        """See `Store.delete_key`. torch's FileStore says yes also if there was nothing; that is asked before."""
+        """See [`Store.delete_key`][syncline.collectives.stores.Store.delete_key].
+
+        torch's FileStore says yes even if there was nothing, so this asks before.
+        """
         name = as_key(key)
         with self._explained():
             return self._store.check([name]) and self._store.delete_key(name)

@@ -52,7 +52,7 @@ def file_rendezvous(
     rendezvous_id: str = "rendezvous",
     timeout: timedelta | float | None = None,
 ) -> FileStore:
-    """A new file store for this run, without an id that names the run; see Note [Rendezvous among leftovers].
+    """A new file store for this run, without an id that names the run.
 
     All processes of the run call it, with the same `path`, `world_size` and `rendezvous_id`. Rank 0 returns when all are there.
 

@@ -28,15 +28,15 @@ class FileStore(table.LockedStore):
     """A store in the folder `path/run_id`, which is made if it is not there.
 
     It needs no daemon, no port and no lock server: hard links and close-to-open consistency are enough, so NFS, Lustre,
-    BeeGFS, GPFS and local file systems will do (Note [Locking by link] in `file.lock`, Note [A log on a shared file system] in
-    `file.log`). A change costs about twenty operations on the file system, one of them a sync; a look costs two opens and
-    one read. Waiting asks again every 1 to 50 ms. The log grows with every change: this is a place to meet, not a database.
+    BeeGFS, GPFS and local file systems will do. A change costs about twenty operations on the file system, one of them a
+    sync; a look costs two opens and one read. Waiting asks again every 1 to 50 ms. The log grows with every change: this is
+    a place to meet, not a database.
 
     What an earlier run left behind is in the folder of *its* run and is never read. That is why there is no default for
     `run_id`: give what names this run and no other, such as the scheduler's job and step number together. Where there is
     no such thing, `file_rendezvous` finds one.
 
-    What others can write is refused, see Note [A folder of our own] in `file.folder`; what is made is for its owner only.
+    A folder that other users can write is refused. Only the owner can read and write what the store makes.
 
     Args:
         path: a folder that all processes reach under this name.

@@ -27,8 +27,7 @@ class TCPStoreServer:
     """Serves a table to every `TCPStore` that holds the same secret, on a thread of its own, until `close`.
 
     It listens on exactly one address. A client that does not prove to hold the secret can neither read nor write, makes the
-    server keep some 100 KiB at most, is dropped after `proof_timeout`, and delays nobody. See Note [Keys from a secret]
-    in `tcp.secret`.
+    server keep some 100 KiB at most, is dropped after `proof_timeout`, and delays nobody.
 
     Args:
         host: the one address to listen on, as number or name; not a wildcard such as ``0.0.0.0``.
