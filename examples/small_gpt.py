@@ -1,7 +1,7 @@
-"""A small GPT that learns to write, character by character: gradient accumulation, and gradients that travel compressed.
+"""A small GPT learns to write, with gradient accumulation and compressed gradients.
 
     mpirun -n 2 python small_gpt.py
-    mpirun -n 2 python small_gpt.py --hook powersgd --accumulate 2
+    mpirun -n 2 python small_gpt.py --hook powersgd --accumulate 4
 
 The text is made of random sentences, so there is nothing to download.
 """
@@ -15,92 +15,96 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 
-from syncline.collectives import ReduceOp, all_reduce, default_device, destroy_process_group, init_process_group
+from syncline.collectives import (
+    ReduceOp,
+    all_reduce,
+    default_device,
+    destroy_process_group,
+    init_process_group,
+)
 from syncline.ddp import DistributedDataParallel
 from syncline.hooks import PowerSGDState, bf16_compress_hook, powerSGD_hook
 
-CONTEXT, WIDTH, HEADS, LAYERS, BATCH, STEPS_OF_AN_EPOCH = 32, 64, 4, 2, 8, 20
+CONTEXT, WIDTH, HEADS, LAYERS = 32, 64, 4, 2
+BATCH, STEPS_PER_EPOCH = 8, 20
 
 
 def make_text(sentences: int = 2000) -> str:
     draw = random.Random(0)
-    nouns, verbs, places = ("cat", "dog", "bird", "child"), ("sees", "hears", "follows"), ("house", "river", "tree")
-    return "".join(
-        f"the {draw.choice(nouns)} {draw.choice(verbs)} the {draw.choice(nouns)} near the {draw.choice(places)}.\n"
-        for _ in range(sentences)
-    )
+    nouns, verbs = ("cat", "dog", "bird", "child"), ("sees", "hears", "follows")
+    words = [map(draw.choice, (nouns, verbs, nouns)) for _ in range(sentences)]
+    return "".join(f"the {who} {does} the {whom}.\n" for who, does, whom in words)
 
 
 class SmallGPT(torch.nn.Module):
-    """Takes characters `[batch, length]`; returns the logits of the next ones, `[batch, length, characters]`."""
+    """From characters `[batch, length]` to logits `[batch, length, alphabet]`."""
 
-    def __init__(self, characters: int) -> None:
+    def __init__(self, alphabet: int) -> None:
         super().__init__()
-        self.characters = torch.nn.Embedding(characters, WIDTH)
+        self.characters = torch.nn.Embedding(alphabet, WIDTH)
         self.positions = torch.nn.Embedding(CONTEXT, WIDTH)
-        layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.head = torch.nn.Linear(WIDTH, characters)
+        layer = torch.nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = torch.nn.TransformerEncoder(layer, LAYERS, None, False)
+        self.head = torch.nn.Linear(WIDTH, alphabet)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        length = text.shape[1]
-        hidden = self.characters(text) + self.positions(torch.arange(length, device=text.device))
-        mask = torch.nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
-        return self.head(self.layers(hidden, mask, is_causal=True))
-
-
-def compress(model: DistributedDataParallel, hook: str) -> None:
-    if hook == "bf16":  # half the bytes
-        model.register_comm_hook(None, bf16_compress_hook)
-    elif hook == "powersgd":  # a product of two thin matrices for each large gradient
-        model.register_comm_hook(PowerSGDState(matrix_approximation_rank=4, start_powerSGD_iter=10), powerSGD_hook)
+        places = torch.arange(text.shape[1], device=text.device)
+        hidden = self.characters(text) + self.positions(places)
+        is_later = places > places[:, None]  # no character sees the ones after it
+        return self.head(self.layers(hidden, is_later, is_causal=True))
 
 
 def main() -> torch.nn.Module:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=4, help="default: 4")
-    parser.add_argument("--accumulate", type=int, default=2, help="backward passes for each step (default: 2)")
-    parser.add_argument("--hook", choices=["none", "bf16", "powersgd"], default="none", help="how gradients travel")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--accumulate", type=int, default=2, help="backwards in a step")
+    parser.add_argument("--hook", choices=["none", "bf16", "powersgd"], default="none")
     options = parser.parse_args()
 
     group = init_process_group()
     device = default_device()
+    if group.rank == 0:
+        print(f"{group.size} ranks over {group.describe()}", flush=True)
     text = make_text()
     alphabet = sorted(set(text))
-    data = torch.tensor([alphabet.index(character) for character in text], device=device)
+    data = torch.tensor([alphabet.index(each) for each in text], device=device)
     torch.manual_seed(0)
     model = DistributedDataParallel(SmallGPT(len(alphabet)).to(device))
-    compress(model, options.hook)
+    if options.hook == "bf16":  # half the bytes
+        model.register_comm_hook(None, bf16_compress_hook)
+    elif options.hook == "powersgd":  # two thin matrices for each large gradient
+        state = PowerSGDState(matrix_approximation_rank=4, start_powerSGD_iter=10)
+        model.register_comm_hook(state, powerSGD_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    draw = torch.Generator().manual_seed(group.rank)  # each rank reads other places of the text
-    if group.rank == 0:
-        print(f"{group.size} ranks, {options.accumulate} backward passes for each step, hook: {options.hook}", flush=True)
 
+    draw = torch.Generator().manual_seed(group.rank)  # each rank reads other places
     for epoch in range(options.epochs):
         total = torch.zeros((), device=device)
-        for _ in range(STEPS_OF_AN_EPOCH):
+        for _ in range(STEPS_PER_EPOCH):
             optimizer.zero_grad()
             for part in range(options.accumulate):
-                starts = torch.randint(len(data) - CONTEXT, (BATCH, 1), generator=draw).to(device)
-                windows = data[starts + torch.arange(CONTEXT + 1, device=device)]
+                starts = torch.randint(len(data) - CONTEXT, (BATCH, 1), generator=draw)
+                windows = data[(starts + torch.arange(CONTEXT + 1)).to(device)]
                 is_last = part == options.accumulate - 1
-                with nullcontext() if is_last else model.no_sync():  # only the last backward communicates
-                    logits = model(windows[:, :-1])
-                    loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()) / options.accumulate
-                    loss.backward()
-                total += loss.detach()
+                # Only the last backward of a step communicates.
+                with nullcontext() if is_last else model.no_sync():
+                    logits = model(windows[:, :-1]).flatten(0, 1)
+                    loss = F.cross_entropy(logits, windows[:, 1:].flatten())
+                    (loss / options.accumulate).backward()
+                total += loss.detach() / (options.accumulate * STEPS_PER_EPOCH)
             optimizer.step()
-        total /= STEPS_OF_AN_EPOCH
-        all_reduce(total, ReduceOp.AVG)
+        all_reduce(total, ReduceOp.AVG)  # now it is the same on all ranks
         if group.rank == 0:
             print(f"epoch {epoch + 1}: loss {total.item():.4f}", flush=True)
 
-    if group.rank == 0:  # model.module communicates nothing, so one rank may call it alone
+    if group.rank == 0:  # `model.module` communicates nothing: one rank may use it alone
         written = [alphabet.index("\n")]
-        for _ in range(80):
-            logits = model.module(torch.tensor([written[-CONTEXT:]], device=device))[0, -1]
-            written.append(int(torch.multinomial(logits.detach().softmax(0), 1)))
-        print("".join(alphabet[index] for index in written).strip(), flush=True)
+        for _ in range(60):
+            logits = model.module(torch.tensor([written[-CONTEXT:]], device=device))
+            written.append(int(torch.multinomial(logits[0, -1].detach().softmax(0), 1)))
+        print("".join(alphabet[index] for index in written).strip())
     destroy_process_group()
     return model.module
 

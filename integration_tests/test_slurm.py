@@ -1,4 +1,4 @@
-"""The documentation's scripts for Slurm, on a Slurm cluster of two nodes."""
+"""The documentation's scripts for Slurm, and the batch files of the gallery, on a Slurm cluster of two nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,8 @@ SCRIPTS = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE.read_text
 # Jobs that train until they are asked to end leave the cores to others.
 _BEFORE, _AFTER = SCRIPTS["train.py"].split("    step += 1\n")
 SCRIPTS["train.py"] = f"import time\n{_BEFORE}    step += 1\n    time.sleep(0.02)\n{_AFTER}"
+GALLERY = PAGE.parent.parent.parent / "examples"
+SCRIPTS |= {path.name: path.read_text() for path in (*GALLERY.glob("*.py"), *GALLERY.glob("slurm/*.sbatch"))}
 PYTHON = Path(sys.executable).parent
 FOR_EVER = str(10**9)
 JOB_S = 120.0  # to load torch, and the time limit of train.py: a group that waits for a rank names it
@@ -62,7 +64,15 @@ def cluster() -> Iterator[SlurmCluster]:
 class Job:
     """A script of the documentation, submitted; its output is what all its steps print."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, script: str, *options: str, **variables: str) -> None:
+    def __init__(
+        self,
+        cluster: SlurmCluster,
+        folder: Path,
+        script: str,
+        *options: str,
+        arguments: Sequence[str] = (),
+        **variables: str,
+    ) -> None:
         self.folder = folder
         folder.mkdir()
         for name, text in SCRIPTS.items():
@@ -70,7 +80,7 @@ class Job:
         self._cluster = cluster
         self._output = folder / f"{script}.out"
         self._output.touch()
-        words = ["sbatch", "--parsable", f"--output={self._output}", "--open-mode=append", *options, script]
+        words = ["sbatch", "--parsable", f"--output={self._output}", "--open-mode=append", *options, script, *arguments]
         submitted = cluster.start(words, folder, {**ENVIRONMENT, **variables})
         said, _ = submitted.communicate(timeout=20)
         assert submitted.returncode == 0, said
@@ -113,8 +123,8 @@ class Job:
 
 @pytest.fixture
 def submit(cluster: SlurmCluster, tmp_path: Path) -> Callable[..., Job]:
-    def submit(script: str, *options: str, **variables: str) -> Job:
-        return Job(cluster, tmp_path / script, script, *options, **variables)
+    def submit(script: str, *options: str, arguments: Sequence[str] = (), **variables: str) -> Job:
+        return Job(cluster, tmp_path / script, script, *options, arguments=arguments, **variables)
 
     return submit
 
@@ -143,6 +153,28 @@ def test_every_way_to_connect(submit, request: pytest.FixtureRequest, script: st
     assert job.output.startswith(said), job.output
     assert job.output.endswith("finished after step 5\n"), job.output
     assert not list(job.folder.glob("secret-*")), "the secret outlived its job"
+
+
+@pytest.mark.parametrize(
+    ("batch_file", "said"),
+    [
+        ("srun_pmix.sbatch", "2 ranks over mpi: Open MPI"),
+        ("srun_pmi2.sbatch", "2 ranks over mpi: MPICH"),
+        ("mpirun.sbatch", "2 ranks over mpi: MPICH"),
+        ("torchrun.sbatch", "2 ranks over gloo"),
+        ("syncline_run.sbatch", "2 ranks on 2 nodes"),
+    ],
+)
+def test_every_batch_file_of_the_gallery(submit, request: pytest.FixtureRequest, batch_file: str, said: str) -> None:
+    """On one rank of each node. A training of one epoch; `syncline run` gets a script for torchrun."""
+    pytest.importorskip("sklearn", reason="the script's images are in scikit-learn")
+    needs_open_mpi = batch_file in {"srun_pmix.sbatch", "syncline_run.sbatch"}
+    variables = request.getfixturevalue("open_mpi") if needs_open_mpi else {}
+    arguments = ["native.py"] if batch_file == "syncline_run.sbatch" else ["image_classification.py", "--epochs=1"]
+    job = submit(batch_file, "--ntasks-per-node=1", arguments=arguments, STEPS="3", **variables)
+    assert job.wait() == "COMPLETED", job.output
+    assert re.search(rf"(?m)^{re.escape(said)}", job.output), job.output
+    assert re.search(r"(?m)\bloss (of )?\d", job.output), job.output
 
 
 @pytest.mark.timeout(400)  # torch's DistributedDataParallel loads much

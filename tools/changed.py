@@ -6,7 +6,8 @@
    end all of the layer.
 3. A module in `tools/` brings the test files in `tools/tests` that import it; one in `tools/test_support`, all that import it.
 4. A page, a README or a file in `docs/` brings the documentation's build and `tools/tests/test_docs.py`.
-5. Of `integration_tests`, files called `*_mpi.py` run on two ranks under MPICH, the others as they are.
+5. A file in `examples/` brings `integration_tests/test_examples.py` and the documentation's build, for a page shows it.
+6. Of `integration_tests`, files called `*_mpi.py` run on two ranks under MPICH, the others as they are.
 
 Anything else (`pyproject.toml`, CI, data) brings nothing, and is named.
 """
@@ -23,6 +24,7 @@ from commands import ROOT, ToolError
 from environment import LAYERS
 
 TEST_OF_DOCS = PurePosixPath("tools/tests/test_docs.py")
+TEST_OF_EXAMPLES = PurePosixPath("integration_tests/test_examples.py")
 
 
 @dataclass
@@ -59,6 +61,9 @@ def select(changed: Iterable[PurePosixPath], tests: dict[PurePosixPath, str]) ->
         elif path.suffix == ".md" or path.is_relative_to("docs") or path.name == "mkdocs.yml":
             selection.docs = True
             selection.tests |= {TEST_OF_DOCS} & tests.keys()
+        elif path.parts[0] == "examples":
+            selection.docs = True
+            selection.tests |= {TEST_OF_EXAMPLES} & tests.keys()
         elif found := _tests_of(path, tests):
             selection.tests |= found
         else:

@@ -94,6 +94,7 @@ LONG_LAUNCHES = (
     "test_torch_ecosystem.py",
     "test_run.py",
     "test_run_programs.py",
+    "test_examples.py",
 )
 LONGEST = (
     "launch others",
@@ -102,11 +103,17 @@ LONGEST = (
     "launch test_torch_ecosystem",
     "launch test_run",
     "launch test_slurm",
+    "launch test_examples",
     "unit ddp",
     "unit tools",
     "wheels",
     "unit reducer",
     "unit hooks",
+)
+# Folders and files whose spelling is checked; `pyproject.toml` has the words that are right.
+SPELLED = (
+    *(ROOT / name for name in ("docs", "examples", "integration_tests", "packages", "packaging", "tools")),
+    *ROOT.glob("*.md"),
 )
 BENCHMARKS = ROOT / "tools" / "benchmarks"
 TEST_SUPPORT = ROOT / "tools" / "test_support"
@@ -171,7 +178,7 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def lint(_: argparse.Namespace) -> int:
-    """Check style, format, what imports what, where Notes are cited, and where private names of torch stand."""
+    """Check style, format, what imports what, where Notes are cited and private names of torch stand, and the English."""
     ruff = (PYTHON, "-m", "ruff")
     return _all_of(
         (*ruff, "check", ROOT),
@@ -179,6 +186,8 @@ def lint(_: argparse.Namespace) -> int:
         (PYTHON.parent / "lint-imports", ROOT / "tools" / "layers.toml", "--no-cache"),
         (PYTHON, ROOT / "tools" / "check_notes.py"),
         (PYTHON, ROOT / "tools" / "check_torch_internals.py"),
+        (PYTHON, ROOT / "tools" / "check_prose.py"),
+        (PYTHON, "-m", "codespell_lib", *SPELLED),
     )
 
 
@@ -527,7 +536,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     checks = _add(verbs, "check", check, "lint, types, and the tests of what changed since main")
     checks.add_argument("--since", default="main", metavar="BRANCH", help="or since this branch or commit (default: main)")
     _add_jobs(checks)
-    _add(verbs, "lint", lint, "ruff, format check, import-linter")
+    _add(verbs, "lint", lint, "ruff, format check, import-linter, and the English of pages and sources")
     _add(verbs, "types", types, "mypy strict, each layer on its own, then the tools")
     _add_docs(_add(verbs, "docs", docs, "build the documentation's site, strictly"))
     units = _add(verbs, "unit", unit, "tests without mpirun: pure ones, and ranks as threads")

@@ -18,6 +18,7 @@ TESTS = {
     "packages/hooks/tests/test_cast.py": "",
     "integration_tests/test_slurm.py": "from test_support.slurm_cluster import SlurmCluster",
     "integration_tests/test_ddp_mpi.py": "",
+    "integration_tests/test_examples.py": "",
     "tools/tests/test_tools.py": "import dev\nimport gpu",
     "tools/tests/test_docs.py": "",
 }
@@ -47,7 +48,16 @@ def chosen(*paths: str) -> changed.Selection:
             ["packages/reducer/tests/test_bucket.py", "packages/reducer/tests/test_reducer.py"],
         ),
         ("packages/hooks/tests/native_ddp_job.py", ["packages/hooks/tests/test_native_ddp.py"]),
-        ("integration_tests/conftest.py", ["integration_tests/test_ddp_mpi.py", "integration_tests/test_slurm.py"]),
+        (
+            "integration_tests/conftest.py",
+            [
+                "integration_tests/test_ddp_mpi.py",
+                "integration_tests/test_examples.py",
+                "integration_tests/test_slurm.py",
+            ],
+        ),
+        ("examples/gan.py", ["integration_tests/test_examples.py"]),
+        ("examples/slurm/mpirun.sbatch", ["integration_tests/test_examples.py"]),
         ("tools/gpu.py", ["tools/tests/test_tools.py"]),
         ("tools/test_support/slurm_cluster.py", ["integration_tests/test_slurm.py"]),
         ("docs/index.md", ["tools/tests/test_docs.py"]),
@@ -58,7 +68,7 @@ def chosen(*paths: str) -> changed.Selection:
 def test_each_kind_of_file_brings_its_tests(path: str, expected: list[str]) -> None:
     selection = chosen(path)
     assert [str(test) for test in sorted(selection.tests)] == expected
-    assert selection.docs == path.endswith(".md")
+    assert selection.docs == (path.endswith(".md") or path.startswith("examples/"))
     assert [str(one) for one in selection.without] == ([] if expected else [path])
 
 

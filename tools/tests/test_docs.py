@@ -117,17 +117,6 @@ def test_messages_of_an_error_are_on_a_page(name: str) -> None:
     assert [text for text in said if not any(words.search(text) for words in known)] == []
 
 
-@pytest.mark.parametrize("folder", ["howto", "concepts", "reference"])
-def test_code_fits_beside_the_navigation(folder: str) -> None:
-    """A wider line is cut off in a usual window. The lines of a diff are those of its file."""
-    wide = []
-    for page in sorted((ROOT / "docs" / folder).glob("*.md")):
-        blocks = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", page.read_text(), re.MULTILINE | re.DOTALL)
-        lines = (line for language, block in blocks if language != "diff" for line in block.splitlines())
-        wide += [f"{page.name}: {line}" for line in lines if len(line) > 90]
-    assert wide == []
-
-
 @pytest.mark.parametrize("place", ["startup", "transports/mpi", "transports/gloo.py", "api"])
 def test_every_launch_error_is_on_the_page_on_starting(place: str) -> None:
     found, sources = headings(), COLLECTIVES / place
