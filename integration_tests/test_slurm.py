@@ -155,6 +155,7 @@ def test_every_way_to_connect(submit, request: pytest.FixtureRequest, script: st
     assert not list(job.folder.glob("secret-*")), "the secret outlived its job"
 
 
+@pytest.mark.timeout(400)  # torchrun loads torch once more than the ranks
 @pytest.mark.parametrize(
     ("batch_file", "said"),
     [
