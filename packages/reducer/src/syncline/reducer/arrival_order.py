@@ -1,4 +1,4 @@
-"""The order in which gradients arrive, learnt in one backward, so that buckets can be built in it. Pure."""
+"""The order in which gradients arrive. One backward shows it, and then buckets are built in this order. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class ArrivalOrder:
-    """The parameters, by index, in the order in which the last gradient of each came.
+    """Indices of the parameters, in the order in which the last gradient of each came.
 
     Args:
         count: how many parameters there are.
 
     Attributes:
-        learned: the order; None until a backward has ended in which it was watched.
+        learned: the order; None until a watched backward has ended.
         is_used: whether the buckets are in this order.
     """
 
@@ -27,11 +27,12 @@ class ArrivalOrder:
         self._arrivals.append(index)
 
     def learn(self) -> None:
-        """The backward has ended: take its order. Parameters without a gradient stand at the end."""
+        """Take the order of the backward that has ended. Parameters without a gradient stand at the end."""
+        # A parameter may get several gradients: only the last one makes it ready.
         latest = dict.fromkeys(reversed(self._arrivals))
         came = list(reversed(latest))
         self.learned = [*came, *(index for index in range(self._count) if index not in latest)]
 
     def forget_arrivals(self) -> None:
-        """The next gradient belongs to another backward."""
+        """Start over: the next gradient belongs to another backward."""
         self._arrivals.clear()

@@ -16,16 +16,16 @@ from .usage import UsageModel
 
 
 class BackwardReduction:
-    """What one backward issues, and waits for at its end. Used on the thread of that backward.
+    """The collectives that one backward issues, and the wait at its end. Used on the thread of this backward.
 
     Args:
-        buckets: of the reducer, in the order in which they are reduced.
-        usage: has begun with this backward.
+        buckets: the reducer's, in the order in which they are reduced.
+        usage: its `begin` was called for this backward.
         reduction: starts a bucket.
-        group: the ranks that average; compares their calls after the last bucket.
+        group: the ranks that average. It compares their calls after the last bucket.
         statistics: gets the times.
-        mark: what the ranks compare of this backward, with its first bucket; see Note [Which backward is reduced] in
-            `sync_policy`.
+        mark: the text about this backward that the ranks compare, together with the first bucket; see Note [Which backward is
+            reduced] in `sync_policy`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BackwardReduction:
 
         Args:
             numbers: which buckets.
-            is_last: whether these are the last ones: every gradient is ready.
+            is_last: whether these are the last buckets: every gradient is ready.
         """
         began = time.perf_counter()
         if is_last:
@@ -66,7 +66,7 @@ class BackwardReduction:
             self._statistics.waited_s += time.perf_counter() - began
 
     def start_empty(self) -> None:
-        """Issue all that a backward issues, with zeros in place of this rank's gradients, which stay as they are."""
+        """Issue all that a backward issues, with zeros as gradients. This rank's own gradients stay unchanged."""
         self._left_alone = frozenset
         for number in range(len(self._buckets)):
             self._start(number, empty=True)
@@ -94,7 +94,7 @@ class BackwardReduction:
             bucket.collect(self._usage.locally_unused(bucket.indices))
         times = BucketTimes(bucket.nbytes, ready, time.perf_counter(), number=number)
         self._statistics.buckets.append(times)
-        # Buckets start in order, so the first one says for all of them to which backward they belong.
+        # Buckets start in order, so the mark on the first one holds for all of them.
         with nullcontext() if self._started else self._group.marked(self._mark):
             self._started.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
 
@@ -103,14 +103,14 @@ class BackwardReduction:
         return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _start_agreements(self) -> None:
-        """After the last bucket, on every rank: who used what, and whether all called the same."""
+        """After the last bucket, on every rank: agree on the used parameters, and on whether all ranks made the same calls."""
         self._usage.sync_used_map()
         if not self._compares_at_end():
             self._verification = self._group.agree_on_calls(async_op=True)
 
     def _compares_at_end(self) -> bool:
-        """Whether calls are compared when the buckets are over: until then, a hook's callbacks may issue collectives.
+        """Whether calls are compared only after the buckets, because a hook's callbacks may issue collectives until then.
 
-        Where the group has no order for them, the comparison would come before them on one rank, and after them on another.
+        A group without a total order may put such a collective before the comparison on one rank, and after it on another.
         """
         return self._reduction.hook is not None and not self._group.has_total_order

@@ -30,15 +30,15 @@ class Bucket:
 
         buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of theirs
 
-    A view has the parameter's shape, and its strides where these are dense (a channels-last parameter has a channels-last
-    view), so a gradient fits without a change of layout.
+    A view has the shape of its parameter. It has the parameter's strides, too, if these are dense (the view of a channels-last
+    parameter is channels-last). So a gradient fits without a change of layout.
 
     Attributes:
         indices: the parameters' indices in the reducer.
         parameters: of one dtype and device.
-        names: theirs, for errors.
+        names: the parameters' names, for errors.
         buffer: flat, on the parameters' device; from `group.allocate`.
-        views: one for each parameter; with `as_view` these are the gradients, and nothing is copied back.
+        views: one for each parameter. With `as_view` the views are the gradients, and nothing is copied back.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Bucket:
         self._place = group.place()
         self._world_size = group.size
         self._as_view = as_view
-        self._has_graph = False  # some gradients of this backward are part of a graph: `create_graph=True`
+        self._has_graph = False  # whether some gradients of this backward are part of a graph: `create_graph=True`
         self._kept: dict[int, torch.Tensor] = {}
         first = self.parameters[0]
         numel = sum(parameter.numel() for parameter in self.parameters)
@@ -65,7 +65,7 @@ class Bucket:
         self._own_memory = self.buffer, self.views
         self._addresses = list(map(_address_of, self.views))
         self._aliasing = None if as_view else GradientAliasing(self.parameters, self.views)
-        # Biases and norms: to concatenate many small vectors costs a third of copying each, and only vectors can be.
+        # `torch.cat` takes only vectors (biases and norms). For many small ones it needs a third of the time of single copies.
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -88,8 +88,8 @@ class Bucket:
         """Copy the parameters' gradients into the buffer, except those that already lie there.
 
         Args:
-            unused: indices of parameters that this rank does not use in this backward. If nobody does, their gradients
-                shall stay as they are: `deliver` sees to it. Here they are worth what they hold, and zero if they are None.
+            unused: indices of parameters that this rank does not use in this backward. Their gradients are collected as they
+                are, None as zeros. If no rank uses such a parameter, `deliver` leaves its gradient unchanged.
 
         Raises:
             MisuseError: a gradient has another dtype or layout than its parameter had.
@@ -109,14 +109,20 @@ class Bucket:
             self._set_views(gradients, {*unused, *self._differentiable(gradients)} if self._has_graph else unused)
 
     def collect_nothing(self) -> None:
-        """Fill the buffer with zeros, on a rank that has no gradients; `deliver` must leave all of them as they are."""
+        """Fill the buffer with zeros, on a rank that has no gradients.
+
+        `deliver` must leave all gradients of this rank unchanged.
+        """
         self._choose_memory()
         for position in self._positions_in_place(list(map(_grad_of, self.parameters))):
             self._keep(position)
         self.buffer.zero_()
 
     def _choose_memory(self) -> None:
-        """The bucket's own, unless somebody else still reads there. Note [Aliased gradients] in `gradient_aliasing`."""
+        """Use the bucket's own memory, unless other code still reads it.
+
+        See Note [Aliased gradients] in `gradient_aliasing`.
+        """
         if self._aliasing is None:
             if (
                 list(map(_address_of, self.views)) != self._addresses
@@ -135,7 +141,10 @@ class Bucket:
         return self.buffer is self._own_memory[0]
 
     def _positions_in_place(self, gradients: list[torch.Tensor | None]) -> list[int]:
-        """Where gradients lie in the buffer already. Those at another one's place are replaced in the list by copies."""
+        """Positions of the gradients that lie in the buffer already.
+
+        In the list, replace a gradient at a wrong place by a copy.
+        """
         if self._aliasing is not None:
             return self._aliasing.in_place(gradients) if self._is_in_own_memory else []
         in_place = []
@@ -144,14 +153,14 @@ class Bucket:
             assert gradient is not None
             if _is_as_good_as(gradient, self.views[position]):
                 in_place.append(position)
-            else:  # two parameters have exchanged their gradients, say
+            else:  # for example, two parameters have exchanged their gradients
                 gradients[position] = gradient.clone()
         return in_place
 
     def _positions_in_buffer(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
         addresses = _addresses_of(gradients)
         start, end = self.buffer.data_ptr(), self.buffer.data_ptr() + self.buffer.nbytes
-        if max(addresses) < start or min(addresses) >= end:  # mostly: backward has made new ones
+        if max(addresses) < start or min(addresses) >= end:  # the usual case: backward has made new gradients
             return []
         return [position for position, address in enumerate(addresses) if start <= address < end]
 
@@ -175,15 +184,16 @@ class Bucket:
                 foreach_zero(absent)
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        # What would be copied without a word is asked for at once; the rest is looked into if copying fails.
+        # `copy_` converts another dtype silently, so the dtype is checked first. Other mistakes are looked for when the copy
+        # fails.
         if set(map(_dtype_of, sources)) != {self.buffer.dtype}:
             self._refuse_gradients()
         if any(map(_requires_grad_of, sources)):
             self._has_graph = True
             warn_of_graph()
-        with torch.inference_mode():  # passes autograd by, which takes a sixth less time for small ones than `no_grad`
+        with torch.inference_mode():  # skips autograd; for small gradients it is a sixth faster than `no_grad`
             if self._holds_vectors and sum(map(torch.Tensor.numel, sources)) == self.buffer.numel():
-                with suppress(RuntimeError):  # it refuses what lies in the buffer already, in other tensors than the views
+                with suppress(RuntimeError):  # raised if a gradient lies in the buffer and is not the view itself
                     torch.cat(sources, out=self.buffer)
                     return
             try:
@@ -202,7 +212,7 @@ class Bucket:
     # ---- after the reduction ----
 
     def release_gradients(self) -> None:
-        """Give gradients that `deliver` left in the bucket's memory memory of their own; views of the bucket stay."""
+        """Give memory of their own to the gradients that `deliver` left in the bucket's memory. Views of the bucket stay."""
         if self._aliasing is not None:
             self._aliasing.move_out()
 
@@ -225,8 +235,8 @@ class Bucket:
         """Give the parameters their reduced gradients.
 
         Args:
-            untouched: those, by index, whose gradients shall stay as they are.
-            may_alias: whether large ones may lie in the bucket's memory, because nobody else knows of it.
+            untouched: indices of parameters whose gradients stay unchanged.
+            may_alias: whether large gradients may lie in the bucket's memory, because no other code knows this memory.
         """
         gradients = list(map(_grad_of, self.parameters))
         done = {*untouched, *self._deliver_into_graph(gradients, untouched)} if self._has_graph else untouched
@@ -237,12 +247,12 @@ class Bucket:
         self._restore(untouched)
 
     def _differentiable(self, gradients: Sequence[torch.Tensor | None]) -> set[int]:
-        """The parameters, by index, whose gradients are part of a graph."""
+        """Indices of the parameters whose gradients are part of a graph."""
         found = zip(self.indices, gradients, strict=True)
         return {index for index, gradient in found if gradient is not None and gradient.requires_grad}
 
     def _deliver_into_graph(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
-        """Give reduced gradients to the parameters, by index, whose gradients are part of a graph, and shall stay so."""
+        """Where a gradient is part of a graph, give the parameter a reduced one that is so, too; returns these indices."""
         chosen = self._differentiable(gradients).difference(untouched)
         for index, parameter, gradient, view in zip(self.indices, self.parameters, gradients, self.views, strict=True):
             if index in chosen:
@@ -251,14 +261,14 @@ class Bucket:
         return chosen
 
     def _set_views(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> None:
-        """Make each parameter's gradient the view itself, except those given by index."""
+        """Make each parameter's gradient the view itself, except for the `untouched` indices."""
         if all(map(operator.is_, gradients, self.views)):
             return
         try:
             for index, parameter, gradient, view in zip(self.indices, self.parameters, gradients, self.views, strict=True):
                 if gradient is not view and index not in untouched:
                     parameter.grad = view
-        except RuntimeError:  # the parameter was converted
+        except RuntimeError:  # the parameter was converted to another dtype or device
             self._refuse_gradients()
             raise
 
@@ -268,7 +278,7 @@ class Bucket:
             done.update(self._aliasing.move(gradients, done) if may_alias else self._aliasing.in_place(gradients))
         with torch.inference_mode():  # as in `_copy`
             if not done:
-                with suppress(TypeError):  # it refuses None, before it copies anything
+                with suppress(TypeError):  # raised for None, before anything is copied
                     foreach_copy(cast("list[torch.Tensor]", gradients), self.views)
                     return
         targets, sources = [], []
@@ -281,7 +291,7 @@ class Bucket:
                 foreach_copy(targets, sources)
 
     def _restore(self, untouched: Collection[int]) -> None:
-        """Write back gradients in the buffer that nobody has used."""
+        """Write back the gradients in the buffer that no rank has used."""
         if not self._kept:
             return
         kept, self._kept = self._kept, {}
@@ -292,7 +302,7 @@ class Bucket:
 
 
 def _addresses_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:
-    """0 for those that have no memory of the usual kind."""
+    """The gradients' addresses; 0 for None and for a gradient without strided memory."""
     try:
         return list(map(_address_of, cast("list[torch.Tensor]", gradients)))
     except (TypeError, RuntimeError):  # one is None, or sparse
@@ -314,7 +324,7 @@ def _some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _new_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """For a parameter that is unused here, or whose gradient somebody took away while backward ran."""
+    """For a parameter that is unused here, or whose gradient was dropped by other code while backward ran."""
     parameter.grad = torch.empty_like(parameter)
     return parameter.grad
 
@@ -327,7 +337,7 @@ def _view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gap or overlap, in whatever order of dimensions."""
+    """Whether the elements fill a stretch of memory without gap or overlap, in any order of dimensions."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length == 1:

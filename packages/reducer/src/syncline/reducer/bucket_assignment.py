@@ -1,4 +1,4 @@
-"""Which gradients travel together: from sizes and kinds to buckets. Pure: no tensors, no ranks."""
+"""Which gradients share a bucket, decided from sizes and kinds. Pure: no tensors, no ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from syncline.collectives import InvalidArgumentError
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """What the assignment needs to know of one gradient.
+    """The facts about one gradient that the assignment needs.
 
     Attributes:
         nbytes: size of the dense gradient in bytes.
         kind: gradients share a bucket only if their kinds are equal; in practice (dtype, device).
-        sparse: a sparse gradient has a bucket to itself.
+        sparse: a sparse gradient gets a bucket of its own.
     """
 
     nbytes: int
@@ -29,8 +29,8 @@ class BucketAssignment:
     """One bucket.
 
     Attributes:
-        indices: the gradients in it, in the order in which they were visited.
-        cap_bytes: the size limit that was in force when it was closed; None for a sparse gradient's bucket.
+        indices: the gradients in the bucket, in the order in which they were visited.
+        cap_bytes: the size limit of this bucket; None for the bucket of a sparse gradient.
     """
 
     indices: tuple[int, ...]
@@ -42,21 +42,21 @@ def assign_buckets(
 ) -> list[BucketAssignment]:
     """Fill buckets with the gradients in the order given, as torch.distributed does.
 
-    A bucket is closed by the gradient with which it reaches its cap, so it may exceed the cap by that gradient. Each kind
-    has its own open bucket and works through `caps_bytes` by itself; the last cap holds for all further buckets.
+    A bucket is closed by the gradient with which it reaches its cap. So it may exceed the cap by this gradient. Each kind has
+    its own open bucket and its own position in `caps_bytes`. The last cap holds for all further buckets.
 
     Args:
-        specs: one for each gradient; their positions are the indices in the result.
+        specs: one for each gradient; the positions are the indices in the result.
         caps_bytes: size limits in bytes of the first, second, ... bucket of each kind; at least one.
-        order: indices of `specs` in the order of arrival, each once; None takes them as they stand.
+        order: indices of `specs` in the order of arrival, each once; None means the order of `specs`.
 
     Returns:
-        The buckets; every index is in exactly one. Without `order` they are sorted by their smallest index. With it, they
-        are in the order in which they were closed; those that never reached their cap follow, by the arrival of their last
-        member (where torch leaves the order of these to a hash table).
+        The buckets; every index is in exactly one. Without `order` they are sorted by their smallest index. With `order` they
+        are in the order in which they were closed. Buckets that never reached their cap come last, by the arrival of their last
+        member (in torch a hash table decides their order).
 
     Raises:
-        InvalidArgumentError: no cap, or one below 0; or an order that is not a permutation.
+        InvalidArgumentError: there is no cap, a cap is below 0, or the order is not a permutation.
     """
     visited = range(len(specs)) if order is None else order
     _check(specs, caps_bytes, visited)
@@ -76,6 +76,7 @@ def assign_buckets(
 
     for index in visited:
         spec = specs[index]
+        # Its size is known only when it comes, so it counts for no cap.
         if spec.sparse:
             buckets.append(BucketAssignment((index,), None))
             continue
@@ -83,6 +84,7 @@ def assign_buckets(
         nbytes[spec.kind] += spec.nbytes
         if nbytes[spec.kind] >= cap_bytes(spec.kind):
             buckets.append(close(spec.kind))
+    # Buckets that are still open: none of them has reached its cap.
     position = {index: place for place, index in enumerate(visited)}
     rest = [close(kind) for kind in list(open_buckets)]
     buckets += sorted(rest, key=lambda bucket: position[bucket.indices[-1]])

@@ -17,15 +17,15 @@ from .sparse_bucket import AnyBucket, SparseBucket
 
 @dataclass(frozen=True)
 class BucketBuilder:
-    """Builds the buckets of some parameters, in whatever order.
+    """Builds the buckets of some parameters, in any order.
 
     Attributes:
-        names: the parameters', for errors.
+        names: the parameters' names, for errors.
         parameters: the parameters; their positions are the indices.
         group: allocates the memory.
         caps_bytes: size limits of the first, second, ... bucket; the last holds for all further ones.
-        sparse: a flag for each parameter: a sparse gradient has a bucket to itself.
-        delayed: parameters, by index, that come after all others, in buckets without a limit.
+        sparse: a flag for each parameter: a sparse gradient has a bucket of its own.
+        delayed: indices of parameters that come after all others, in buckets without a size limit.
         as_view: let gradients be views of the buckets.
     """
 
@@ -38,10 +38,11 @@ class BucketBuilder:
     as_view: bool
 
     def assign_first(self) -> list[list[int]]:
-        """The members of buckets in reverse order of definition, for the order of gradients is not known yet.
+        """The members of the first buckets: in reverse order of definition, because the order of gradients is not known yet.
 
-        With one limit for all, they are filled from the front of the model, as torch does: what no rank uses is then apart
-        where it is apart in torch. With several limits they are filled from its end: the first limit is the first bucket's.
+        With one size limit, the buckets are filled from the front of the model, as in torch. Then the same parameters share a
+        bucket as in torch, which matters for buckets that no rank uses. With several limits the buckets are filled from the
+        model's end: the first limit is for the first bucket.
         """
         backwards = range(len(self.parameters) - 1, -1, -1)
         return self.assign(backwards, from_front=len(self.caps_bytes) == 1)
@@ -54,15 +55,15 @@ class BucketBuilder:
         return [*assign(punctual, self.caps_bytes), *self._assign(delayed, [sys.maxsize])]
 
     def nbytes(self, members: Sequence[int]) -> int:
-        """How many bytes a bucket of these will reduce; 0 of a sparse gradient, which nobody knows before."""
+        """Bytes that a bucket with these members reduces; 0 for a sparse gradient, because its size is not known before."""
         return sum(self.parameters[index].nbytes for index in members if not self.sparse[index])
 
     def build(self, assigned: Sequence[Sequence[int]], kept_views: Collection[int] = ()) -> list[AnyBucket]:
-        """Buckets with these members. A collective, because it allocates.
+        """Allocate buckets with these members. A collective.
 
         Args:
-            assigned: as `assign` gave it.
-            kept_views: the parameters, by index, whose gradients become views of the buckets now, with their values.
+            assigned: as `assign` returned it.
+            kept_views: indices of parameters whose gradients become views of the buckets now, and keep their values.
         """
         buckets: list[AnyBucket] = []
         for indices in assigned:
@@ -80,7 +81,7 @@ class BucketBuilder:
         return [[order[position] for position in bucket.indices] for bucket in assigned]
 
     def _assign_from_front(self, backwards: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:
-        """Filled from the other end; the buckets, and what is in each, in the order given all the same."""
+        """Fill buckets from the other end; return buckets and members in the given order."""
         forwards = self._assign(backwards[::-1], caps_bytes)
         return [bucket[::-1] for bucket in sorted(forwards, key=min, reverse=True)]
 
@@ -96,10 +97,10 @@ class BucketBuilder:
 
 
 def gradients_as_views(buckets: Sequence[AnyBucket]) -> set[int]:
-    """The parameters, by index, whose gradients are views of these buckets."""
+    """Indices of the parameters whose gradients are views of these buckets."""
     return {index for bucket in buckets for index, parameter, view in _members(bucket) if parameter.grad is view}
 
 
 def _members(bucket: AnyBucket) -> zip[tuple[int, torch.nn.Parameter, torch.Tensor]]:
-    """Parameters with their indices and views; none in a sparse bucket."""
+    """Parameters with their indices and views; none for a sparse bucket, which has no views."""
     return zip(bucket.indices, bucket.parameters, bucket.views, strict=False)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
     CommunicationHook = Callable
 
-# A collective of the hook that times out can tell more than the wait for the hook, so the hook gets a little longer.
+# A hook's collective that times out says more than our wait for the hook. So our wait is a little longer.
 _REPORT_S = 2.5
 
 
@@ -42,18 +42,19 @@ class BucketReduction:
         self._op: Reduction = ReduceOp.AVG
 
     def divide_by(self, count: int | None) -> None:
-        """Divide sums by this number instead of the number of ranks; None for that. A hook divides as it likes."""
+        """Divide sums by this number; None means the number of ranks. A hook is not affected: it divides by itself."""
         self._op = ReduceOp.AVG if count in (None, self._group.size) else premul_sum(1 / (count or 1))
 
     def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
-        """Issue the reduction of a bucket; every rank does, for the same buckets in the same order.
+        """Issue the reduction of a bucket. Every rank does so, for the same buckets in the same order.
 
-        Whether it is the last is asked for a hook only, because the answer may have to be waited for.
+        `is_last` is called for a hook only, because its answer may need a wait for other ranks.
         """
         with naming_parameters(lambda: bucket.names):
             if self.hook is not None:
                 shown = GradBucket(bucket, number, is_last(), self._group)
                 return HookReduction(bucket, times, self._future(self.hook, shown), shown, self._group)
+            # See `DeferredReduction`.
             if isinstance(bucket, SparseBucket) and not self._group.has_total_order:
                 return DeferredReduction(bucket, times, self._group, self._op)
             return CollectiveReduction(bucket, times, self._group.all_reduce(bucket.buffer, self._op, async_op=True))
@@ -69,13 +70,13 @@ class BucketReduction:
 
 
 class PendingReduction(ABC):
-    """A bucket whose reduction was issued; `times` gets the end.
+    """A bucket whose reduction was issued. `times` gets the moment of its end.
 
-    What is called at the end knows no group: the thread that calls it may be the group's own, and the last to hold it, and a
-    group of torch that is dropped there waits for that very thread.
+    The callbacks of its end hold no group. They may run on the group's own thread, and might hold the last reference to the
+    group. A group of torch that is dropped on its own thread waits for this thread, and so for ever.
 
     Attributes:
-        shows_bucket: whether somebody was shown the bucket's memory, and may keep it.
+        shows_bucket: whether a hook has seen the bucket's memory, and may keep it.
     """
 
     shows_bucket = False
@@ -88,7 +89,7 @@ class PendingReduction(ABC):
         """Block until the reduction is over, and return its result: the flat tensor, if a hook keeps its contract.
 
         Raises:
-            TransportError, DisagreementError: of the type that the group raised; names the parameters, too.
+            TransportError, DisagreementError: of the type that the group raised; the text names the parameters, too.
         """
         with naming_parameters(lambda: self.bucket.names):
             return self._wait()
@@ -106,8 +107,8 @@ class CollectiveReduction(PendingReduction):
         if work.is_completed():
             times.note_end()
         elif not bucket.buffer.is_cuda:
-            # On CUDA a callback would take a stream, an event and a pickle, and run when the call is issued, not when it is
-            # over. There the end is noted by whoever waits.
+            # On CUDA a callback needs a stream, an event and a pickle. It also runs when the call is issued, not when it is
+            # over. So on CUDA `_wait` notes the end.
             work.get_future().add_done_callback(times.note_end)
 
     def _wait(self) -> object:
@@ -117,7 +118,7 @@ class CollectiveReduction(PendingReduction):
 
 
 class HookReduction(PendingReduction):
-    """A bucket that a communication hook reduces: it was given `shown`, and returned `future`."""
+    """A bucket that a communication hook reduces: the hook was given `shown`, and returned `future`."""
 
     shows_bucket = True
 
@@ -158,17 +159,17 @@ class HookReduction(PendingReduction):
             )
 
     def _as_given(self, result: object) -> object:
-        """A hook that has put a buffer of another dtype in place, and left it there, may return that dtype (torch's do)."""
+        """Cast the result back if the hook has set a buffer of another dtype, as torch's hooks do, and returns this dtype."""
         if not isinstance(result, torch.Tensor) or result.dtype is not self._shown.buffer().dtype:
             return result
         return result.to(self.bucket.buffer.dtype)
 
 
 class DeferredReduction(PendingReduction):
-    """A sparse bucket on a group without a total order (one of torch's): reduced when its turn to be waited for has come.
+    """A sparse bucket on a group without a total order (a group of torch's). It is reduced when `wait` reaches it.
 
-    A sparse all_reduce continues in a callback, and such a group gives what a callback issues no defined place among the
-    collectives of other threads. At the end of backward all ranks have issued everything else.
+    A sparse all_reduce goes on in a callback. Such a group does not order a callback's collectives among those of other
+    threads. At the end of backward all ranks have issued everything else, so the order is the same on all.
     """
 
     def __init__(self, bucket: SparseBucket, times: BucketTimes, group: ProcessGroup, op: Reduction) -> None:

@@ -1,4 +1,4 @@
-"""Parameters whose gradients are final only when another one's has come."""
+"""Parameters whose gradients are final only when the gradient of another parameter has come."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class DelayedUsage(UsageModel):
     """Some parameters get any number of gradients, until the gradient of another one comes.
 
     Args:
-        usage: of the parameters otherwise.
-        delayed: the parameters that wait, by index; they are in the last buckets.
-        until: the parameter for whose last gradient they wait. If it does not come, or is None, they wait for the end of
-            backward.
+        usage: the usage model for everything else.
+        delayed: indices of the parameters that wait; they are in the last buckets.
+        until: the parameter for whose last gradient they wait. If this gradient does not come, or `until` is None, they wait
+            for the end of backward.
     """
 
     def __init__(self, usage: UsageModel, delayed: Collection[int], until: int | None) -> None:
@@ -37,32 +37,39 @@ class DelayedUsage(UsageModel):
         return [index for index in self._usage.begin() if index not in self._delayed]
 
     def needed(self, indices: Collection[int]) -> int | None:
-        """As without delay, in buckets that have nothing to do with it; others are looked at gradient by gradient."""
+        """As without delay, for buckets that have no delayed parameter and not `until`.
+
+        In other buckets each gradient is checked.
+        """
         return None if self._until in indices or not self._delayed.isdisjoint(indices) else self._usage.needed(indices)
 
     def shadow_backward(self) -> None:
         self._usage.shadow_backward()
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """A delayed one is final when the one that it waits for has come; one that comes later is refused by readiness."""
+        """A delayed gradient is final when that of `until` has come.
+
+        `Readiness` refuses a delayed gradient that comes later.
+        """
         return [final for index in indices for final in self._arrived(index, undefined)]
 
     def _arrived(self, index: int, undefined: Collection[int]) -> Sequence[int]:
         if index in self._delayed and index != self._until:
-            self._usage.accumulated([index], undefined)  # refuses what may not come
+            self._usage.accumulated([index], undefined)  # raises if the usage model does not expect this gradient
             self._usage.arrived([index], undefined)
             return (index,) if self._released else ()
         final = self._usage.arrived([index], undefined)
         if index != self._until or self._released or index not in final:
             return final
         self._released = True
+        # `until` may be delayed itself: sorted() adds it once.
         return [*(other for other in final if other not in self._delayed), *sorted(self._delayed)]
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
         self._usage.accumulated(indices, undefined)
 
     def ended(self) -> Sequence[int]:
-        """The delayed, too, if they still wait."""
+        """The other model's answer; and the delayed parameters, if they still wait."""
         final = [index for index in self._usage.ended() if index not in self._delayed]
         return final if self._released else [*final, *sorted(self._delayed)]
 

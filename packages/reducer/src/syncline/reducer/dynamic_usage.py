@@ -1,4 +1,4 @@
-"""Unused parameters: which a backward reaches on this rank, and which are used on any rank."""
+"""Unused parameters: those that a backward does not reach on this rank, and those that no rank uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .usage import UsageModel
 
 
 class UsedMap:
-    """One byte for each parameter, agreed between the ranks: is it used anywhere? A higher level than 1 may say how."""
+    """One byte for each parameter, agreed between the ranks: is it used on any rank? Levels above 1 can say how it is used."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = group
@@ -22,7 +22,7 @@ class UsedMap:
         self._anywhere: Sequence[int] | None = None
 
     def sync(self, used: bytes) -> None:
-        """Start an all_reduce of these bytes (MAX). A collective, unless this rank is alone."""
+        """Start an all_reduce (MAX) of these bytes. A collective, unless this rank is alone."""
         if self._group.size == 1:
             self._anywhere = used
             return
@@ -31,7 +31,7 @@ class UsedMap:
         self._work = self._group.all_reduce(self._bytes, ReduceOp.MAX, async_op=True)
 
     def unused(self, indices: Collection[int], level: int = 1) -> frozenset[int]:
-        """Those of the parameters that no rank uses, at this level or a higher one; waits for the other ranks."""
+        """The given parameters that no rank uses, at this level or a higher one; waits for the other ranks."""
         if self._anywhere is None:
             assert self._work is not None, "sync() comes first"
             self._work.wait()
@@ -41,33 +41,34 @@ class UsedMap:
 
 
 def without(indices: Collection[int], used: set[int], count: int) -> frozenset[int]:
-    """Those of the parameters that are not used. Mostly all `count` are: then it does not look at each."""
+    """The given parameters that are not used. Fast in the usual case, where all `count` parameters are used."""
     if len(used) == count or used.issuperset(indices):
         return frozenset()
     return frozenset(indices) - used
 
 
 class DynamicUsage(UsageModel):
-    """Each backward may reach other parameters, on each rank others (`find_unused_parameters=True`).
+    """Each backward may reach other parameters, and other ones on each rank (`find_unused_parameters=True`).
 
-    Cost: an all_reduce of one byte for each parameter in each backward; with `skip_unused` another one at its beginning,
-    for which a rank waits only when it has a bucket that it does not use at all.
+    Cost: an all_reduce of one byte for each parameter in each backward. With `skip_unused` there is a second one at the
+        beginning
+    of backward. A rank waits for it only if it uses no parameter of some bucket.
 
     Raises:
-        MisuseError: this torch does not say which nodes a backward will execute.
+        MisuseError: this torch cannot say which nodes a backward will execute.
     """
 
     # Note [Unused parameters without a walk]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    # When backward starts, autograd itself computes which nodes it will execute. So when the first gradient of a backward
-    # comes, one question for each parameter (0.2 microseconds) tells which will never come; they count as ready at once.
-    # The graph is not walked, and the model's outputs need not be known: one that is not part of the loss is not reached.
-    # The question can be asked only while backward runs, and it answers for the innermost backward: hence no re-entrant
-    # checkpoints here.
+    # When backward starts, autograd itself computes which nodes it will execute. So at the first gradient of a backward, one
+    # question for each parameter (0.2 microseconds) tells which gradients will never come. They count as ready at once. The
+    # graph is not walked, and the model's outputs need not be known: an output that is not part of the loss is not reached.
+    # The question can be asked only while backward runs, and the answer is about the innermost backward. So re-entrant
+    # checkpoints are an error here.
     #
-    # A parameter counts as used if it was given a gradient since the last reduction, also by a backward that was not
-    # synchronised. Which are used on any rank is known when all gradients of all ranks have come: the map is agreed after
-    # the last bucket has started, and overlaps with it.
+    # A parameter counts as used if it got a gradient since the last reduction, also from a backward that was not synchronised.
+    # All ranks know the parameters used on any rank only when all gradients have come. So the all_reduce of the map starts
+    # after the last bucket, and overlaps with it.
 
     order_recurs = False
     hint_missing = "Autograd announced them when backward began: was the graph changed by a hook while backward ran?"
@@ -92,13 +93,13 @@ class DynamicUsage(UsageModel):
         self._unreached: set[int] = set()
 
     def find_nodes_again(self) -> None:
-        self._nodes = [accumulation_node(parameter) for parameter in self._parameters]  # held; see `accumulation_node`
+        self._nodes = [accumulation_node(parameter) for parameter in self._parameters]  # must be held; see `accumulation_node`
 
     def begin(self) -> Sequence[int]:
         """Ask autograd which parameters this backward will reach.
 
         Raises:
-            MisuseError: the gradient comes from within a re-entrant checkpoint.
+            MisuseError: the gradient comes from inside a re-entrant checkpoint.
         """
         # See Note [Unused parameters without a walk].
         if enclosing_function() is not None:
@@ -109,12 +110,13 @@ class DynamicUsage(UsageModel):
         never = unreached(self._nodes)
         self._unreached = set(never)
         if self._forecast is not None:
+            # Gradients of earlier backwards that were not synchronised are in `_used`: their buckets must be reduced.
             silent = self._unreached - self._used
             self._forecast.sync(bytes(index not in silent for index in range(len(self._nodes))))
         return never
 
     def shadow_backward(self) -> None:
-        """Reach nothing; what was accumulated here waits for a backward of this rank."""
+        """Reach nothing. The gradients that this rank has accumulated count for its next own backward."""
         self._waiting, self._used = self._used, set()
         self._unreached = set(range(len(self._nodes)))
         if self._forecast is not None:
@@ -124,12 +126,12 @@ class DynamicUsage(UsageModel):
         return len(indices) - len(self._unreached.intersection(indices)) if self._unreached else len(indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Each is final; an undefined one is no use."""
+        """Each gradient is final; an undefined one does not count as a use."""
         self.accumulated(indices, undefined)
         return indices
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Count as uses in the backward that will reduce them."""
+        """Count the gradients as uses, for the backward that will reduce them."""
         self._used.update(indices)
         if undefined:
             self._used.difference_update(undefined)
@@ -138,7 +140,7 @@ class DynamicUsage(UsageModel):
         return ()
 
     def may_skip(self, indices: Collection[int]) -> bool:
-        """Only asks the others about a bucket of which nothing is used here."""
+        """Wait for the other ranks only if this rank uses nothing of the bucket."""
         if self._forecast is None or not self._used.isdisjoint(indices) or not self._unreached.issuperset(indices):
             return False
         return len(self._forecast.unused(indices)) == len(indices)
@@ -151,11 +153,11 @@ class DynamicUsage(UsageModel):
         return without(indices, self._used, len(self._nodes))
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """What is used here is used; for the rest, the map says."""
+        """Ask the map only about parameters that are unused here."""
         doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful) if doubtful else frozenset()
 
     def reset(self) -> None:
-        """All uses are reduced, but those that waited while this rank shadowed a backward."""
+        """All uses are reduced, except those that waited while this rank took part in a `shadow_backward`."""
         self._used, self._waiting = self._waiting, set()
         self._unreached = set()

@@ -1,4 +1,4 @@
-"""Finalize: wait for the buckets, hand their results over. Here the reducer blocks."""
+"""Finalize: wait for the buckets, and hand their results over. Here the reducer blocks."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def finalize(
     extra_futures: Sequence[AnyFuture] = (),
     verification: Callable[[], Work | None] = lambda: None,
 ) -> None:
-    """Wait for each bucket in the order of their start, and hand its result to the parameters.
+    """Wait for each bucket, in the order in which they started, and hand its result to the parameters.
 
     Args:
         reductions: of the buckets.
-        statistics: gets beginning, end and the seconds in between.
-        globally_unused: of some parameters (by index), those whose gradients shall stay as they are; may wait.
-        on_delivery: told the parameters of each bucket that have their reduced gradients now, while later buckets are still
-            being reduced.
-        extra_futures: what else shall be over when backward is.
-        verification: of the group's calls; asked for when all else is over.
+        statistics: gets the beginning, the end and the seconds in between.
+        globally_unused: takes indices of parameters, returns those whose gradients stay unchanged; may wait for other ranks.
+        on_delivery: called with the parameters of each bucket that have their reduced gradients now, while later buckets are
+            still being reduced.
+        extra_futures: finalize waits for these, too.
+        verification: starts or returns the comparison of the group's calls; called when everything else is over.
 
     Raises:
         DisagreementError: the ranks called different collectives.
@@ -52,6 +52,7 @@ def finalize(
         bucket = reduction.bucket
         bucket.accept(reduction.wait())
         untouched = globally_unused(bucket.indices)
+        # Whoever has seen the bucket's memory may read or write it later, so no gradient may lie there.
         bucket.deliver(untouched, may_alias=not reduction.shows_bucket)
         if on_delivery is not None:
             on_delivery(_touched(bucket, untouched) if untouched else bucket.parameters)

@@ -1,4 +1,4 @@
-"""GradBucket: what a communication hook may see of a bucket."""
+"""GradBucket: the part of a bucket that a communication hook sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .sparse_bucket import AnyBucket
 
 
 class GradBucket:
-    """The argument of a communication hook; the methods of `torch.distributed.GradBucket`, and the group."""
+    """The argument of a communication hook: the methods of `torch.distributed.GradBucket`, and the group."""
 
     def __init__(self, bucket: AnyBucket, index: int, is_last: bool, group: ProcessGroup) -> None:
         self._bucket = bucket
@@ -26,14 +26,14 @@ class GradBucket:
     def buffer(self) -> torch.Tensor:
         """All gradients of the bucket: flat, contiguous, this rank's own values, not divided.
 
-        The bucket of a sparse gradient holds one parameter, and its buffer is that gradient: COO, coalesced, not flat.
+        The bucket of a sparse gradient holds one parameter. Its buffer is this gradient: COO, coalesced, not flat.
         """
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let `buffer()` and `gradients()` show another flat tensor with as many elements.
+        """Let `buffer()` and `gradients()` show another flat tensor with the same number of elements.
 
-        While it is in place, the hook's result may have its dtype, and is cast to the bucket's own.
+        Afterwards the hook's result may have the dtype of this tensor; it is cast to the bucket's own dtype.
         """
         self._buffer = buffer
 
@@ -50,5 +50,5 @@ class GradBucket:
         return self._is_last
 
     def process_group(self) -> ProcessGroup:
-        """The group over which the reducer averages (torch's GradBucket does not have this)."""
+        """The group over which the reducer averages (torch's GradBucket has no such method)."""
         return self._group

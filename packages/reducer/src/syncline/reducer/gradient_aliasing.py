@@ -1,4 +1,4 @@
-"""Large gradients in the bucket's memory, instead of copies of what was reduced there."""
+"""Large gradients stay in the bucket's memory, where they were reduced, instead of being copied back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from .torch_internals import CAN_COUNT_STORAGE_USERS, storage_users
 
-# Below it, aliasing a gradient takes about as long as copying it (measured: 10 us, and 10 GB/s).
+# For smaller gradients a copy is as fast as aliasing (measured: 10 us for an alias, 10 GB/s for a copy).
 LEAST_ALIASED_BYTES = 256 << 10
 
 
@@ -17,23 +17,22 @@ class GradientAliasing:
 
     Note [Aliased gradients]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    To copy what was reduced back to the parameters takes about as long as to reduce it. The bucket needs its memory again only
-    when the next backward fills it; by then most gradients are gone (`zero_grad`). So at the end of backward
-    `gradient.data = alias` moves a gradient into the bucket's memory: the object stays, with its version and its hooks, and the
-    memory that autograd had allocated is freed. The rule:
+    To copy the reduced gradients back takes about as long as to reduce them. The bucket needs its memory again only when the
+    next backward fills it; by then most gradients are gone (`zero_grad`). So at the end of backward `gradient.data = alias`
+    moves a gradient into the bucket's memory. The tensor object stays, with its version and its hooks. The memory that autograd
+    had allocated is freed. The rules:
 
-    - Moved is a gradient of which nobody but the gradient itself uses the memory (no view, no array, no storage in Python).
-      All others are copied.
-    - When the bucket is filled again, a gradient that was moved and is still its parameter's is where it belongs: nothing is
-      copied.
-    - If the memory of one that was moved is used in any other way (the gradient is in a list, say), the bucket uses other
-      memory for this backward, in which it takes longer to reduce: other ranks do not share it.
+    - A gradient is moved only if no view, no array and no storage object in Python uses its memory. All others are copied.
+    - When the bucket is filled again, a moved gradient that is still its parameter's gradient is in its place already. It is
+      not copied.
+    - If other code uses the memory of a moved gradient (a list holds the gradient, for example), the bucket takes other memory
+      for this backward. The reduction is slower there, because other ranks do not share this memory.
 
-    Each rank decides for itself. Only on CPUs.
+    Each rank decides for itself. Aliasing works on CPUs only.
 
     Args:
         parameters: the bucket's.
-        views: of the bucket's memory, one for each.
+        views: views of the bucket's memory, one for each parameter.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], views: Sequence[torch.Tensor]) -> None:
@@ -47,7 +46,7 @@ class GradientAliasing:
                     self._make_alias(position)
 
     def is_memory_free(self) -> bool:
-        """Whether the bucket may fill its memory: what was moved is gone, or still the gradient of its parameter."""
+        """Whether the bucket may fill its memory: each moved gradient is gone, or is still its parameter's gradient."""
         return all(
             storage_users(alias) == self._alone[position]
             or self._is_elsewhere(position)
@@ -60,10 +59,10 @@ class GradientAliasing:
         return [position for position in self._aliases if self._is_moved(position, gradients[position])]
 
     def move(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
-        """Move gradients into the bucket's memory, where the reduced ones are, but for those at `untouched` positions.
+        """Move gradients into the bucket's memory, where the reduced values are, except those at `untouched` positions.
 
         Returns:
-            The positions of those that lie in the bucket now, so that nothing is to be copied.
+            The positions of the gradients that lie in the bucket now, so that nothing must be copied to them.
         """
         moved = set()
         for position in self._aliases:
@@ -73,6 +72,7 @@ class GradientAliasing:
             if not self._is_moved(position, gradient):
                 if not _may_move(gradient, self._views[position]):
                     continue
+                # `share_memory_` has moved the alias itself, so it no longer shows the bucket's memory.
                 if self._is_elsewhere(position):
                     self._make_alias(position)
                 gradient.data = self._aliases[position]
@@ -80,7 +80,7 @@ class GradientAliasing:
         return moved
 
     def move_out(self) -> None:
-        """Give gradients that lie in the bucket's memory memory of their own, except where somebody else uses it, too."""
+        """Give gradients in the bucket's memory memory of their own, unless other code uses the same memory."""
         for position, alias in self._aliases.items():
             gradient = self._parameters[position].grad
             if gradient is None or not self._is_moved(position, gradient) or self._is_elsewhere(position):
@@ -91,14 +91,14 @@ class GradientAliasing:
                     gradient.data = alias.clone()
 
     def _make_alias(self, position: int) -> None:
-        """The same memory as the view's, in a storage of its own, whose users can be counted."""
+        """Make a tensor over the view's memory, with a storage of its own, whose users can be counted."""
         with torch.inference_mode(False):
             alias: torch.Tensor = torch.from_dlpack(self._views[position])  # type: ignore[attr-defined]  # it is there
         self._aliases[position] = alias
         self._alone[position] = storage_users(alias)
 
     def _is_elsewhere(self, position: int) -> bool:
-        """Whether somebody has given the alias other memory (`share_memory_` does that to a gradient's storage)."""
+        """Whether other code has given the alias other memory (`share_memory_` does this to a gradient's storage)."""
         return self._aliases[position].data_ptr() != self._views[position].data_ptr()
 
     def _is_moved(self, position: int, gradient: torch.Tensor | None) -> bool:
@@ -113,7 +113,7 @@ class GradientAliasing:
 
 
 def _may_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether nobody sees a difference but in time and place."""
+    """Whether the user can see no difference after a move, except in time and address."""
     return (
         type(gradient) is torch.Tensor
         and not gradient.requires_grad
@@ -121,7 +121,7 @@ def _may_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:
         and gradient.layout is torch.strided
         and gradient.stride() == view.stride()
         and gradient.dtype is view.dtype
-        and gradient.untyped_storage().resizable()  # it is torch's own
+        and gradient.untyped_storage().resizable()  # torch itself has allocated it
         and not gradient.is_shared()  # type: ignore[no-untyped-call]  # torch's
         and storage_users(gradient) == _ALONE
     )

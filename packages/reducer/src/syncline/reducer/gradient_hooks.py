@@ -21,22 +21,24 @@ class GradientHooks:
 
     Note [After all users' hooks]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Users' hooks may change a gradient, and those that were registered after ours run after it. So a bucket is never collected
-    inside our hook on a parameter, but when all hooks on the latest gradient have run: at the end of the parameter's node in
-    the graph. Hooking every node would cost as much again as noting. So only that parameter's node is hooked which is expected
-    to complete its bucket. Where another one does, the bucket waits for the next gradient that wakes the reducer in the same
-    backward, or for the end of backward, and that parameter's node is hooked from then on.
+    Users' hooks may change a gradient. Those that were registered after ours run after ours. So a bucket is never collected
+    inside our hook on a parameter, but only when all hooks on the latest gradient have run: at the end of the parameter's node
+    in the graph. A hook on every node would double the cost of noting gradients. So only one node of a bucket is hooked: that
+    of the parameter that is expected to complete it. If another parameter completes the bucket, the bucket waits for the next
+    gradient that wakes the reducer in the same backward, or for the end of backward. From then on, this parameter's node is
+    hooked.
 
     Args:
         parameters: the reducer's.
         group: the ranks that average.
-        reads_in_place: whether gradients are averaged where they are, so that nobody else can read them meanwhile.
+        reads_in_place: whether gradients are averaged where they are, so that no other reducer can read them meanwhile.
         wake: called on the thread of backward, inside a hook, when a bucket is worth a look. A method, held
             weakly: hooks do not keep the reducer alive.
-        node_done: the same, called when all hooks on a parameter have run that `hook_node` was given, with what that was given.
-        retire: the same, called when another reducer of some of the parameters is about to be used, which this one would
-            disturb: whether it may, because no backward of this one is under way or expected. Then these hooks are off until
-            `register` is called again.
+        node_done: called when all hooks on a parameter have run for which `hook_node` was called, with the arguments of that
+            call; held weakly, too.
+        retire: called before another reducer that shares parameters with this one is used, and would be disturbed by this one;
+            held weakly, too. It returns whether these hooks may go, because no backward of their reducer is under way or
+            expected. If so, they are off until `register` is called again.
     """
 
     def __init__(
@@ -63,22 +65,22 @@ class GradientHooks:
         _introduce(self)
 
     def register(self, pending: PendingGradients) -> None:
-        """Hook every parameter, after taking off all hooks from before: gradients are noted in their buckets.
+        """Hook every parameter, after all earlier hooks are taken off. The hooks note gradients in these buckets.
 
         Note [One stream for all gradients]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        Autograd accumulates a gradient on the stream that was current when the parameter's node was made. It makes a new node
-        in each forward if nobody holds the old one. A bucket is collected on the stream of its last gradient, so all of its
-        nodes must belong to one stream. The reducer holds all of them: to hold a node costs nothing, to hook one costs time. If
-        it held only some, a forward on another stream than that of construction (`with torch.cuda.stream(...)`, CUDA graphs)
-        would leave the nodes on two streams, and nothing would order the others' gradients before the collection.
+        Autograd accumulates a gradient on the stream that was current when the parameter's node was made. If nothing holds the
+        old node, autograd makes a new one in each forward. A bucket is collected on the stream of its last gradient, so all of
+        its nodes must belong to one stream. So the reducer holds all nodes; this costs nothing, while a hook on each would cost
+        time. If it held only some, a forward on another stream than that of construction (`with torch.cuda.stream(...)`, CUDA
+        graphs) would put the nodes on two streams. Then no stream would order the other gradients before the collection.
         """
         self._remove()
         self.are_off = self._is_closed
         if self._is_closed:
             return
-        # The CPU has no streams. There a new node serves better: it knows the shape of a parameter that was resized, so the
-        # error comes from the bucket, which names the parameter.
+        # The CPU has no streams, so a new node in each forward is better. A new node knows the shape of a resized parameter.
+        # Then the bucket raises the error, and names the parameter.
         self._nodes = [accumulation_node(parameter) for parameter in self._parameters if not parameter.is_cpu]
         for bucket in pending:
             for index in bucket.members:
@@ -86,12 +88,12 @@ class GradientHooks:
             self.hook_node(bucket.members[-1], bucket)
 
     def hook_node(self, index: int, bucket: PendingBucket) -> None:
-        """From the next backward on, tell when all hooks on this parameter, whose gradient is noted there, have run."""
+        """From the next backward on, call `node_done` when all hooks on this parameter have run. Its bucket is `bucket`."""
         node = accumulation_node(self._parameters[index])
         hooked, handle = self._hooked.get(index, (None, None))
         if self._is_closed or hooked is node:
             return
-        if handle is not None:  # the parameter was converted, and has another node
+        if handle is not None:  # the parameter was converted, so it has another node
             handle.remove()
         node_done = self._node_done
 
@@ -103,19 +105,19 @@ class GradientHooks:
         self._hooked[index] = node, node.register_hook(tell)
 
     def take_over(self) -> bool:
-        """Take the hooks of all others off that would disturb this reducer; whether all of them could be taken off.
+        """Take off the hooks of all other reducers that would disturb this one; return whether all of them could be taken off.
 
-        Another reducer with hooks on some of the parameters disturbs this one if one of them averages gradients in place. It
-        does, too, if both use one group: gradients may come in another order on each rank, and then the buckets of the two
-        would mix. If neither a forward nor a backward of it is open, it has no part in what comes next: a wrapper of the same
-        module that is not used any more, say.
+        Another reducer on some of the same parameters disturbs this one if one of the two averages gradients in place. It also
+        disturbs if both use one group: gradients may come in another order on each rank, and then the buckets of the two would
+        mix. The other reducer gives way if neither a forward nor a backward of it is open. An example is an old wrapper of the
+        same module that is no longer used.
         """
         if not self._others:
             return True
         with _lock:
             others = [other for other in self._others if not other.are_off]
         disturbing = [one for one in others if self.reads_in_place or one.reads_in_place or self._group is one._group]
-        return [one for one in disturbing if not one._step_aside()] == []  # each is asked
+        return [one for one in disturbing if not one._step_aside()] == []  # a list, so that each one is asked
 
     def _step_aside(self) -> bool:
         retire = self._retire()
@@ -126,7 +128,7 @@ class GradientHooks:
         return True
 
     def close(self) -> None:
-        """Take all hooks off, for good."""
+        """Take all hooks off for good."""
         self._is_closed = self.are_off = True
         self._remove()
 
@@ -135,6 +137,7 @@ class GradientHooks:
 
         def note(_: object) -> None:
             add(index)
+            # This runs for every gradient; see Note [What one gradient costs] in `pending_gradients`.
             if len(indices) in bucket.wake_at:
                 method = wake()
                 if method is not None:
@@ -152,12 +155,12 @@ class GradientHooks:
         self._handles, self._hooked, self._nodes = [], {}, []
 
 
-_lock = threading.RLock()  # reentrant, because the garbage collector may run anything, also in between
+_lock = threading.RLock()  # reentrant: the garbage collector may run while it is held, and may call into this module
 _living: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
 
 
 def _introduce(hooks: GradientHooks) -> None:
-    """Make new hooks, and all others on some of the same parameters, known to each other."""
+    """Make the new hooks, and all others on some of the same parameters, known to each other."""
     mine = set(map(id, hooks._parameters))
     with _lock:
         for other in list(_living):

@@ -15,11 +15,12 @@ class NamedParameters:
     Attributes:
         names: for errors.
         parameters: each requires a gradient.
-        sparse: a flag for each, whether its gradients are sparse.
+        sparse: a flag for each parameter: whether its gradients are sparse.
 
     Raises:
-        MisuseError: there is no parameter, or one needs no gradient.
-        InvalidArgumentError: there are more or fewer flags than parameters, or a parameter without a dimension has one.
+        MisuseError: there is no parameter, or one requires no gradient.
+        InvalidArgumentError: `sparse` has more or fewer flags than there are parameters, or marks a parameter without
+            dimensions.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]], sparse: Sequence[bool] | None) -> None:
@@ -32,7 +33,7 @@ class NamedParameters:
         """The index of a parameter.
 
         Raises:
-            InvalidArgumentError: none has this name.
+            InvalidArgumentError: no parameter has this name.
         """
         if name not in self.names:
             raise InvalidArgumentError(f"expected names of parameters that are averaged, found '{name}'")

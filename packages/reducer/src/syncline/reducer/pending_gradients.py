@@ -1,4 +1,4 @@
-"""The gradients that autograd has accumulated and the reducer has not looked at: a state machine over integers."""
+"""The gradients that autograd has accumulated and that the reducer has not looked at: a state machine over integers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 EVERY_GRADIENT: Container[int] = range(1, 1 << 62)
 
-#: A thread, and the backward that runs on it.
+#: A thread, and the number of the backward that runs on it.
 Where: TypeAlias = tuple[int, int]
 
 
@@ -16,18 +16,18 @@ class PendingBucket:
 
     Note [What one gradient costs]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Autograd calls a Python function for every gradient, about a microsecond, and that call is what a reducer in Python costs
-    most. So the function only appends an index to a list. It wakes the reducer at a bucket's first gradient, because a
-    backward may begin with it, and when the bucket may be complete. All parameters of a bucket are on one device, and autograd
-    has one thread for each device, so nobody else appends meanwhile.
+    Autograd calls a Python function for every gradient. The call takes about a microsecond, and is the largest cost of a
+    reducer in Python. So the function only appends an index to a list. It wakes the reducer in two cases: at a bucket's first
+    gradient, because a backward may begin with it, and when the bucket may be complete. All parameters of a bucket are on one
+    device, and autograd has one thread for each device. So no other thread appends meanwhile.
 
     Args:
-        members: the parameters, in the order in which their gradients are expected.
+        members: the parameters' indices, in the order in which their gradients are expected.
 
     Attributes:
-        members: the same.
-        indices: those whose gradients came, in the order in which they came.
-        wake_at: the lengths of `indices` at which the reducer is woken.
+        members: the argument.
+        indices: the parameters whose gradients came, in the order of their arrival.
+        wake_at: the hook wakes the reducer when `indices` has one of these lengths.
     """
 
     __slots__ = ("_needed", "indices", "members", "wake_at")
@@ -38,7 +38,10 @@ class PendingBucket:
         self.expect(None)
 
     def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
-        """So many gradients make the bucket worth a look (None: each does); with `watch_all` every one wakes the reducer."""
+        """Set how many gradients make the bucket worth a look (None: each does).
+
+        With `watch_all` every one wakes the reducer.
+        """
         self._needed = needed or 1
         self.wake_at: Container[int] = EVERY_GRADIENT if watch_all or needed is None else (1, needed)
 
@@ -48,7 +51,10 @@ class PendingBucket:
         return len(self.indices) >= self._needed
 
     def take(self, *, but_last: bool = False) -> list[int]:
-        """Hand over what has come, but for the latest one if users' hooks on it still run. The next is worth a look at once."""
+        """Hand over the gradients that have come, without the latest if users' hooks on it still run.
+
+        The next one wakes at once.
+        """
         count = len(self.indices) - but_last
         taken = self.indices[:count]
         del self.indices[:count]
@@ -57,7 +63,7 @@ class PendingBucket:
 
 
 class PendingGradients:
-    """The buckets of a reducer: which of them are worth a look, and may be looked at.
+    """The buckets of a reducer: which of them are worth a look, and which may be looked at already.
 
     ::
 
@@ -65,11 +71,11 @@ class PendingGradients:
             ▲                                                                                                      │
             └──────────────────────────── the next gradient is worth a look at once ───────────────────────────────┘
 
-    Users' hooks have run when the node of that gradient's parameter is done, or when the same backward on the same thread has
-    come to another gradient; see Note [After all users' hooks] in `gradient_hooks`.
+    Users' hooks have run in one of two cases: the node of the gradient's parameter is done, or the same backward on the same
+    thread has come to another gradient. See Note [After all users' hooks] in `gradient_hooks`.
 
     Args:
-        buckets: the members of each.
+        buckets: the members of each bucket.
     """
 
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
@@ -80,15 +86,15 @@ class PendingGradients:
         return iter(self._buckets)
 
     def came(self, bucket: PendingBucket, here: Where) -> list[tuple[PendingBucket, list[int]]]:
-        """A gradient of the bucket came; called inside the hook on it.
+        """A gradient of the bucket came. Called inside the hook on it.
 
         Args:
-            bucket: whose.
-            here: the thread and backward that call.
+            bucket: the gradient's bucket.
+            here: the thread and backward of this call.
 
         Returns:
-            Buckets that waited for an earlier gradient of this thread and backward, with what came; without this bucket's new
-            gradient.
+            The buckets that waited for an earlier gradient of this thread and backward, each with its gradients; the new
+            gradient is left out.
         """
         done = [one for one, where in self._waiting.items() if where == here] if self._waiting else []
         for one in done:
@@ -99,13 +105,13 @@ class PendingGradients:
         return taken
 
     def node_done(self, bucket: PendingBucket, index: int) -> list[int]:
-        """All hooks on this parameter have run: what came, if the bucket waited for just that; else nothing."""
+        """All hooks on this parameter have run: returns the bucket's gradients if the bucket waited for them, else nothing."""
         if bucket not in self._waiting or bucket.indices[-1] != index:
             return []
         del self._waiting[bucket]
         return bucket.take()
 
     def take_all(self) -> list[tuple[PendingBucket, list[int]]]:
-        """Backward has ended, or it is not reduced: what came, and was not taken before, by bucket."""
+        """Backward has ended, or is not reduced: returns the gradients that were not taken before, by bucket."""
         self._waiting.clear()
         return [(bucket, bucket.take()) for bucket in self._buckets if bucket.indices]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 class MarkedTwiceError(ValueError):
-    """A gradient was marked ready a second time in one backward; `index` says which."""
+    """A gradient was marked ready a second time in one backward; `index` is this gradient."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"gradient {index} was marked ready twice")
@@ -19,10 +19,10 @@ class Readiness:
 
     # Note [Buckets start in order]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    # Gradients may become ready in different orders on different ranks, but the collectives of a group must be issued in one
-    # order. So bucket k+1 starts only after bucket k has, even if it is ready first; `mark_ready` returns the buckets that may
-    # start now. Only a model in which the last bucket is ready early loses overlap by this, and the rebuild in order of
-    # arrival mends it after the first backward.
+    # Gradients may become ready in different orders on different ranks, but all ranks must issue the collectives of a group in
+    # one order. So bucket k+1 starts only after bucket k, even if it is ready first; `mark_ready` returns the buckets that may
+    # start now. This costs overlap only if the last bucket is ready early. After the first backward, the buckets are rebuilt in
+    # the order of arrival, and overlap again.
 
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
         self._members = [frozenset(members) for members in buckets]
@@ -45,7 +45,7 @@ class Readiness:
             The numbers of the buckets that may start now, in order; mostly none.
 
         Raises:
-            MarkedTwiceError: one was marked before, since the last `reset`.
+            MarkedTwiceError: one of the gradients was marked before, since the last `reset`.
         """
         first = self._next
         if not indices:
@@ -60,7 +60,7 @@ class Readiness:
         return range(first, self._next)
 
     def _counts(self, indices: Sequence[int]) -> Mapping[int, int]:
-        """How many of these are in which bucket; mostly all are in one."""
+        """How many of these gradients each bucket has; usually all are in one bucket."""
         number = self._bucket_of[indices[0]]
         if self._members[number].issuperset(indices):
             return {number: len(indices)}
@@ -72,7 +72,7 @@ class Readiness:
         return self._next == len(self._missing)
 
     def missing(self) -> list[int]:
-        """The gradients not marked so far, ascending."""
+        """The gradients that are not marked yet, ascending."""
         return sorted(set(self._bucket_of).difference(self._ready))
 
 

@@ -48,7 +48,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _noting_errors(method: Method) -> Method:
-    """A decorator: remember the text of what a reducer's method raises."""
+    """A decorator for methods of the reducer: remembers the text of the error that the method raises."""
 
     @functools.wraps(method)
     def call(reducer: Reducer, *args: Any, **kwargs: Any) -> Any:
@@ -62,14 +62,15 @@ def _noting_errors(method: Method) -> Method:
 
 
 class _BackwardEnd:
-    """Autograd holds it as long as it may still call back. Of a backward that has failed, nobody holds it."""
+    """Autograd holds this object as long as it may call back. After a failed backward, nothing holds it."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
 
     def end(self) -> None:
-        if not self._reducer.is_in_fork:  # which was made within this backward
+        if not self._reducer.is_in_fork:  # the fork may have been made within this backward
             self._reducer._end()
+            # Queued only now, so that it runs after `_end` of all reducers.
             call_at_backward_end(self.finish)
 
     def finish(self) -> None:
@@ -85,44 +86,44 @@ class Reducer(Inherited):
                        collect, then hook or all_reduce(AVG)      (communication overlaps further backward)
         its end        finalize: wait for the buckets in order, write the results back
 
-    Every backward that reaches one of the parameters must reach all of them, on every rank; unless `find_unused_parameters`
-    or `static_graph` says otherwise. A backward that reaches none of them on some rank is not seen there: the others wait for
-    that rank, and name it when the group's timeout is over.
+    Every backward that reaches one of the parameters must reach all of them, on every rank, unless `find_unused_parameters` or
+    `static_graph` changes this rule. If a backward reaches none of them on some rank, this rank does not notice the backward.
+    The other ranks wait for it, and name it when the group's timeout is over.
 
     Args:
-        named_parameters: names and parameters; with `requires_grad`; the same on all ranks. Names appear in errors.
-        group: whose ranks average. The buckets are allocated, which is a collective of this group, by the first forward whose
-            backward is reduced, or else by the first backward.
-        bucket_cap_bytes: a bucket is closed when it has reached this size; or the sizes for the first, second, ... bucket,
-            of which the last holds for all further ones.
-        first_bucket_cap_bytes: the same for the first bucket, which is small so that communication starts early; means
-            nothing to a list of sizes.
+        named_parameters: names and parameters, which require gradients; the same on all ranks. Names appear in errors.
+        group: its ranks average. The buckets are allocated, which is a collective of this group, in the first forward whose
+            backward is reduced. Without such a forward, they are allocated in the first backward.
+        bucket_cap_bytes: a bucket is closed when it reaches this size. A list gives the sizes for the first, second, ...
+            bucket; its last one holds for all further buckets.
+        first_bucket_cap_bytes: the same for the first bucket, which is small so that communication starts early; ignored if
+            `bucket_cap_bytes` is a list.
         gradient_as_bucket_view: let `parameter.grad` be a view of the bucket; saves the copy back and the memory.
-        sparse: for each parameter, whether its gradients are sparse (COO); None if none is. Each has a bucket to itself.
-        find_unused_parameters: a backward may leave out parameters, on each rank others; those that no rank used keep the
-            gradients that they have, or None. At least one must be reached on every rank. See `DynamicUsage`.
+        sparse: for each parameter, whether its gradients are sparse (COO); None if no gradient is. Each has its own bucket.
+        find_unused_parameters: a backward may leave out parameters, and other ones on each rank. Parameters that no rank used
+            keep their gradients, or None. Every rank must reach at least one parameter. See `DynamicUsage`.
         skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce a bucket of which no rank uses anything.
-        static_graph: every backward is like the first one; parameters may be used several times in it, from re-entrant
+        static_graph: every backward is like the first one. A parameter may be used several times in it, from re-entrant
             checkpoints too, or never. See `StaticUsage`. It has precedence over `find_unused_parameters`, as in torch.
 
-        delayed: names of parameters that get any number of gradients, or none, until that of `delayed_until` arrives, or
+        delayed: names of parameters that get any number of gradients, or none, until that of `delayed_until` arrives or
             backward ends; they are reduced last.
         delayed_until: the name of one parameter; None waits for the end of backward.
 
     Attributes:
-        statistics: what happened when in the latest iteration.
-        first_bucket_sizes: bytes of the buckets as they are built first.
+        statistics: the times of the latest iteration.
+        first_bucket_sizes: bytes of each bucket in the first assignment.
         seems_static: whether all backwards so far have left out the same parameters.
-        is_in_fork: whether this process is a fork of the rank: its backwards add to its own gradients, as without a reducer.
+        is_in_fork: whether this process is a fork of the rank. Its backwards add to its own gradients, as without a reducer.
         reductions: how many backwards were reduced; the same on all ranks.
 
-    Extra memory: the buckets, as large as all gradients together, in which large gradients stay until the next backward; none
-    with `gradient_as_bucket_view`.
+    Extra memory: the buckets, as large as all gradients together. Large gradients stay in them until the next backward. With
+    `gradient_as_bucket_view` there is no extra memory.
 
     Raises:
-        MisuseError: there is no parameter, or one needs no gradient.
-        InvalidArgumentError: there are more or fewer `sparse` flags than parameters, a name is not among theirs, or
-            `delayed_until` comes without `delayed`.
+        MisuseError: there is no parameter, or one requires no gradient.
+        InvalidArgumentError: `sparse` has more or fewer flags than there are parameters, `delayed` or `delayed_until` names an
+            unknown parameter, or `delayed_until` comes without `delayed`.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Reducer(Inherited):
         self._reduction = BucketReduction(group)
         self._sync_policy = GradSyncPolicy()
         self._lock = threading.Lock()
-        # The backward that is being reduced, and what autograd calls at its end; None and dead between iterations.
+        # The backward that is being reduced, and the object that autograd calls at its end; None and dead between iterations.
         self._running: BackwardReduction | None = None
         self._backward_end: Callable[[], _BackwardEnd | None] = lambda: None
         self._on_delivery: OnDelivery | None = None
@@ -170,7 +171,7 @@ class Reducer(Inherited):
         tell_in_forks(self)
 
     def _set_up(self, named: NamedParameters, caps_bytes: Sequence[int]) -> None:
-        """All that depends on which parameters there are. No collective."""
+        """Set up everything that depends on the list of parameters. No collective."""
         self._named = named
         self._parameters = named.parameters
         self._delayed = [named.index(name) for name in self._delayed_names]
@@ -205,7 +206,7 @@ class Reducer(Inherited):
 
     @property
     def buckets(self) -> Sequence[AnyBucket]:
-        """The buckets, in the order in which they are reduced; none before they are allocated."""
+        """The buckets, in the order in which they are reduced; empty before they are allocated."""
         return self._buckets or ()
 
     @property
@@ -220,21 +221,24 @@ class Reducer(Inherited):
 
     @property
     def absent(self) -> Sequence[int]:
-        """The parameters, by index, that the latest backward has not reached on this rank, as far as it was asked for."""
+        """Indices of parameters that the latest backward did not reach on this rank. Empty if the usage model does not ask."""
         return self._absent or ()
 
     @property
     def arrival_order(self) -> Sequence[int] | None:
-        """The parameters in the order of their gradients, in the backward after which buckets are rebuilt; None before."""
+        """Indices of parameters in the order in which their gradients arrive; None before a backward has shown it."""
         return self._arrival_order.learned
 
     @property
     def latest_error(self) -> str | None:
-        """Type and text of the latest error that was raised here or noted; None if there was none."""
+        """Type and text of the latest error that was raised here or given to `note_error`; None if there was none."""
         return self._latest_error
 
     def explained(self, error: DisagreementError, where: str) -> DisagreementError:
-        """An error of a collective beside the buckets; with the remedy, if another rank was in a stray backward meanwhile."""
+        """An error of a collective other than the buckets.
+
+        If another rank was in a stray backward, the text adds the remedy.
+        """
         is_stray = error_messages.is_of_a_stray_backward(str(error))
         return error_messages.disagreement(error, where) if is_stray else error
 
@@ -249,17 +253,17 @@ class Reducer(Inherited):
 
     @property
     def hook(self) -> tuple[CommunicationHook | None, Any]:
-        """What `set_hook` was given last, and its state."""
+        """The hook and the state that `set_hook` got last."""
         return self._reduction.hook, self._reduction.hook_state
 
     # ---- settings ----
 
     @_noting_errors
     def set_static_graph(self) -> None:
-        """From now on every backward is like the next one; see `StaticUsage`.
+        """Declare that every backward from now on is like the next one; see `StaticUsage`.
 
         Raises:
-            MisuseError: a backward has given gradients already, reduced or not, so it is too late.
+            MisuseError: a backward has given gradients already, reduced or not, so the call comes too late.
         """
         if self._running is not None or self._has_accumulated:
             raise MisuseError(
@@ -270,10 +274,10 @@ class Reducer(Inherited):
         self._usage = self._make_usage()
 
     def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
-        """Let `hook(state, bucket)` reduce each bucket instead of `all_reduce(AVG)`; None returns to that.
+        """Let `hook(state, bucket)` reduce each bucket instead of `all_reduce(AVG)`; None returns to `all_reduce(AVG)`.
 
         The hook is called on the thread that runs backward, on every rank in the same order. It gets this rank's gradients,
-        undivided, and returns a future of the flat tensor that all ranks shall have. It must not call this reducer.
+        undivided, and returns a future of the flat tensor that every rank gets. It must not call this reducer.
         """
         self._check_idle("set_hook")
         self._release_gradients()
@@ -291,26 +295,27 @@ class Reducer(Inherited):
         self._reduction.divide_by(count)
 
     def on_delivery(self, callback: OnDelivery | None) -> None:
-        """Call back at the end of backward with the parameters of each bucket that have their reduced gradients.
+        """At the end of backward, call back with the parameters of each bucket that have their reduced gradients.
 
-        The callback runs on the thread of backward, while later buckets may still be in flight.
+        The callback runs on the thread of backward, while later buckets may still be in flight. None ends it.
         """
         self._check_idle("on_delivery")
         self._on_delivery = callback
 
     def on_iteration(self, callback: Callable[[IterationStatistics], None] | None) -> None:
-        """Call back when a backward was reduced and every gradient is in place, with what happened when.
+        """Call back, with the times, when a backward was reduced and every gradient is in place.
 
-        The callback runs on the thread of backward, on every rank after the same backward, so it may issue collectives. A rank
-        that takes part by `shadow_backward` is not called. None ends it; it takes effect at once, also within a backward.
+        The callback runs on the thread of backward, on every rank after the same backward, so it may issue collectives. It does
+        not run on a rank that takes part by `shadow_backward`. None ends it. The change takes effect at once, also within a
+        backward.
         """
         self._on_iteration = callback
 
     def on_begin(self, callback: Callable[[], None] | None) -> None:
-        """Call back when a backward has begun that will be reduced, before anything of it is communicated.
+        """Call back when a backward has begun that will be reduced, before any of its gradients are communicated.
 
         The callback runs on the thread of backward, on every rank at the same place among the collectives, so it may issue
-        some. A rank that takes part by `shadow_backward` is not called. None ends it.
+        some. It does not run on a rank that takes part by `shadow_backward`. None ends it.
         """
         self._check_idle("on_begin")
         self._on_begin = callback
@@ -319,19 +324,19 @@ class Reducer(Inherited):
 
     @_noting_errors
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
-        """Call before each forward. The first time and after the first backward it builds the buckets, which is a collective.
+        """Call this before each forward. The first call, and the first one after a reduced backward, build the buckets.
 
-        In a fork of the rank there is nothing to prepare, if the backward is not to be reduced.
+        To build buckets is a collective. In a fork of the rank the call does nothing, if the backward is not to be reduced.
 
         Args:
-            synchronizes: whether the backward of this forward shall be reduced. If not, it adds to this rank's own gradients,
-                and a later one reduces what was added up. See `GradSyncPolicy` for several forwards before a backward.
+            synchronizes: whether the backward of this forward is to be reduced. If not, it adds to this rank's own gradients,
+                and a later backward reduces the sum. See `GradSyncPolicy` for several forwards before a backward.
 
         Raises:
-            GroupClosedError: the backward shall be reduced, and this process is a fork of the rank.
-            MisuseError: the previous backward began to reduce and never ended; or a forward or backward is open of another
-                reducer that would disturb this one: it has some of the parameters, and the same group, or one of the two
-                averages them in views of its buckets.
+            GroupClosedError: the backward is to be reduced, and this process is a fork of the rank.
+            MisuseError: the previous backward began to reduce and never ended. Or a forward or backward is open of another
+                reducer that would disturb this one: it has some of the same parameters, and the two use one group, or one of
+                them averages in views of its buckets.
         """
         if self.is_in_fork and not synchronizes:
             return
@@ -344,7 +349,7 @@ class Reducer(Inherited):
             self.statistics = IterationStatistics(time.perf_counter())
 
     def rebuild_buckets(self) -> bool:
-        """Build the buckets if that is due: the first time, or in the order in which gradients arrived. The next forward would.
+        """Build the buckets now if the next forward would: the first time, or in the order in which gradients arrived.
 
         A collective.
 
@@ -365,8 +370,8 @@ class Reducer(Inherited):
             caps_bytes: size limits of the first, second, ... bucket; the last holds for all further ones.
 
         Raises:
-            MisuseError: a backward is under way, or has failed; or the order in which gradients arrive is not known: no
-                backward was reduced yet, or each may be of others (`find_unused_parameters`).
+            MisuseError: a backward is under way or has failed. Or the order in which gradients arrive is not known: no backward
+                was reduced yet, or each may reach other parameters (`find_unused_parameters`).
         """
         self._check_idle("change_bucket_caps")
         if self._arrival_order.learned is None:
@@ -384,10 +389,10 @@ class Reducer(Inherited):
         sparse: Sequence[bool] | None = None,
         bucket_cap_bytes: Sequence[int],
     ) -> None:
-        """From now on average the gradients of these parameters: the model has changed. Every rank calls it, before a forward.
+        """From now on average the gradients of these parameters, because the model has changed.
 
-        The next backward is a first one: buckets are built anew, and a static graph is learnt anew. Gradients that are there
-        stay, and count for it.
+        Every rank calls it, before a forward. The next backward counts as the first one: buckets are built anew, and a static
+        graph is learnt anew. Existing gradients stay, and are part of the next reduction.
 
         Args:
             named_parameters: as at construction.
@@ -396,7 +401,7 @@ class Reducer(Inherited):
 
         Raises:
             MisuseError: a backward is under way, or has failed.
-            InvalidArgumentError: one of the delayed parameters is not among them.
+            InvalidArgumentError: one of the delayed parameters is not among the new ones.
         """
         self._check_idle("change_parameters")
         named = NamedParameters(named_parameters, sparse)
@@ -408,7 +413,7 @@ class Reducer(Inherited):
         self._usage.accumulated(there, ())
 
     def find_nodes_again(self) -> None:
-        """Parameters were converted to another dtype or device and back: autograd has other nodes for them."""
+        """Call this when parameters were converted to another dtype or device and back: autograd has new nodes for them."""
         self._check_idle("find_nodes_again")
         self._count_unsynchronized()
         self._usage.find_nodes_again()
@@ -416,33 +421,33 @@ class Reducer(Inherited):
             self._hooks.register(self._pending)
 
     def cancel_forward(self) -> None:
-        """The forward that was prepared for last raised an error, and there will be no backward."""
+        """Undo the latest `prepare_for_backward`: its forward raised an error, and there will be no backward."""
         self._count_unsynchronized()
         self._sync_policy.cancel_forward()
 
     def keep_local(self, is_local: bool) -> None:
-        """Whether a backward that runs from now on, and for which no forward waits, adds to this rank's own gradients only."""
+        """Set whether a backward without a forward of its own adds only to this rank's gradients, from now on."""
         self._sync_policy.keep_local(is_local)
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
-        """Let the end of the next backward that is reduced wait for these, too."""
+        """Let the end of the next reduced backward wait for these futures, too."""
         self._extra_futures += futures
 
     @property
     def needs_everyone(self) -> bool:
-        """Whether the next backward cannot do with ranks that `shadow_backward`."""
+        """Whether the next backward fails if some rank only takes part by `shadow_backward`."""
         return self._usage.needs_everyone
 
     def shadow_backward(self, *, has_forward: bool = True) -> None:
-        """Take part in a forward and backward of the other ranks without gradients; those of this rank stay as they are.
+        """Take part in a forward and backward of the other ranks without gradients. This rank's gradients stay unchanged.
 
-        It mirrors `prepare_for_backward` and all that a backward communicates, with zeros, and waits for it.
+        It repeats `prepare_for_backward` and everything that a backward communicates, with zeros, and waits for the end.
 
         Args:
-            has_forward: whether the others called `prepare_for_backward` before this backward.
+            has_forward: whether the other ranks called `prepare_for_backward` before this backward.
 
         Raises:
-            MisuseError: the backward needs everyone; see `needs_everyone`.
+            MisuseError: the backward needs every rank; see `needs_everyone`.
         """
         self._check_idle("shadow_backward")
         if self.needs_everyone:
@@ -461,6 +466,7 @@ class Reducer(Inherited):
         self._sync_policy.reduced()
         self.reductions += 1
         if self._learns_order:
+            # This rank saw no gradients, so the buckets' present order stands in: the rebuild needs an order on every rank.
             self._arrival_order.learned = [index for bucket in self.buckets for index in bucket.indices]
         self._reset()
 
@@ -477,11 +483,11 @@ class Reducer(Inherited):
 
     @property
     def has_users_hooks(self) -> bool:
-        """Whether the user has hooks on parameters that see a gradient before it is averaged; as of the last look."""
+        """Whether, at the last look, the user had hooks on parameters that see a gradient before it is averaged."""
         return bool(self._users_hooks.indices)
 
     def users_hooks_in_words(self) -> str:
-        """A warning of such hooks."""
+        """A warning about such hooks, with the parameters' names."""
         return error_messages.sees_own_gradients([self._named.names[index] for index in self._users_hooks.indices])
 
     def close(self) -> None:
@@ -498,6 +504,7 @@ class Reducer(Inherited):
         """
         self._has_accumulated = True
         if not self._sync_policy.is_due:
+            # This backward is not reduced: its gradients are counted once, at its end.
             if not self._counts_at_end:
                 self._counts_at_end = True
                 call_at_backward_end(self._count_unsynchronized)
@@ -513,35 +520,35 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_node_done(self, index: int, bucket: PendingBucket) -> None:
-        """Called on the thread of backward when all hooks on a parameter have run that was expected to complete its bucket."""
+        """Called on the thread of backward, when all hooks have run on a parameter that was expected to complete its bucket."""
         with self._lock:
             taken = self._pending.node_done(bucket, index)
             if taken:
                 self._process(taken)
 
     def _look_at(self, buckets: Sequence[tuple[PendingBucket, list[int]]]) -> None:
-        """Look at buckets whose latest gradient was not the expected one; from the next backward on it is."""
+        """Process buckets that another gradient completed than expected. From the next backward on, this one is expected."""
         for bucket, taken in buckets:
             if taken:
                 self._hooks.hook_node(taken[-1], bucket)
                 self._process(taken)
 
     def _begin(self) -> None:
-        """At the first gradient of a backward, before any is marked."""
+        """Start a reduced backward, at its first gradient, before any gradient is marked."""
         if in_compiled_autograd():
             raise error_messages.compiled_autograd(self._group.place())
         if not self._sync_policy.has_forward:
             self._take_over()
         if self._on_begin is not None:
             self._on_begin()
-        if self._buckets is None:  # no forward came before
+        if self._buckets is None:  # no forward was prepared
             self._buckets = self._builder.build([bucket.members for bucket in self._pending])
         if not self._buckets:
             raise error_messages.no_buckets(self._group.place())
         backward_end = _BackwardEnd(self)
         call_at_backward_end(backward_end.end)
         self._backward_end = weakref.ref(backward_end)
-        if self.statistics.backward_started:  # by another backward of the same forward
+        if self.statistics.backward_started:  # a second backward of the same forward: the first has used these statistics
             self.statistics = IterationStatistics(time.perf_counter())
         self.statistics.backward_started = time.perf_counter()
         if is_worth_a_look(self.reductions):
@@ -557,7 +564,7 @@ class Reducer(Inherited):
 
     @property
     def _learns_order(self) -> bool:
-        """Whether the buckets are to be built anew in the order in which the gradients of this backward come."""
+        """Whether the buckets will be built anew in the order in which the gradients of this backward come."""
         return self._usage.order_recurs and not self._arrival_order.is_used
 
     def _make_running(self) -> BackwardReduction:
@@ -569,7 +576,7 @@ class Reducer(Inherited):
         self._mark_ready(self._tell_usage(self._usage.arrived, indices))
 
     def _count_unsynchronized(self) -> None:
-        """Gradients of a backward that is not reduced, at its end: they count for a later one."""
+        """At the end of a backward that is not reduced: its gradients count for a later one."""
         with self._lock:
             self._counts_at_end = False
             for _, taken in self._pending.take_all():
@@ -577,7 +584,7 @@ class Reducer(Inherited):
             self._users_hooks.reset()
 
     def _tell_usage(self, method: Callable[[Sequence[int], Collection[int]], T], indices: Sequence[int]) -> T:
-        """Tell the usage model which gradients came, and which of these are None after all."""
+        """Tell the usage model which gradients came, and which of them are None."""
         asks = self._usage.asks_for_undefined
         undefined = [index for index in indices if self._parameters[index].grad is None] if asks else ()
         try:
@@ -600,7 +607,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _end(self) -> None:
-        """Called by autograd on the thread of backward, when nothing is left to compute.
+        """Called by autograd on the thread of backward, when it has computed everything.
 
         See Note [The outermost backward] in `torch_internals`.
 
@@ -616,7 +623,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _finish(self) -> None:
-        """Called by autograd after `_end` of all reducers: another one may have to collect what this one overwrites."""
+        """Called by autograd after `_end` of all reducers: another one may first have to collect what this one overwrites."""
         assert self._running is not None, "a backward that ends has begun"
         self._running.finish(self._on_delivery, self._extra_futures)
         if self._learns_order:
@@ -638,16 +645,16 @@ class Reducer(Inherited):
     # ---- buckets ----
 
     def _watch(self, members: list[list[int]]) -> None:
-        """From now on note gradients for buckets with these members."""
+        """Note gradients for buckets with these members from now on."""
         self._readiness = Readiness(members)
         self._pending = PendingGradients(members)
         self._hooks.register(self._pending)
 
     def _build_if_due(self) -> None:
-        """Build the buckets for the first time, and once more in the order in which rank 0's gradients arrived. A collective.
+        """Build the buckets the first time, and a second time in the order in which rank 0's gradients arrived. A collective.
 
-        Not at construction: a copy of a wrapped module on one rank (an average of its weights, say) needs no buckets, and must
-        not wait for the other ranks.
+        The constructor does not build them: a copy of a wrapped module on one rank (for an average of its weights, for example)
+        needs no buckets, and must not wait for the other ranks.
         """
         if self._buckets is None:
             members = self._builder.assign_first()
@@ -662,7 +669,7 @@ class Reducer(Inherited):
         self._group.broadcast(order, 0)
         self._release_gradients()
         kept = gradients_as_views(self._buckets)
-        # The old ones are given up first: to have both for a moment was the peak of a whole training's memory.
+        # The old buckets are freed first: to have both for a moment would be the peak of a training's memory.
         self._buckets = []
         members = self._builder.assign(order.tolist())
         self._buckets = self._builder.build(members, kept)
@@ -693,21 +700,24 @@ class Reducer(Inherited):
             raise error_messages.backward_never_ended(what, self._group.place())
 
     def _take_over(self) -> None:
-        """Have other reducers of some of the parameters step aside; of several wrappers, the one that is used averages."""
+        """Let other reducers of the same parameters step aside: if a module has several wrappers, the one in use averages."""
         for pause_s in (0.0, 0.01, 0.05, 0.25):
             if self._hooks.take_over():
                 break
-            time.sleep(pause_s)  # another thread may be collecting garbage: then this returns at once
-            gc.collect()  # the other one may be garbage
+            time.sleep(pause_s)  # another thread may be in the garbage collector; then gc.collect() returns at once
+            gc.collect()  # the other reducer may be unreachable, but not collected yet
         else:
             if not self._hooks.take_over():
                 raise error_messages.another_reducer(self._group.place())
         if self._hooks.are_off:
-            self._pending.take_all()  # what came meanwhile was another's
+            self._pending.take_all()  # these gradients came while another reducer averaged
             self._hooks.register(self._pending)
 
     def _may_retire(self) -> bool:
-        """Whether no backward of this reducer is under way or expected; one that has failed will not go on."""
+        """Whether no backward of this reducer is under way or expected.
+
+        A failed backward does not go on, so it does not count.
+        """
         if self._running is not None:
             return self._backward_end() is None
         return not self._sync_policy.has_forward

@@ -14,10 +14,10 @@ from .bucket import Bucket
 
 
 class SparseBucket:
-    """One parameter whose gradient is sparse (COO): alone, for its elements lie elsewhere on each rank.
+    """One parameter whose gradient is sparse (COO). It has a bucket of its own, because its elements differ between ranks.
 
-    It has no memory of its own between backwards, and `gradient_as_bucket_view` means nothing to it: the reduced gradient
-    has as many elements as all ranks' together, and replaces the parameter's.
+    Between backwards it has no memory, and `gradient_as_bucket_view` does not change it. The reduced gradient has as many
+    elements as all ranks' gradients together, and replaces the parameter's gradient.
 
     Attributes:
         indices: the parameter's index in the reducer.
@@ -45,7 +45,7 @@ class SparseBucket:
         return [buffer]
 
     def collect(self, unused: Collection[int] = ()) -> None:  # noqa: ARG002 - a bucket's; here nothing is overwritten
-        """Take a copy of the gradient, or no element if there is none."""
+        """Take a copy of the gradient; without a gradient, an empty one."""
         gradient = self.parameters[0].grad
         if gradient is None:
             self.buffer = self._nothing()
@@ -54,14 +54,15 @@ class SparseBucket:
         if gradient.requires_grad:
             raise error_messages.differentiable(self.names[0])
         coalesced = gradient.detach().coalesce()
+        # `coalesce` returns the gradient itself if it is coalesced: then a copy keeps the user's values from being overwritten.
         self.buffer = coalesced.clone() if gradient.is_coalesced() else coalesced
 
     def collect_nothing(self) -> None:
-        """No element."""
+        """Take an empty gradient."""
         self.buffer = self._nothing()
 
     def release_gradients(self) -> None:
-        """No gradient is in the bucket's memory."""
+        """Nothing to do: no gradient is in the bucket's memory."""
 
     def accept(self, result: object) -> None:
         """Take the reduced gradient.
@@ -76,13 +77,13 @@ class SparseBucket:
         self.buffer = result
 
     def deliver(self, untouched: Collection[int] = (), *, may_alias: bool = True) -> None:  # noqa: ARG002 - a bucket's
-        """Give the parameter its reduced gradient, unless it is among those (by index) that stay as they are."""
+        """Give the parameter its reduced gradient, unless its index is `untouched`."""
         if self.indices[0] not in untouched:
             self.parameters[0].grad = self.buffer
         self.buffer = self._nothing()
 
     def _nothing(self) -> torch.Tensor:
-        """No element: one sparse dimension, as embeddings have."""
+        """An empty gradient, with one sparse dimension, as for embeddings."""
         parameter = self.parameters[0]
         indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)

@@ -1,4 +1,4 @@
-"""What happened in an iteration, and when."""
+"""The events of an iteration, with their times."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class BucketTimes:
 
     Attributes:
         nbytes: size of its buffer.
-        ready: it could start: its last gradient was there, and all earlier buckets had started.
-        started: its reduction was issued.
-        finished: its reduction was over, or None while it is not.
-        number: which bucket it was, by `Reducer.buckets`.
+        ready: when the bucket could start: its last gradient was there, and all earlier buckets had started.
+        started: when its reduction was issued.
+        finished: when its reduction was over; None before.
+        number: its position in `Reducer.buckets`.
     """
 
     nbytes: int
@@ -25,7 +25,7 @@ class BucketTimes:
     number: int = 0
 
     def note_end(self, _: object = None) -> None:
-        """The reduction is over, if nobody has said so before."""
+        """The reduction is over. Only the first call counts."""
         if self.finished is None:
             self.finished = time.perf_counter()
 
@@ -35,15 +35,15 @@ class IterationStatistics:
     """One iteration; all times are seconds of `time.perf_counter()`.
 
     Attributes:
-        forward_started: `prepare_for_backward` was called; a second backward of one forward has no forward of its own, and
-            this is when it began.
-        forward_ended: the module's forward returned; 0.0 if nobody said so (DistributedDataParallel does).
+        forward_started: `prepare_for_backward` was called. For a second backward of one forward, the beginning of this
+            backward.
+        forward_ended: the module's forward returned; 0.0 if no wrapper sets it (DistributedDataParallel does).
         backward_started: the first gradient was ready.
-        last_gradient: the last gradient was ready: from here on nothing is computed that communication could hide behind.
-        finalize_started: backward had nothing left to compute.
+        last_gradient: the last gradient was ready: after this, no computation is left that could hide communication.
+        finalize_started: backward had computed everything.
         finished: all reduced gradients were written back.
-        waited_s: seconds that backward stood still for the reduction once the last gradient was there (the exposed part): to
-            start the last buckets, to wait, and to write back. What else autograd computed in between does not count.
+        waited_s: seconds that backward stood still for the reduction after the last gradient (the exposed part): to start the
+            last buckets, to wait, and to write back. Autograd's other work in this time does not count.
         buckets: one for each bucket, in the order of their start.
     """
 

@@ -1,24 +1,24 @@
-"""Whether the next backward is reduced, and what the ranks compare of it: forwards decide both. Pure."""
+"""Whether the next backward is reduced, and what the ranks compare about it. Forwards decide both. Pure."""
 
 from __future__ import annotations
 
 
 class GradSyncPolicy:
-    """What the forwards so far say of the next backward.
+    """What the forwards so far say about the next backward.
 
     Note [Which backward is reduced]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     The policy does not know which forward a backward belongs to. The first backward after a forward outside of `no_sync` is
-    reduced, wherever it runs; so after a forward outside and one inside, the backward that comes first is reduced, with all
-    that was accumulated. A backward for which no forward waits (a second one through one graph, one of the bare module) is
-    reduced, too, unless the latest forward was within `no_sync`, or the backward itself is. Each other backward adds to this
-    rank's gradients, until a later one is reduced.
+    reduced, wherever it runs. So after a forward outside and one inside, the backward that comes first is reduced, with all
+    accumulated gradients. A backward without a forward (a second one through one graph, one of the bare module) is reduced,
+    too, unless the latest forward was within `no_sync`, or the backward itself is. Every other backward adds to this rank's
+    gradients, until a later one is reduced.
 
-    Ranks pair their reduced backwards by count. If one rank alone runs a backward of the bare module, all later ones of that
-    rank would pair with the wrong ones of the others. So the ranks compare, with the first bucket, to which forward a backward
-    belongs, and its number since that forward (`mark`). Forwards are counted when their backward is reduced: a forward without
-    a backward, or several before one, are nobody's mistake, and may be on some ranks only. What is not seen: strays in a loop
-    that never calls the wrapper's forward. There nothing tells one backward from another.
+    Ranks pair their reduced backwards by count. If one rank alone runs a backward of the bare module, all its later ones pair
+    with the wrong ones of the other ranks. So the ranks compare, with the first bucket, the forward of a backward, and the
+    number of this backward since the forward (`mark`). A forward is counted when its backward is reduced. So a forward without
+    a backward, or several before one, are no mistake, and may happen on some ranks only. One case stays unnoticed: stray
+    backwards in a loop that never calls the wrapper's forward. There nothing distinguishes one backward from another.
 
     Attributes:
         is_due: whether the next backward is reduced.
@@ -37,16 +37,16 @@ class GradSyncPolicy:
         self._set(self._announced or reduces, reduces)
 
     def cancel_forward(self) -> None:
-        """The latest forward raised an error: it does not count."""
+        """The latest forward raised an error, so it does not count."""
         self._set(*self._before)
 
     def reduced(self) -> None:
-        """A reduction has ended."""
+        """A reduced backward has ended."""
         self._forwards, self._backwards = self._next()
         self._set(False, self._latest)
 
     def keep_local(self, is_local: bool) -> None:
-        """Whether backwards run within `no_sync` from now on."""
+        """Set whether backwards run within `no_sync` from now on."""
         self._is_local = is_local
         self._set(self._announced, self._latest)
 
@@ -57,7 +57,7 @@ class GradSyncPolicy:
 
     @property
     def mark(self) -> str:
-        """What the ranks compare of the backward that is reduced next."""
+        """The text about the next reduced backward that the ranks compare."""
         forward, backward = self._next()
         return f"backward {backward} since forward {forward}"
 

@@ -1,4 +1,4 @@
-"""What the reducer uses of torch without a promise from torch; each with a probe, and what happens without it.
+"""Private parts of torch that the reducer uses. Each has a probe, and a way without it.
 
 ======================================  ==============================================================================
 private to torch                        without it
@@ -34,7 +34,7 @@ GraphNode = torch.autograd.graph.Node
 
 try:
     _queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-    # The Python entry of every torch.autograd.Function's backward: who finds it on the stack runs inside such a backward.
+    # The Python entry of every torch.autograd.Function's backward. If it is on the stack, the code runs inside such a backward.
     _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
     foreach_copy = torch._foreach_copy_
     foreach_zero = torch._foreach_zero_
@@ -42,7 +42,7 @@ try:
 except AttributeError as error:
     raise ImportError(f"syncline-reducer does not work with torch {torch.__version__}: {error}") from error
 
-#: Whether hooks on a parameter also run where the backward of its function returned None. No function of torch's tells.
+#: Whether hooks on a parameter also run when the backward of its function returned None. No function of torch tells.
 TELLS_OF_UNDEFINED_GRADIENTS = TorchVersion(torch.__version__) >= "2.8"
 CAN_COUNT_STORAGE_USERS = hasattr(torch._C, "_storage_Use_Count")
 CAN_FORESEE_NODES = hasattr(torch._C, "_will_engine_execute_node")
@@ -52,21 +52,21 @@ _current_graph_task_id: Callable[[], int] = getattr(
 
 
 def current_backward() -> int:
-    """A number for the backward that runs on this thread; one inside another has its own. Unknown: a new one each time."""
+    """A number for the backward that runs on this thread; a backward inside it has its own. If unknown, a new one each time."""
     return _current_graph_task_id()
 
 
 def accumulation_node(parameter: torch.nn.Parameter) -> GraphNode:
-    """The graph's node that accumulates the parameter's gradient; after a change of dtype or device it is another one.
+    """The graph's node that accumulates the parameter's gradient. After a change of dtype or device it is another node.
 
-    Autograd makes a new node if nobody holds the old one, so whoever hooks it must hold it.
+    Autograd makes a new node if nothing holds the old one. So a caller that hooks the node must hold it.
     """
     with torch.inference_mode(False), hookable(parameter):
         return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def hook_undefined_gradients(parameter: torch.nn.Parameter, note: Callable[[], object]) -> Any:
-    """Call `note` when backward reaches the parameter and leaves its gradient undefined; returns a handle; hold it."""
+    """Call `note` when backward reaches the parameter and leaves its gradient undefined. The caller must hold the handle."""
     node = accumulation_node(parameter)
 
     def look(_: object, gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -77,7 +77,7 @@ def hook_undefined_gradients(parameter: torch.nn.Parameter, note: Callable[[], o
 
 
 class _HeldHook:
-    """A hook on a node, with the node."""
+    """A hook on a node, together with the node, which stays alive with it."""
 
     def __init__(self, node: GraphNode, handle: Any) -> None:
         self.node = node
@@ -86,7 +86,7 @@ class _HeldHook:
 
 @contextmanager
 def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """A context in which a parameter that was frozen takes hooks, too: it may be thawed later."""
+    """A context in which a frozen parameter takes hooks, too, because it may require gradients later."""
     was_frozen = not parameter.requires_grad
     if was_frozen:
         parameter.requires_grad_(True)
@@ -98,44 +98,44 @@ def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
 
 
 def unreached(nodes: Sequence[GraphNode]) -> list[int]:
-    """The positions of the nodes that the running backward will not execute. Nodes inside re-entrant checkpoints count, too.
+    """Positions of nodes that the running backward will not execute; among them are those inside re-entrant checkpoints.
 
     Autograd computes this when a backward starts. Cost: 0.1 to 0.2 microseconds for each node.
     """
     will_execute = torch._C._will_engine_execute_node
-    if all(map(will_execute, nodes)):  # in half the time
+    if all(map(will_execute, nodes)):  # the usual case, in half the time
         return []
     return [position for position, node in enumerate(nodes) if not will_execute(node)]
 
 
 def in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs the backward: it drops what is queued for the end of backward."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")  # not loaded by whoever does not use it
+    """Whether compiled autograd runs the backward. It drops callbacks that are queued for the end of backward."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # not loaded if no code uses it
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 def hooks_after_accumulation(parameter: torch.nn.Parameter) -> Collection[object]:
-    """The post-accumulate-grad hooks on a parameter, anybody's."""
+    """All post-accumulate-grad hooks on a parameter, the user's and ours."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return () if hooks is None else hooks.values()
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """A number that grows when the tensor is changed in place."""
+    """A number that grows when the tensor is changed in place; always 0 if this torch has no such number."""
     return getattr(tensor, "_version", 0)
 
 
 def storage_users(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many use the memory of a tensor: storages in Python, and tensors, arrays and others in all.
+    """How many users the memory of a tensor has: storage objects in Python, and tensors, arrays and others in all.
 
-    Compare with what it returned when the users were known.
+    The numbers have a meaning only in comparison: with those of a tensor whose users are known.
     """
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 
 
 def enclosing_function() -> Any:
-    """The `torch.autograd.Function` whose backward runs the current backward; None if there is none.
+    """The `torch.autograd.Function` whose backward contains the current backward; None if there is none.
 
     Cost: a look at each frame of the Python stack, 0.2 microseconds in all.
     """
@@ -148,21 +148,21 @@ def enclosing_function() -> Any:
 
 
 def call_at_backward_end(callback: Callable[[], None]) -> None:
-    """Call back when the outermost backward has nothing left to compute. Call this while a backward runs.
+    """Call back when the outermost backward has computed everything. Use this while a backward runs.
 
     Note [The outermost backward]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A re-entrant checkpoint runs a backward inside the backward of its node. Autograd calls back at the end of the backward
-    that is running, the inner one, when gradients may be missing that the outer one will still compute. So from the inner
-    one this function hooks the node around it: when that node is done, the backward around it is running, and the same
-    question is asked there, until no backward is around.
+    A re-entrant checkpoint runs a backward inside the backward of its node. Autograd calls back at the end of the running
+    backward, which is the inner one. At this moment gradients may be missing that the outer one still has to compute. So in an
+    inner backward, this function hooks the node around it. When this node is done, the outer backward is the running one, and
+    the function calls itself, until there is no outer backward.
     """
     node = enclosing_function()
     if node is None:
         try:
             _queue_callback(callback)
         except RuntimeError:
-            if not in_compiled_autograd():  # which drops the callback; that of torch 2.6 raises instead
+            if not in_compiled_autograd():  # compiled autograd drops the callback; in torch 2.6 it raises instead
                 raise
         return
 

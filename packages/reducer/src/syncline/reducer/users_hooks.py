@@ -15,19 +15,20 @@ _LOOK_EVERY = 32
 
 
 def is_worth_a_look(reductions: int) -> bool:
-    """Whether to look, after so many reduced backwards, for what nobody tells of: often at first, and on all ranks alike."""
+    """Whether to look for users' hooks after this many reduced backwards: often at first, and the same on all ranks."""
     return reductions % _LOOK_EVERY == 0 or reductions & (reductions - 1) == 0
 
 
 class UsersHooks:
-    """Finds the parameters that have such hooks, and what a hook does that would make the average wrong in silence.
+    """Finds the parameters with such hooks, and notices a hook that would make the average wrong without an error.
 
     Note [A gradient that is used too early]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A hook may change a gradient: the average is that of changed ones. But a hook that steps the parameter steps it with this
-    rank's own gradient, and one that drops the gradient leaves none to average. Of parameters with such hooks two things are
-    therefore compared when their bucket starts: whether a gradient that had come is still there, and whether the parameter
-    still has the version that it had when backward began. Parameters without hooks are not looked at.
+    A hook may change a gradient: then the changed gradients are averaged. But a hook that steps the parameter uses this rank's
+        own
+    gradient, and a hook that drops the gradient leaves nothing to average. So for parameters with such hooks, two things are
+    checked when their bucket starts: a gradient that had come is still there, and the parameter still has the version that it
+    had when backward began. Parameters without hooks are not checked.
 
     Args:
         names: of the parameters, for errors.
@@ -35,7 +36,7 @@ class UsersHooks:
         place: for errors.
 
     Attributes:
-        indices: the parameters that have hooks of the user, as of the last look.
+        indices: the parameters that had hooks of the user at the last look.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], place: str) -> None:
@@ -51,7 +52,7 @@ class UsersHooks:
         """Find the parameters.
 
         Args:
-            ours: the module whose functions are hooks of a reducer.
+            ours: hooks whose function is from this module are the reducer's own.
         """
         self.indices = [
             index
@@ -65,14 +66,17 @@ class UsersHooks:
                     self._handles[index] = self._parameters[index].register_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """A backward begins that will be reduced. A step with its very first gradient is seen only if the gradient is gone."""
+        """A reduced backward begins.
+
+        A step inside the hook of its very first gradient is noticed only if the gradient is gone.
+        """
         self._versions = {index: version_of(self._parameters[index]) for index in self.indices}
 
     def check(self, members: Collection[int]) -> None:
-        """The bucket of these is about to be collected.
+        """Check the bucket with these members, which is about to be collected.
 
         Raises:
-            MisuseError: a hook of the user has used a gradient before it is averaged.
+            MisuseError: a hook of the user has used a gradient before it was averaged.
         """
         for index in self._versions.keys() & members:
             parameter = self._parameters[index]
@@ -82,11 +86,11 @@ class UsersHooks:
                 raise error_messages.changed_before_average(self._names[index], self._place)
 
     def reset(self) -> None:
-        """The backward has ended."""
+        """Forget the gradients of this backward, because it has ended."""
         self._came.clear()
 
     def close(self) -> None:
-        """Take off what was put on the parameters."""
+        """Take the hooks off the parameters."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
