@@ -1,4 +1,4 @@
-"""Adasum: gradients are added up so far as they point into different directions."""
+"""Adasum: gradients with different directions are added up, gradients with the same direction are averaged."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .stages import finished
 
 @communication_hook
 def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
-    """Combine the gradients of all ranks by Adasum, each parameter's by itself.
+    """Combine the gradients of all ranks by Adasum, for each parameter separately.
 
-    Orthogonal gradients are added up, equal ones averaged, so the learning rate of one process fits any number of ranks: do not
-    multiply it by their number. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.)
+    Orthogonal gradients are added up, equal ones are averaged. So the learning rate of one process fits any number of ranks: do
+    not multiply it by their number. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.)
 
     Args:
-        process_group: a group of ours or torch's; None for the group of the DDP that runs the hook.
+        process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
         bucket: the gradients; a floating-point dtype.
 
     Returns:
-        A future of the bucket's buffer. It is over when the hook returns: nothing overlaps with backward.
+        A future of the bucket's buffer. It is already finished when the hook returns: nothing overlaps with backward.
 
-    Cost, for p ranks: log2(p) exchanges of the bucket between two ranks, and two more if p is no power of two. Extra memory:
+    Cost, for p ranks: log2(p) exchanges of the bucket between two ranks, and two more if p is not a power of two. Extra memory:
     two buckets, and three copies in float64 of one parameter's gradient.
     """
     buffer = floating_buffer(bucket, "for Adasum")

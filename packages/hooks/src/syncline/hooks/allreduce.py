@@ -1,4 +1,4 @@
-"""Plain averaging, as without a hook; and no communication at all."""
+"""A plain average, as without a hook; and a hook that does not communicate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Average the bucket over the ranks, in its own dtype and in place.
 
     Args:
-        process_group: a group of ours or torch's; None for the group of the DDP that runs the hook.
+        process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
         bucket: the gradients.
 
     Returns:
@@ -31,7 +31,7 @@ def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
 
 @communication_hook
 def noop_hook(state: Any, bucket: Bucket) -> TensorFuture:
-    """Return the bucket as it is, without communicating: to measure what communication costs, and for nothing else.
+    """Return the bucket unchanged, without communicating. Use it only to measure what communication costs.
 
     The replicas drift apart.
     """

@@ -1,4 +1,4 @@
-"""PowerSGD of a whole bucket at once: faster, and less accurate."""
+"""PowerSGD of a whole bucket at once: faster and less accurate than by parameter."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .stages import Stages
 
 @communication_hook
 def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
-    """Average the bucket approximately, seen as one square matrix that zeros fill up.
+    """Average the bucket approximately, as one square matrix that is filled up with zeros.
 
-    Like `powerSGD_hook`, but the rows of the matrix have nothing to do with those of the parameters, which spoils what low
-    rank the gradients have: prefer that hook unless it takes too long. `min_compression_rate` and
-    `batch_tensors_with_same_shape` mean nothing here, as in torch. A bucket with NaN or infinity becomes NaN on every rank,
-    and what is remembered of it is dropped.
+    It works like `powerSGD_hook`, but the rows of the matrix do not follow the rows of the parameters. So the approximation is
+    worse: use `powerSGD_hook` unless it takes too long. `min_compression_rate` and `batch_tensors_with_same_shape` have no
+    effect here, as in torch. A bucket with NaN or infinity becomes NaN on every rank, and the state drops its error and its
+    factor.
 
     Source: as `powerSGD_hook`.
 
     Args:
-        state: settings and memory. The factor belongs to the bucket as a whole: other buckets begin with a random one.
+        state: settings and memory. The factor belongs to the whole bucket: after a change of buckets it starts at random.
         bucket: the gradients; a floating-point dtype. Halves are computed in float32 and sent as halves.
 
     Returns:
@@ -85,9 +85,9 @@ def _first_factor(state: PowerSGDState, layout: str, side: int, rank: int, buffe
 
 
 def _pieces(state: PowerSGDState, bucket: Bucket, padded: torch.Tensor, layout: str) -> tuple[list[str], list[torch.Tensor]]:
-    """The parts of the square that belong to each parameter, with its shape, and the padding.
+    """Split the square into the parts of the parameters, each in its parameter's shape, and the padding.
 
-    A parameter's part is in the order of memory, whatever its strides: the same parameter finds the same part again.
+    A part is in the order of memory, whatever the parameter's strides are. So a parameter always finds its own part again.
     """
     shapes = [parameter.shape for parameter in bucket.parameters()]
     sizes = [shape.numel() for shape in shapes]

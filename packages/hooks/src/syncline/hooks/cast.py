@@ -1,4 +1,4 @@
-"""Compression by casting: hooks that average halves, and wrappers that give any hook a bucket of halves."""
+"""Compression by casting: hooks that average in 16 bits, and wrappers that give any hook a bucket in 16 bits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .contract import Bucket, TensorFuture, communication_hook, floating_buffer,
 def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Average the bucket in float16, and cast the result back.
 
-    Sums of halves are accumulated in float32 and divided before they are rounded, so a sum beyond float16's 65,504 does no
-    harm; a single gradient beyond it becomes infinite.
+    Sums are accumulated in float32, and are divided before they are rounded. So a sum beyond float16's 65,504 does no harm, but
+    a single gradient beyond it becomes infinite.
 
     Args:
-        process_group: a group of ours or torch's; None for the group of the DDP that runs the hook.
+        process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
         bucket: the gradients; a floating-point dtype.
 
     Returns:
@@ -35,11 +35,11 @@ def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
 def bf16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Average the bucket in bfloat16, and cast the result back.
 
-    bfloat16 has the range of float32 and 8 bits of precision: nothing becomes infinite, and more is rounded away than in
-    `fp16_compress_hook`. Sums are accumulated in float32 and divided before they are rounded.
+    bfloat16 has the range of float32 and 8 bits of precision. So nothing becomes infinite, but rounding loses more than in
+    `fp16_compress_hook`. Sums are accumulated in float32, and are divided before they are rounded.
 
     Args:
-        process_group: a group of ours or torch's; None for the group of the DDP that runs the hook.
+        process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
         bucket: the gradients; a floating-point dtype.
 
     Returns:
@@ -50,8 +50,8 @@ def bf16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     return _average_as(torch.bfloat16, process_group, bucket)
 
 
-# torch's register_comm_hook refuses a hook of this name unless NCCL is there; this one needs no NCCL. (pickle goes by
-# __qualname__, which stays.)
+# Without NCCL, torch's register_comm_hook refuses a hook of this name. Our hook needs no NCCL, so it gets another one. (pickle
+# uses __qualname__, which stays.)
 bf16_compress_hook.__name__ = "bf16_average_hook"
 
 
@@ -59,12 +59,12 @@ def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[
     """Give a hook the bucket cast to float16, and cast its result back.
 
     Args:
-        hook: any hook; it finds float16 in `buffer()` and `gradients()`, and its result may have any dtype.
+        hook: any hook. It gets float16 in `buffer()` and `gradients()`, and its result may have any dtype.
 
     Returns:
-        A hook with the same state; its result is the bucket's own buffer, in the bucket's own dtype.
+        A hook with the same state. Its result is the bucket's own buffer, in the bucket's own dtype.
 
-    Cost: that of the hook on a bucket of halves; two bytes of extra memory for each element.
+    Cost: that of the hook on a bucket of float16; two bytes of extra memory for each element.
     """
     return _with_cast(torch.float16, hook)
 
@@ -84,7 +84,7 @@ def _with_cast(dtype: torch.dtype, hook: Callable[[Any, Any], TensorFuture]) -> 
         bucket.set_buffer(buffer.to(dtype))
 
         def restore(done: TensorFuture) -> torch.Tensor:
-            # Whoever wraps this hook shall find the bucket as it was given.
+            # A wrapper around this hook must find the bucket as the caller gave it.
             bucket.set_buffer(buffer)
             return buffer.copy_(_tensor_of(done.value()))
 
@@ -94,7 +94,7 @@ def _with_cast(dtype: torch.dtype, hook: Callable[[Any, Any], TensorFuture]) -> 
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
-    """A hook's result: a tensor, or the list of one that a Work's own future holds."""
+    """A hook's result: a tensor, or a list with one tensor, which a Work's own future holds."""
     result = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
     if not isinstance(result, torch.Tensor):
         raise MisuseError(f"expected the wrapped hook's future to hold the reduced bucket, found {type(result).__name__}")

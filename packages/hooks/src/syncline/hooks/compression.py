@@ -23,17 +23,17 @@ _KIND = "compression"
 
 
 class CompressionState:
-    """A compressor, and what `compression_hook` remembers. The same arguments on every rank.
+    """A compressor, and the memory of `compression_hook`. Every rank passes the same arguments.
 
     Args:
         compressor: `Int8()`, `OneBit()`, `TopK(0.01)`, `RandomK(0.01)`, or one of your own.
-        process_group: a group of ours or torch's; None for the group of the DDP that runs the hook.
-        use_error_feedback: add what was left out to the next step's gradient; memory for the gradients once more.
-        random_seed: of random compressors, 0 to 2**32 - 1.
-        named_parameters: as `model.named_parameters()` gives them: the names under which `state_dict` saves. None numbers them.
+        process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
+        use_error_feedback: add the part that was not sent to the next step's gradient; takes as much memory as the gradients.
+        random_seed: for random compressors, 0 to 2**32 - 1.
+        named_parameters: as from `model.named_parameters()`; `state_dict` saves under these names. None numbers the parameters.
 
     Raises:
-        InvalidArgumentError: there is no compressor, or the seed is out of range.
+        InvalidArgumentError: `compressor` is not a compressor, or the seed is out of range.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CompressionState:
         self.origin = Origin()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: numbers, texts and tensors only; see `saved_state`."""
+        """This rank's state: only numbers, texts and tensors; see `saved_state`."""
         return {
             "kind": _KIND,
             "format": FORMAT,
@@ -71,10 +71,10 @@ class CompressionState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Continue from a saved state.
 
         Raises:
-            MisuseError: the state is of another kind, compressor or model.
+            MisuseError: the state belongs to another kind of hook, another compressor or another model.
         """
         check_kind(state, _KIND)
         if state["compressor"] != self.compressor.name:
@@ -89,28 +89,29 @@ class CompressionState:
 
 @communication_hook
 def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
-    """Average what the compressor makes of the ranks' gradients; keep what it leaves out for the next step.
+    """Average the compressed gradients of all ranks, and keep the part that was not sent for the next step.
 
-    All ranks end with the same bits. NaN and infinity arrive as the compressor says, and leave no trace in the state.
+    All ranks end with the same bits. NaN and infinity arrive as the compressor says, and are not kept in the state.
 
     Args:
         state: the compressor, and memory.
-        bucket: the gradients; a floating-point dtype. Halves are computed in float32.
+        bucket: the gradients; a floating-point dtype. 16-bit gradients are computed in float32.
 
     Returns:
         A future of the bucket's buffer.
 
-    Cost: one all_gather of the message (or one all_reduce, for a `LinearCompressor`); extra memory for the messages of all
-    ranks.
+    Cost: one all_gather of the message (or one all_reduce, for a `LinearCompressor`). Extra memory for the messages of all
+        ranks.
 
     Raises:
-        MisuseError: the state is no CompressionState, the bucket is of integers, or the loaded state does not fit.
+        MisuseError: the state is not a CompressionState, the bucket holds integers, or the loaded state does not fit.
     """
     if not isinstance(state, CompressionState):
         raise MisuseError(f"expected a CompressionState as the hook's state, found {type(state).__name__}")
     buffer = floating_buffer(bucket, "to compress")
     if bucket.is_last():
         state.iter += 1
+    # The bucket is empty on all ranks, so none of them communicates.
     if buffer.numel() == 0:
         return finished(buffer)
     group = group_of(state.process_group, bucket)
@@ -132,12 +133,12 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
 
 
 def _compressed(state: CompressionState, bucket: Bucket, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The message, and the gradients that have an element, which it stands for."""
+    """The message, and the gradients it stands for: those that have at least one element."""
     named = zip(state.names.of(bucket), bucket.gradients(), strict=True)
     names, gradients = zip(*[(name, gradient) for name, gradient in named if gradient.numel() > 0], strict=True)
     if not state.use_error_feedback:
         return state.compressor.compress(gradients, seed), list(gradients)
-    # Errors are added in float32 at least, never rounded to halves.
+    # Errors are added in float32 or float64. In 16 bits small errors would be rounded away.
     given = [gradient.to(math_dtype(gradient.dtype), copy=True) for gradient in gradients]
     state.error_feedback.add_to(names, given)
     message = state.compressor.compress(_like(given, gradients), seed)
@@ -147,7 +148,7 @@ def _compressed(state: CompressionState, bucket: Bucket, seed: int) -> tuple[tor
 
 
 def _finite(error: torch.Tensor) -> torch.Tensor:
-    """NaN and infinity become 0, in place: one bad step shall not spoil all later ones."""
+    """Set NaN and infinity to 0, in place, so that one bad step does not spoil all later ones."""
     return torch.nan_to_num_(error, nan=0.0, posinf=0.0, neginf=0.0)
 
 

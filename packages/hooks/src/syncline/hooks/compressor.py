@@ -1,4 +1,4 @@
-"""The contract of a compressor: how one rank's gradients become a message, and messages a mean."""
+"""The contract of a compressor: how one rank's gradients become a message, and how messages become a mean."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from .low_precision import math_dtype
 
 
 class Compressor(ABC):
-    """Makes messages of gradients. Without state: what must be remembered is the hook's state's.
+    """Makes messages from gradients. A compressor has no state: the hook's state holds the memory.
 
-    A message has the same length on all ranks, a function of the gradients' shapes and dtype, so that one collective carries
-    it.
+    A message has the same length on all ranks, because the length depends only on the gradients' shapes and dtype. So one
+    collective carries it.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """In saved states and errors; tells all settings that change a message."""
+        """A name for saved states and errors. It contains all settings that change a message."""
 
     @abstractmethod
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """The message.
+        """Make the message.
 
         Args:
-            gradients: of one dtype, any shapes. Only read.
-            seed: the same on every rank, another one at every call.
+            gradients: tensors of one dtype and any shapes; not changed.
+            seed: the same on every rank, another one in every call.
 
         Returns:
             A flat tensor; of uint8 unless the subclass says otherwise.
@@ -38,25 +38,25 @@ class Compressor(ABC):
 
     @abstractmethod
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """What a message stands for: tensors like the gradients, halves as float32. The same bits on every rank.
+        """The tensors that a message stands for, with the gradients' shapes; 16 bits as float32. The same bits on every rank.
 
         Args:
-            message: what `compress` has returned on some rank.
+            message: a result of `compress` on any rank.
             like: tensors with the shapes and dtype of the gradients.
-            seed: that of the call.
+            seed: the seed of the same `compress` call.
         """
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
-        """Start the collective. Here: every rank gets every message.
+        """Start the collective. By default every rank gets every message.
 
         Returns:
-            The work, and a tensor [messages, length] that holds them when it has finished; the result is their mean.
+            The work, and a tensor [messages, length], which holds the messages when the work has finished.
         """
         messages = message.new_empty(group.size, message.numel())
         return group.all_gather_into_tensor(messages, message, async_op=True), messages
 
     def mean(self, messages: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """The mean of what the messages stand for, added up in the order of ranks: the same bits on every rank."""
+        """The mean of the tensors that the messages stand for, added in the order of ranks: the same bits on every rank."""
         total = self.decompress(messages[0], like, seed)
         for message in messages[1:]:
             for into, term in zip(total, self.decompress(message, like, seed), strict=True):
@@ -65,19 +65,19 @@ class Compressor(ABC):
 
 
 class LinearCompressor(Compressor):
-    """One whose messages may be averaged instead of what they stand for, so that an all_reduce carries them."""
+    """A compressor whose messages may be averaged themselves, so that an all_reduce carries them."""
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
-        """Start an all_reduce that averages; there is one message in the end."""
+        """Start an all_reduce that averages. Its result is a single message."""
         mean = message.clone()
         return group.all_reduce(mean, ReduceOp.AVG, async_op=True), mean.unsqueeze(0)
 
 
 def check_compressor(compressor: object) -> None:
-    """Refuse what is no compressor.
+    """Check that the argument is a compressor.
 
     Raises:
-        InvalidArgumentError: it is something else, such as the class instead of an instance.
+        InvalidArgumentError: it is something else, for example the class and not an instance.
     """
     if not isinstance(compressor, Compressor):
         raise InvalidArgumentError(f"expected a Compressor, such as Int8(), found {compressor!r}")
@@ -89,14 +89,14 @@ def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Unpacker:
-    """Reads from a packed message what was packed, in the same order."""
+    """Reads the tensors of a packed message, in the order in which they were packed."""
 
     def __init__(self, message: torch.Tensor) -> None:
         self._message = message
         self._read = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor, flat; a copy."""
+        """The next tensor, flat, as a copy."""
         nbytes = numel * dtype.itemsize
         part = self._message[self._read : self._read + nbytes]
         self._read += nbytes
@@ -104,5 +104,5 @@ class Unpacker:
 
 
 def in_math_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, halves as float32."""
+    """The tensor; float32 if it has 16 bits."""
     return tensor.to(math_dtype(tensor.dtype))

@@ -1,8 +1,8 @@
-"""The hook contract: what a communication hook is given, whoever calls it.
+"""The hook contract: the arguments of a communication hook, under any caller.
 
 A hook is a function `hook(state, bucket) -> torch.futures.Future[torch.Tensor]`. The caller (our reducer, or torch's) calls it
 during backward, on every rank, for the same buckets in the same order. The bucket holds this rank's own gradients, not
-divided. The future's value is the flat tensor that every rank shall have: the hook owns the division.
+divided. The future's value is the flat tensor that every rank gets. So the hook must divide by the number of ranks itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Hook = TypeVar("Hook", bound=Callable[[Any, Any], TensorFuture])
 
 
 class Bucket(Protocol):
-    """What our GradBucket and torch's have in common."""
+    """The methods that our GradBucket and torch's both have."""
 
     def index(self) -> int:
         """The bucket's number."""
@@ -36,25 +36,26 @@ class Bucket(Protocol):
         """All gradients, flat."""
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let `buffer()` and `gradients()` show another flat tensor with as many elements."""
+        """Let `buffer()` and `gradients()` show another flat tensor with the same number of elements."""
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients as views of `buffer()`."""
 
     def parameters(self) -> list[torch.Tensor]:
-        """Their parameters."""
+        """The parameters of these gradients."""
 
     def is_last(self) -> bool:
         """Whether no further bucket follows in this backward."""
 
 
 def communication_hook(hook: Hook) -> Hook:
-    """Make a typed hook one that torch's `register_comm_hook` takes, too. A decorator.
+    """A decorator: lets torch's `register_comm_hook` take a typed hook, too.
 
-    torch compares the annotations that it finds with its own types, as objects. Those of a hook for both callers are neither
-    torch's types nor, under `from __future__ import annotations`, objects; so `inspect.signature` shall show none.
+    torch compares the hook's annotations with its own types, by identity. A hook for both callers has other annotations, and
+    under `from __future__ import annotations` they are texts. So `inspect.signature` must show none.
 
-    torch's DDP waits in C++ for what the hook returns. It gets a future whose error C++ sees, with the text of ours.
+    torch's DDP waits in C++ for the hook's future. So under torch's DDP the hook returns a future whose error C++ sees, with
+    the text of ours.
     """
 
     @functools.wraps(hook)
@@ -71,10 +72,10 @@ def communication_hook(hook: Hook) -> Hook:
 
 
 def floating_buffer(bucket: Bucket, purpose: str) -> torch.Tensor:
-    """The bucket's buffer; `purpose` says in words what it is for.
+    """The bucket's buffer, checked; `purpose` stands in the error text.
 
     Raises:
-        MisuseError: it is of integers, or complex, of which a cast would drop the imaginary part.
+        MisuseError: the dtype is an integer one, or a complex one, from which a cast would drop the imaginary part.
     """
     buffer = bucket.buffer()
     if not buffer.is_floating_point():
@@ -86,8 +87,8 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
     """The group over which a hook communicates.
 
     Args:
-        state: a group of ours, one of torch.distributed's, or None for the group of whoever calls the hook: of our reducer,
-            or torch's default group under native DDP.
+        state: a group of ours, one of torch.distributed's, or None. None means the caller's group: that of our reducer, or
+            torch's default group under native DDP.
         bucket: the bucket that the hook was given.
 
     Raises:

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one step on the average of what they have changed; at once, or as a stream of fragments."""
+"""DiLoCo: many local steps, then one step on the average of their changes; all parameters at once, or fragment by fragment."""
 
 from __future__ import annotations
 
@@ -23,54 +23,57 @@ _KIND = "DiLoCo"
 
 
 class DiLoCoOptimizer(torch.optim.Optimizer):
-    """Steps an inner optimizer on this replica alone; every `sync_every` steps an outer optimizer moves all replicas together.
+    """Steps an inner optimizer on this replica alone. Every `sync_every` steps an outer optimizer moves all replicas together.
 
-        inner steps 1 .. H      each replica by itself, on its own data: nothing is communicated
-        outer gradient          what all replicas had at the latest synchronisation, less the average of what they have now
-        outer step              SGD with Nesterov momentum; every replica goes on from the result
+        inner steps 1 .. H      each replica alone, on its own data: nothing is communicated
+        outer gradient          all replicas' parameters at the latest synchronisation, minus the average of the present ones
+        outer step              SGD with Nesterov momentum; every replica continues from the result
 
     The model is not wrapped: gradients are not averaged (except inside a site, see `sites`). Buffers, such as the statistics of
-    batch normalisation, stay each replica's own.
+    batch normalisation, are not synchronised.
 
-    With `fragments` above 1 it is Streaming DiLoCo: the parameters are divided into fragments of about as many bytes each,
-    which are synchronised in turn, so that the peak of what is sent falls as much. With `overlap_steps` a fragment's average is
-    under way while so many inner steps are taken; when it has come, the parameters become `mixing` times their own value plus
-    `1 - mixing` times the outer step's result.
+    With `fragments` above 1 it is Streaming DiLoCo: the parameters are divided into fragments of about the same number of
+        bytes.
+    The fragments are synchronised in turn, so the peak of sent bytes falls by their number. With `overlap_steps` the average of
+    a fragment is under way during this number of inner steps. Afterwards the parameters become `mixing` times their own value
+    plus `1 - mixing` times the outer step's result.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
     "Streaming DiLoCo with overlapping communication", 2025. Defaults are those of the first paper.
 
     Args:
-        optim: the inner optimizer, AdamW in the papers; its parameter groups and state are this one's.
-        named_parameters: names and parameters that are synchronised, as `model.named_parameters()` gives them; of
-            floating-point dtypes; the same on all ranks. All get the first rank's values: constructing is a collective.
-        process_group: one rank of each replica, ours or torch's; None for torch's default group. Not with `sites`.
+        optim: the inner optimizer, AdamW in the papers; its parameter groups and state are those of this optimizer.
+        named_parameters: names and parameters to synchronise, as from `model.named_parameters()`, of floating-point dtypes; the
+            same on all ranks. All ranks get the first rank's values: the constructor is a collective.
+        process_group: one rank of each replica, ours or torch's; None means torch's default group. Not together with `sites`.
         sites: the ranks of a site share a replica, which averages gradients inside the site at every step (by DDP over
-            `sites.inside`); only the first rank of each site communicates with other sites.
+            `sites.inside`). Only the first rank of each site communicates with other sites.
         sync_every: H, in inner steps; the same on all ranks.
-        outer_lr: of the outer optimizer; above 0.
-        outer_momentum: 0 or above and below 1.
-        fragments: how many; or the parameters' names in each, all of them once.
-        overlap_steps: 0 or above, below `sync_every`.
-        mixing: 0 or above and below 1; 0 unless there is an overlap. The second paper found 0.5 good.
-        compressor: of what is sent, with error feedback: `Int8()`, `Int4()`; None sends parameters as they are.
-        seed: of the compressor, 0 to 2**32 - 1; 0 without one.
+        outer_lr: learning rate of the outer optimizer; above 0.
+        outer_momentum: 0 to below 1.
+        fragments: the number of fragments; or lists of parameter names, in which every name stands once.
+        overlap_steps: 0 to below `sync_every`.
+        mixing: 0 to below 1; 0 if there is no overlap. The second paper found 0.5 good.
+        compressor: compresses the sent differences, with error feedback: `Int8()`, `Int4()`; None sends whole parameters.
+        seed: for the compressor, 0 to 2**32 - 1; 0 without a compressor.
 
-    Bytes sent by each rank for each step, on average: those of one all_reduce of all parameters (halves as float32), divided by
-    H; with a compressor, of one all_gather of its message.
+    Bytes sent by each rank for each step, on average: those of one all_reduce of all parameters (16 bits as float32), divided
+        by
+    H. With a compressor: those of one all_gather of its message, divided by H.
 
-    Extra memory: the parameters twice, in float32 at least (once without momentum); a fragment while it is under way; with a
-    compressor once more.
+    Extra memory: the parameters twice, in float32 or float64 (once without momentum), and a fragment while it is under way.
+        With
+    a compressor the parameters once more.
 
     Raises:
-        InvalidArgumentError: a setting is out of its range, or a name is missing, unknown or there twice.
+        InvalidArgumentError: a setting is out of its range, or a name is missing, unknown or given twice.
         MisuseError: a parameter is not of a floating-point dtype, or both a group and sites are given.
     """
 
     # Note [Bitwise outer steps]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~
-    # Without a compressor the ranks average the parameters themselves, not their differences from before: an outer step of
-    # rate 1 without momentum then gives exactly that average, and on one rank exactly the inner optimizer's result.
+    # Without a compressor the ranks average the parameters themselves, not their differences from the anchors. So an outer
+    # step of rate 1 without momentum gives exactly this average, and on one rank exactly the inner optimizer's result.
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
-        """That of the inner optimizer."""
+        """The inner optimizer's state."""
         return self.optim.state
 
     @property
@@ -126,16 +129,17 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
 
     @property
     def statistics(self) -> HookStatistics:
-        """Bytes handed to collectives on this rank, and the bytes of the parameters that they stand for."""
+        """Bytes that this rank has given to collectives, and the bytes of the parameters behind them."""
         return self._exchange.statistics
 
     def __repr__(self) -> str:
         return f"DiLoCoOptimizer({self.optim!r}, sync_every={self.sync_every}, fragments={len(self._fragments)})"
 
     def step(self, closure: Any = None) -> Any:
-        """Step the inner optimizer; then finish what is due, and start what is due. Every rank calls it equally often."""
+        """Step the inner optimizer, then finish and start the averages that are due. Every rank calls it equally often."""
         loss = self.optim.step(closure)
         self.steps += 1
+        # First finish everything that is due, so that a fragment that starts now has its outer step behind it.
         for fragment in self._fragments:
             fragment.finish_if_due(self.steps)
         for number, fragment in enumerate(self._fragments):
@@ -145,10 +149,11 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         return loss
 
     def synchronize(self) -> None:
-        """Finish what is under way, then take an outer step of every fragment now, without mixing. A collective.
+        """Finish the averages under way, then take an outer step of every fragment now, without mixing. A collective.
 
-        Call it at the end of training: replicas are equal afterwards. (With one fragment and no overlap they are equal after
-        every `sync_every` steps already; another outer step right after one would only follow its momentum.)
+        Call it at the end of training: afterwards the replicas are equal. (With one fragment and no overlap they are equal
+            after every
+        `sync_every` steps already. A further outer step right after one would only follow its momentum.)
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)
@@ -158,11 +163,11 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
             fragment.finish_if_due(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the inner optimizer, and the outer one's as "outer"; by the parameters' names.
+        """The inner optimizer's state, and the outer one's as "outer", by the parameters' names.
 
-        Waits for what is under way; with sites, all ranks of a site then call it. What a compressor has left out is each rank's
-        own: save on every rank, or see `merge_states` for another number of ranks. Between outer steps the replicas' parameters
-        differ, so a job that goes on from one rank's model goes on from that replica.
+        Waits for averages under way; with sites, all ranks of a site must then call it. A compressor's errors differ between
+        ranks: save on every rank, or see `merge_states` for another number of ranks. Between outer steps the parameters of the
+        replicas differ, so a job that loads one rank's model continues from this replica.
         """
         exchange = self._exchange
         outer = {
@@ -178,10 +183,11 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         return {**self.optim.state_dict(), "outer": outer}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; load the model's parameters, too.
+        """Continue from a saved state. Load the model's parameters, too.
 
         Raises:
-            MisuseError: there is no "outer" state, or it is of another model, or of other fragments while one was under way.
+            MisuseError: there is no "outer" state, it belongs to another model, or an average was under way and the fragments
+                differ.
         """
         outer = state_dict.get("outer", {})
         check_kind(outer, _KIND)
@@ -195,7 +201,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         if under_way.keys() - {tuple(fragment.parameters) for fragment in self._fragments}:
             raise MisuseError("the state was saved while a fragment was under way, and this optimizer has other fragments")
         self.optim.load_state_dict({name: value for name, value in state_dict.items() if name != "outer"})
-        self.param_groups = self.optim.param_groups  # torch's optimizers replace the list when they load
+        self.param_groups = self.optim.param_groups  # torch's optimizers make a new list when they load
         self.steps = outer["iter"]
         self._exchange.seeds.restore(outer["seeds"])
         self._exchange.error_feedback.load_state_dict(outer["errors"])
@@ -204,11 +210,11 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
             fragment.load(saved, under_way.get(tuple(fragment.parameters)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """That of the inner optimizer."""
+        """The inner optimizer's `zero_grad`."""
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - it is refused
-        """Refused: every rank would have to synchronise the new parameters from the same step on.
+        """Not supported: all ranks would have to synchronise the new parameters from the same step on.
 
         Raises:
             MisuseError: always.
@@ -217,7 +223,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
 
 
 class _OuterSGD:
-    """The outer optimizer: SGD with Nesterov momentum, as torch's, without state of its own."""
+    """The outer optimizer: SGD with Nesterov momentum, as in torch. The fragments hold its state."""
 
     def __init__(self, lr: float, momentum: float, mixing: float) -> None:
         self.lr = lr
@@ -225,8 +231,8 @@ class _OuterSGD:
         self.mixing = mixing
 
     def moved(self, anchor: torch.Tensor, average: torch.Tensor, velocity: torch.Tensor | None) -> torch.Tensor:
-        """Where the step leads from the anchor; `velocity` is updated. See Note [Bitwise outer steps]."""
-        result = torch.lerp(anchor, average, self.lr)  # exactly the average for a rate of 1
+        """The parameters after the step; also updates `velocity`. See Note [Bitwise outer steps]."""
+        result = torch.lerp(anchor, average, self.lr)  # for a rate of 1 exactly the average
         if velocity is not None:
             velocity.mul_(self.momentum).add_(anchor - average)
             result.sub_(velocity, alpha=self.lr * self.momentum)
@@ -237,7 +243,7 @@ class _Fragment:
     """Parameters that are synchronised together, with the outer optimizer's state.
 
     Attributes:
-        parameters: by name.
+        parameters: the parameters by name.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], outer: _OuterSGD, exchange: OuterExchange) -> None:
@@ -253,7 +259,7 @@ class _Fragment:
         self._mixing = outer.mixing
 
     def start(self, due: int, *, mixes: bool = True) -> None:
-        """Start to average the parameters as they are now; the outer step is due after step `due`."""
+        """Start to average the parameters' present values. The outer step is due after step `due`."""
         values = [parameter.detach() for parameter in self.parameters.values()]
         self._pending = self._exchange.start(list(self.parameters), values, self._anchors)
         self._due = due
@@ -261,7 +267,7 @@ class _Fragment:
 
     @torch.no_grad()
     def finish_if_due(self, step: int | None) -> None:
-        """Wait for the average and take the outer step, if that is due (None: in any case)."""
+        """If the outer step is due, wait for the average and take the step. With None it is always due."""
         if self._pending is None or (step is not None and step < self._due):
             return
         averages, self._pending = self._pending.wait(), None
@@ -274,7 +280,7 @@ class _Fragment:
                 parameter.copy_(anchor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of anchors and velocities by name, and of the average under way."""
+        """Copies of anchors and velocities by name, and of the average under way; waits for it."""
         averages = [None] * len(self._anchors) if self._pending is None else self._pending.wait()
         saved = zip(self.parameters, self._anchors, self._velocities, averages, strict=True)
         return {
@@ -286,7 +292,7 @@ class _Fragment:
         }
 
     def load(self, saved: Mapping[str, Mapping[str, torch.Tensor]], due: Sequence[Any] | None) -> None:
-        """Take over what was saved by name; `due` if the average was under way."""
+        """Take saved tensors by name. `due` is None unless an average was under way."""
         mine = [saved[name] for name in self.parameters]
         for anchor, velocity, tensors in zip(self._anchors, self._velocities, mine, strict=True):
             anchor.copy_(tensors["anchor"])

@@ -1,4 +1,4 @@
-"""Error feedback: what compression left out is added to the next step's gradient."""
+"""Error feedback: the part that compression left out is added to the next step's gradient."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from syncline.collectives import MisuseError
 
 
 class ErrorFeedback:
-    """For each parameter, by name, what the latest compression of its gradient has left out on this rank.
+    """For each parameter, by name, the part of its gradient that the latest compression left out on this rank.
 
     Source: Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD", 2019.
 
-    Memory: as much as the gradients that are compressed.
+    Memory: as much as the compressed gradients.
     """
 
     def __init__(self) -> None:
@@ -25,14 +25,14 @@ class ErrorFeedback:
         return len(self._errors)
 
     def add_to(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Add the remembered errors, in place; nothing where there is none yet.
+        """Add the remembered errors, in place. A tensor without an error stays unchanged.
 
         Args:
-            names: the parameters.
-            tensors: their gradients, of any shape with as many elements.
+            names: the parameters' names.
+            tensors: their gradients, in any shape with the same number of elements.
 
         Raises:
-            MisuseError: an error has another number of elements, so it was loaded from another model's state.
+            MisuseError: an error has another number of elements: it was loaded from another model's state.
         """
         pairs = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if name in self._errors]
         for name, tensor in pairs:
@@ -40,17 +40,17 @@ class ErrorFeedback:
             tensor.add_(self._errors[name].to(tensor.device).view(tensor.shape))
 
     def take(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """Hand over the remembered error of a parameter, to be overwritten; it is forgotten. None if there is none.
+        """Hand over the remembered error of a parameter and forget it; None if there is none. The caller may overwrite it.
 
         Args:
-            name: the parameter.
-            like: its gradient, of any shape with as many elements.
+            name: the parameter's name.
+            like: its gradient, in any shape with the same number of elements.
 
         Returns:
             The error in the shape of the gradient, on its device.
 
         Raises:
-            MisuseError: an error has another number of elements, so it was loaded from another model's state.
+            MisuseError: the error has another number of elements: it was loaded from another model's state.
         """
         if name not in self._errors:
             return None
@@ -60,12 +60,12 @@ class ErrorFeedback:
     def remember(
         self, names: Sequence[str], errors: Sequence[torch.Tensor], shapes: Sequence[torch.Size] | None = None
     ) -> None:
-        """Keep what was left out: the tensors themselves, so do not write to them afterwards.
+        """Keep what was left out. The tensors themselves are kept, so do not write to them afterwards.
 
         Args:
-            names: the parameters.
-            errors: what was given to the compressor, less what came out of it; finite.
-            shapes: of the parameters; None if the errors have them already.
+            names: the parameters' names.
+            errors: the compressor's input minus its output; finite.
+            shapes: the parameters' shapes; None if the errors have these shapes already.
         """
         for number, (name, error) in enumerate(zip(names, errors, strict=True)):
             self._errors[name] = error if shapes is None else error.view(shapes[number])
@@ -80,7 +80,7 @@ class ErrorFeedback:
         self._errors.clear()
 
     def norm(self) -> float:
-        """The Euclidean length of all errors together."""
+        """The Euclidean norm of all errors together."""
         return math.sqrt(sum(float(torch.linalg.vector_norm(error)) ** 2 for error in self._errors.values()))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -88,7 +88,7 @@ class ErrorFeedback:
         return {name: error.detach().clone() for name, error in self._errors.items()}
 
     def load_state_dict(self, errors: Mapping[str, torch.Tensor]) -> None:
-        """Take these errors, copied, and no others."""
+        """Replace all errors by copies of these."""
         self._errors = {name: error.detach().clone() for name, error in errors.items()}
 
     def _check_size(self, name: str, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Post-local SGD: average gradients over all ranks at first, later only near by."""
+"""Post-local SGD: average gradients over all ranks at first, later only over a subgroup."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _KIND = "post-local SGD"
 
 
 class PostLocalSGDState:
-    """Settings and step of `post_localSGD_hook`; the arguments of torch's class of this name, the same on every rank.
+    """Settings and step of `post_localSGD_hook`, with the arguments of torch's class of this name; the same on every rank.
 
     Args:
-        process_group: averages all gradients until `start_localSGD_iter`; None for the group of the DDP that runs the hook.
-        subgroup: averages them afterwards; a group of ours or torch's, such as one of the ranks of a node. torch makes one
-            for each node when it is None; here one must be given, unless `post_local_gradient_allreduce` is False.
-        start_localSGD_iter: so many steps average globally; 0 or above.
-        post_local_gradient_allreduce: False: no gradient is averaged afterwards.
+        process_group: averages all gradients until `start_localSGD_iter`; None means the group of the DDP that runs the hook.
+        subgroup: averages them afterwards; a group of ours or torch's, for example the ranks of a node. If it is None, torch
+            makes one for each node. Here you must give one, unless `post_local_gradient_allreduce` is False.
+        start_localSGD_iter: this number of steps averages over all ranks; 0 or above.
+        post_local_gradient_allreduce: if False, no gradient is averaged after these steps.
 
     Raises:
         InvalidArgumentError: the start is negative, or the subgroup is missing.
@@ -55,14 +55,14 @@ class PostLocalSGDState:
             self.iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The step; the groups are not in it. The same on every rank, for any number of ranks."""
+        """The step, without the groups. The state is the same on every rank, and fits any number of ranks."""
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Continue from a saved state.
 
         Raises:
-            MisuseError: the state is of another kind.
+            MisuseError: the state belongs to another kind of hook.
         """
         check_kind(state, _KIND)
         self.iter = state["iter"]
@@ -72,7 +72,7 @@ class PostLocalSGDState:
 def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
     """Average over the group until `start_localSGD_iter`, then over the subgroup, or not at all.
 
-    Afterwards the replicas drift apart, and a model averager brings them together again: see `PostLocalSGDOptimizer`.
+    After `start_localSGD_iter` the replicas drift apart. A model averager makes them equal again: see `PostLocalSGDOptimizer`.
 
     Source: Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", 2020.
 
@@ -86,10 +86,11 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture
     Cost: one all_reduce of the bucket's bytes, in the group or the subgroup; none without `post_local_gradient_allreduce`.
 
     Raises:
-        MisuseError: the state is no PostLocalSGDState.
+        MisuseError: the state is not a PostLocalSGDState.
     """
     if not isinstance(state, PostLocalSGDState):
         raise MisuseError(f"expected a PostLocalSGDState as the hook's state, found {type(state).__name__}")
+    # Before the step is counted: all buckets of a step are averaged in the same way.
     is_local = state.iter >= state.start_localSGD_iter
     state.maybe_increase_iter(bucket)
     if not is_local:

@@ -1,4 +1,4 @@
-"""An optimizer that averages the model now and then."""
+"""An optimizer that averages the model after some of its steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .model_averaging import ModelAverager
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
-    """Steps an optimizer, then lets an averager average its parameters if it is time to.
+    """Steps an optimizer, then lets an averager average its parameters if a step of the averager is due.
 
-    Its `warmup_steps` must equal the `start_localSGD_iter` of the `PostLocalSGDState`.
+    The averager's `warmup_steps` must equal the `start_localSGD_iter` of the `PostLocalSGDState`.
 
     Args:
-        optim: the local optimizer; its parameter groups and state are this one's.
+        optim: the local optimizer; its parameter groups and state are those of this optimizer.
         averager: called after every step.
 
     Cost: that of `ModelAverager.average_parameters`.
@@ -31,21 +31,21 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
-        """That of the local optimizer."""
+        """The local optimizer's state."""
         return self.optim.state
 
     def __repr__(self) -> str:
         return repr(self.optim)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the local optimizer, and the averager's step as "step"."""
+        """The local optimizer's state, and the averager's step as "step"."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the local optimizer and the averager's step.
 
         Raises:
-            MisuseError: there is no "step" (torch warns and begins the warm-up anew).
+            MisuseError: there is no "step". (torch gives a warning and starts the warm-up again.)
         """
         if "step" not in state_dict:
             raise MisuseError(
@@ -54,7 +54,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             )
         self.optim.load_state_dict({name: value for name, value in state_dict.items() if name != "step"})
         self.averager.step = state_dict["step"]
-        # torch's optimizers replace the list when they load.
+        # torch's optimizers make a new list when they load.
         self.param_groups = self.optim.param_groups
 
     def step(self, closure: Any = None) -> Any:
@@ -64,9 +64,9 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """That of the local optimizer."""
+        """The local optimizer's `zero_grad`."""
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """That of the local optimizer."""
+        """The local optimizer's `add_param_group`."""
         self.optim.add_param_group(param_group)

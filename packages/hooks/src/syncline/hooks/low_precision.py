@@ -1,4 +1,4 @@
-"""In which dtype gradients are computed with."""
+"""The dtype in which gradients are computed."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for halves, any other dtype itself."""
+    """float32 for a 16-bit dtype; any other dtype stays."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

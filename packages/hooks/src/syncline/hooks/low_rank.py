@@ -1,4 +1,4 @@
-"""Which gradients are worth a low-rank approximation. Decided on shapes alone."""
+"""Decides which gradients are worth a low-rank approximation, from their shapes alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """How one gradient travels: as [rows, rank] and [columns, rank], or as it is when `rank` is 0."""
+    """How one gradient is sent: as [rows, rank] and [columns, rank], or whole if `rank` is 0."""
 
     rows: int
     columns: int
@@ -17,23 +17,23 @@ class MatrixPlan:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether it travels as two factors."""
+        """Whether it is sent as two factors."""
         return self.rank > 0
 
     @property
     def numel_sent(self) -> int:
-        """Elements on the wire, both factors together."""
+        """Elements sent, both factors together."""
         return (self.rows + self.columns) * self.rank if self.is_compressed else self.rows * self.columns
 
 
 def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) -> MatrixPlan:
-    """Decide about one gradient, as torch's documentation has it.
+    """Decide about one gradient, by the rule in torch's documentation.
 
     Args:
-        shape: the gradient's; its first dimension becomes the rows, the others the columns.
-        rank: columns of the factors at most.
-        min_compression_rate: it is compressed if `(rows + columns) * rank * min_compression_rate < rows * columns`. Below 1
-            the factors may be larger than the gradient, as those of a vector are.
+        shape: the gradient's shape. Its first dimension becomes the rows, the others the columns.
+        rank: the largest number of columns of the factors.
+        min_compression_rate: the gradient is compressed if `(rows + columns) * rank * min_compression_rate < rows * columns`.
+            With a rate below 1 the factors may be larger than the gradient, as for a vector.
     """
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])
@@ -43,10 +43,10 @@ def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) ->
 
 
 def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compression_rate: float = 1) -> float:
-    """Elements of gradients of these shapes by elements on the wire.
+    """Elements of gradients of these shapes, divided by the elements that are sent.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019,
-    appendix F. There every gradient that gets smaller by it is compressed: a `min_compression_rate` of 1.
+    appendix F. The paper compresses every gradient that becomes smaller: a `min_compression_rate` of 1.
     """
     plans = [plan_matrix(shape, rank, min_compression_rate) for shape in shapes]
     return sum(plan.rows * plan.columns for plan in plans) / sum(plan.numel_sent for plan in plans)

@@ -1,4 +1,4 @@
-"""Model averaging: bring replicas together that have drifted apart."""
+"""Model averaging: makes replicas equal again that have drifted apart."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ModelAverager(ABC):
     """Averages parameters over a group after some steps of the optimizer.
 
     Args:
-        process_group: a group of ours or torch's; None for torch's default group.
-        warmup_steps: so many steps average nothing; 0 or above.
+        process_group: a group of ours or torch's; None means torch's default group.
+        warmup_steps: the first steps, which average nothing; 0 or above.
 
     Attributes:
-        step: how often `average_parameters` was called. It may be set, to resume.
+        step: how often `average_parameters` was called. You may set it to resume.
     """
 
     def __init__(self, process_group: Any, warmup_steps: int) -> None:
@@ -31,15 +31,15 @@ class ModelAverager(ABC):
         self.step = 0
 
     def average_parameters(self, params: Iterable[Any]) -> None:
-        """Average the parameters if it is time to, and count the step.
+        """Average the parameters if this step averages, and count the step.
 
         Every rank calls it after every step, with the same model.
 
         Args:
-            params: parameters, or an optimizer's parameter groups. Those without a gradient are left alone, as in torch; all
-                ranks must have gradients for the same ones.
+            params: parameters, or an optimizer's parameter groups. Parameters without a gradient stay unchanged, as in torch.
+                The same parameters must have gradients on all ranks.
 
-        Cost: when it is time to, one all_reduce of the parameters' bytes for each dtype, and as much extra memory.
+        Cost of a step that averages: one all_reduce of the parameters' bytes for each dtype, and as much extra memory.
         """
         group = self._group_of_step()
         if group is not None:
@@ -48,16 +48,16 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def _group_of_step(self) -> ProcessGroup | None:
-        """Who averages after this step; None for nobody."""
+        """The group that averages after this step, or None."""
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Averages over all ranks every `period` steps, from the end of the warm-up on.
+    """Averages over all ranks every `period` steps, beginning at the end of the warm-up.
 
     Args:
-        period: in steps, 1 or above. (With 1, averaging gradients would cost no more.)
-        warmup_steps: so many steps average nothing.
-        process_group: a group of ours or torch's; None for torch's default group.
+        period: in steps, 1 or above. (With 1 it costs as much as averaging gradients.)
+        warmup_steps: the first steps, which average nothing.
+        process_group: a group of ours or torch's; None means torch's default group.
 
     Raises:
         InvalidArgumentError: the period is below 1, or the warm-up is negative.
@@ -77,19 +77,20 @@ class PeriodicModelAverager(ModelAverager):
 class HierarchicalModelAverager(ModelAverager):
     """Averages over small groups often, over larger ones less often, over all ranks least often.
 
-    Of the periods that divide a step the largest decides. Steps are counted from 0, so step 0 averages over all ranks if
-    there is no warm-up.
+    In each step the largest period that divides the step's number decides. Steps are counted from 0, so step 0 averages over
+    all ranks if there is no warm-up.
 
     Args:
-        period_group_size_dict: sizes of groups of consecutive ranks by period in steps. Periods rise, and sizes do not fall;
-            on few ranks some may be equal. The last size is that of the whole group, which every other one divides.
-        warmup_steps: so many steps average nothing.
-        process_group: a group of ours or torch's; None for torch's default group. It is split here: all ranks construct it.
+        period_group_size_dict: for each period in steps, the size of the groups of consecutive ranks. Periods rise, and sizes
+            do not fall; with few ranks some sizes may be equal. The last size is that of the whole group, and all others divide
+            it.
+        warmup_steps: the first steps, which average nothing.
+        process_group: a group of ours or torch's; None means torch's default group. The constructor splits it: a collective.
 
     Source: the hierarchy of torch's averager of this name.
 
     Raises:
-        InvalidArgumentError: no period, one below 1, periods that do not rise, sizes that fall, or that do not fit the group.
+        InvalidArgumentError: there is no period, one is below 1, periods do not rise, or sizes fall or do not fit the group.
     """
 
     def __init__(self, period_group_size_dict: Mapping[int, int], warmup_steps: int = 0, process_group: Any = None) -> None:
@@ -122,7 +123,7 @@ def _consecutive(given: Any, group: ProcessGroup, size: int) -> ProcessGroup:
     """This rank's group of `size` consecutive ranks."""
     if size == group.size:
         return group
-    if not group.can_split:  # it stands for one of torch's, which is divided by torch
+    if not group.can_split:  # the group stands for one of torch's, so torch must divide it
         made, _ = dist.new_subgroups(group_size=size, group=given)  # type: ignore[no-untyped-call]
         return as_process_group(made)
     part = group.split(group.rank // size)
@@ -131,10 +132,10 @@ def _consecutive(given: Any, group: ProcessGroup, size: int) -> ProcessGroup:
 
 
 def group_of_ranks(process_group: Any) -> ProcessGroup:
-    """The group that was given, ours or torch's; for None torch's default group.
+    """The given group, ours or torch's; for None torch's default group.
 
     Raises:
-        MisuseError: it is no process group.
+        MisuseError: the argument is not a process group.
     """
     if isinstance(process_group, ProcessGroup):
         return process_group

@@ -5,21 +5,22 @@ from __future__ import annotations
 import torch
 
 _QR_ABOVE_COLUMNS = 2
-# A column that loses all but this share of its length to the earlier ones has no direction of its own left.
+# A column is dependent if the earlier columns leave it no more of its length than this multiple of the dtype's epsilon.
 _DEPENDENT = 32
 
 
 def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     """Make the columns of each matrix orthonormal.
 
-    With up to two columns by modified Gram-Schmidt, each column projected twice ("twice is enough":
-    Giraud, Langou, Rozloznik, 2005); otherwise by Householder QR. Every matrix of a batch is treated by itself. A column
-    that depends on earlier ones, a column of zeros among them, is replaced by one that does not, so that a factor never
-    loses its rank. A matrix with a NaN or an infinity yields NaN.
+    Matrices with one or two columns: modified Gram-Schmidt, with each column projected twice ("twice is enough": Giraud,
+        Langou,
+    Rozloznik, 2005). Other matrices: Householder QR. Every matrix of a batch is treated separately. A column that depends on
+    earlier ones, or is zero, is replaced by an independent one, so that a factor never loses its rank. A matrix with a NaN or
+    an infinity yields NaN.
 
     Args:
-        matrices: [batch, rows, columns], columns <= rows, floating-point. Halves are computed in float32. Only read.
-        epsilon: added to each column's length before dividing by it; 0 or above. QR has no use for it, as in torch.
+        matrices: [batch, rows, columns], columns <= rows, floating-point; not changed. 16 bits are computed in float32.
+        epsilon: added to each column's length before the division by it; 0 or above. QR ignores it, as in torch.
 
     Returns:
         A tensor like `matrices`.
@@ -34,7 +35,7 @@ def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
 
 def _by_qr(matrices: torch.Tensor) -> torch.Tensor:
     columns: torch.Tensor = torch.linalg.qr(matrices).Q
-    # LAPACK says nothing about what it makes of NaN: 0 * NaN is NaN.
+    # LAPACK does not define its result for NaN. The sum makes it NaN: 0 * NaN is NaN.
     return columns + 0 * matrices.sum(dim=(1, 2), keepdim=True)
 
 
@@ -47,7 +48,7 @@ def _by_gram_schmidt(matrices: torch.Tensor, epsilon: float) -> torch.Tensor:
         length = _length(left)
         original = _length(column) if number > 0 else length
         lost = (length <= tiny * original) & original.isfinite()
-        # Asking a GPU would stall it; there a replacement is computed whether it is needed or not.
+        # To ask a GPU would stall it, so there the replacement is computed in any case.
         if not lost.is_cpu or bool(lost.any()):
             spare = _project_out(_spare_column(matrices, number), earlier)
             left, length = torch.where(lost, spare, left), torch.where(lost, _length(spare), length)
@@ -69,6 +70,6 @@ def _length(column: torch.Tensor) -> torch.Tensor:
 
 
 def _spare_column(matrices: torch.Tensor, number: int) -> torch.Tensor:
-    """A direction that no gradient has by chance, the same on every rank."""
+    """A direction that gradients do not have by chance; the same on every rank."""
     rows = torch.arange(1, matrices.shape[1] + 1, dtype=matrices.dtype, device=matrices.device)
     return torch.cos(rows * (number + 1)).view(1, -1, 1).expand(matrices.shape[0], -1, 1)

@@ -1,4 +1,4 @@
-"""The average of a fragment's parameters over all replicas, started now and used some steps later."""
+"""The average of a fragment's parameters over all replicas. It starts now and is used some steps later."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .statistics import HookStatistics
 
 
 class PendingAverage(ABC):
-    """An average that may still be under way. The ranks wait for theirs in the order in which they were started."""
+    """An average that may still be under way. All ranks wait for averages in the order in which they were started."""
 
     _averages: list[torch.Tensor] | None = None
 
     def wait(self) -> list[torch.Tensor]:
-        """The averages, shaped like the parameters, in `math_dtype` of theirs: the same bits on every rank."""
+        """The averages, with the parameters' shapes, in their `math_dtype`; the same bits on every rank."""
         if self._averages is None:
             self._averages = self._receive()
         return self._averages
@@ -34,7 +34,7 @@ class PendingAverage(ABC):
 
 
 class KnownAverage(PendingAverage):
-    """One that was received before a state was saved."""
+    """An average that is already there."""
 
     def __init__(self, averages: Sequence[torch.Tensor]) -> None:
         self._averages = list(averages)
@@ -44,14 +44,14 @@ class KnownAverage(PendingAverage):
 
 
 class OuterExchange:
-    """Averages parameters over replicas, whole or as compressed differences from what all replicas had before.
+    """Averages parameters over replicas, as whole tensors or as compressed differences from the anchors.
 
     Args:
-        group: one rank of each replica; None on a rank that leaves the exchange to another one of its site.
-        inside: the ranks of this replica's site, which hold the same parameters and get the average from the first of them;
+        group: one rank of each replica; None on a rank for which another rank of its site communicates.
+        inside: the ranks of this replica's site. They hold the same parameters, and get the average from the first of them.
             None if this rank is alone.
-        compressor: of the differences, with error feedback; None averages the parameters as they are.
-        seed: of the compressor; the same on every rank.
+        compressor: compresses the differences, with error feedback; None averages whole parameters.
+        seed: for the compressor; the same on every rank.
     """
 
     def __init__(
@@ -67,24 +67,25 @@ class OuterExchange:
 
     @classmethod
     def between(cls, sites: Sites, compressor: Compressor | None, seed: int) -> OuterExchange:
-        """Between sites; inside each the replicas are equal already."""
+        """An exchange between sites. The ranks inside a site already hold equal parameters."""
         return cls(sites.between, sites.inside, compressor, seed)
 
     def start(
         self, names: Sequence[str], parameters: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]
     ) -> PendingAverage:
-        """Take the parameters' values of now, and start to average them. All ranks call it for the same parameters.
+        """Start to average the parameters' present values. All ranks call it for the same parameters.
 
         Args:
-            names: the parameters'.
-            parameters: of a floating-point dtype. Only read, and not after the call.
-            anchors: what all replicas had after the latest synchronisation, in `math_dtype`; the same on every rank.
+            names: the parameters' names.
+            parameters: of a floating-point dtype; not changed, and not read after the call.
+            anchors: the parameters of all replicas after the latest synchronisation, in `math_dtype`; the same on every rank.
         """
+        # Drawn on every rank, also where another rank communicates: saved states then hold the same seeds on all ranks.
         seed = self.seeds.next()
         shaped = [torch.empty_like(anchor) for anchor in anchors]
         own: PendingAverage
         if self._group is None:
-            own = KnownAverage(shaped)  # overwritten by the first rank's
+            own = KnownAverage(shaped)  # the broadcast from the site's first rank fills it
         elif self.compressor is None:
             own = _WholeAverage(self._group, parameters, shaped, self.statistics)
         else:
@@ -114,7 +115,7 @@ class OuterExchange:
 
 
 class _WholeAverage(PendingAverage):
-    """Of parameters as they are: one all_reduce for each dtype."""
+    """The average of whole parameters: one all_reduce for each dtype."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class _WholeAverage(PendingAverage):
 
 
 class _CompressedAverage(PendingAverage):
-    """The anchors less the mean of the differences."""
+    """The anchors minus the mean of the differences."""
 
     def __init__(
         self, work: Work, messages: torch.Tensor, compressor: Compressor, anchors: list[torch.Tensor], seed: int
@@ -163,7 +164,7 @@ class _CompressedAverage(PendingAverage):
 
 
 class _SharedAverage(PendingAverage):
-    """What the first rank of a site has received, given to the others there."""
+    """The average that the first rank of a site has received, broadcast to the other ranks of the site."""
 
     def __init__(self, own: PendingAverage, inside: ProcessGroup) -> None:
         self._own = own

@@ -1,4 +1,4 @@
-"""What the parameters in a bucket are called."""
+"""Names for the parameters in a bucket."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .contract import Bucket
 
 
 class ParameterNames:
-    """Names for the parameters of buckets, so that what a hook remembers outlives the layout of the buckets.
+    """Names for the parameters of buckets, so that a hook's memory stays valid when the buckets change.
 
     Args:
-        named_parameters: as `model.named_parameters()` gives them. None: the parameters are numbered in the order in which
-            buckets first show them, which is the same in every run that builds the same model and buckets.
+        named_parameters: as from `model.named_parameters()`. None: the parameters are numbered in the order in which buckets
+            first show them. This order is the same in every run that builds the same model and buckets.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
@@ -28,10 +28,10 @@ class ParameterNames:
             self._note(name, parameter)
 
     def of(self, bucket: Bucket) -> list[str]:
-        """The names of `bucket.parameters()`, in their order.
+        """The names of `bucket.parameters()`, in the same order.
 
         Raises:
-            MisuseError: names were given, and a parameter is not among them.
+            MisuseError: the constructor got names, and a parameter is not among them.
         """
         return [self._name_of(parameter) for parameter in bucket.parameters()]
 

@@ -1,4 +1,4 @@
-"""PowerSGD: a gradient travels as the two factors of a low-rank approximation of it."""
+"""PowerSGD: a gradient is sent as the two factors of its low-rank approximation."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019.
 
-    1. Each gradient becomes a matrix [first dimension, the others]; the error of the step before is added to it.
-    2. P = M Q, with the latest Q (or a random one), orthonormal.
-    3. The Ps and the gradients that are not worth compressing are averaged over the ranks, in one all_reduce.
-    4. P is made orthonormal, Q = M^T P, and the Qs are averaged in a second all_reduce.
-    5. M becomes P Q^T, the same bits on all ranks; M - P Q^T is this rank's new error.
+    1. Each gradient becomes a matrix [first dimension, all others]. The error of the step before is added to it.
+    2. P = M Q, with the latest Q (or a random one), made orthonormal.
+    3. One all_reduce averages the Ps, and the gradients that are not worth compressing.
+    4. P is made orthonormal, Q = M^T P, and a second all_reduce averages the Qs.
+    5. M becomes P Q^T, with the same bits on all ranks. M - P Q^T is this rank's new error.
 
-    The first `start_powerSGD_iter` steps average plainly. A gradient with NaN or infinity becomes NaN on every rank, and
-    what is remembered of the gradients of its bucket is dropped, so that the next step is sound.
+    The first `start_powerSGD_iter` steps average plainly. A gradient with NaN or infinity becomes NaN on every rank. Then the
+    state drops the errors and factors of its bucket, so that the next step is sound.
 
     Args:
         state: settings and memory.
-        bucket: the gradients; a floating-point dtype. Halves are computed in float32 and sent as halves.
+        bucket: the gradients; a floating-point dtype. 16 bits are computed in float32 and sent in 16 bits.
 
     Returns:
         A future of the bucket's buffer.
@@ -49,23 +49,24 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
     Cost: two all_reduces (one if nothing is compressed), of `(rows + columns) * rank` elements for each compressed gradient.
 
     Raises:
-        MisuseError: the state is no PowerSGDState, the bucket is of integers, or the loaded state does not fit.
+        MisuseError: the state is not a PowerSGDState, the bucket holds integers, or the loaded state does not fit.
     """
     return run(state, bucket, _layerwise)
 
 
 def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFuture:
-    """What both variants have in common: the plain start, counting steps, and bad input."""
+    """The common part of both variants: plain first steps, the step counter, and checks of the input."""
     if not isinstance(state, PowerSGDState):
         raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")
     floating_buffer(bucket, "for PowerSGD")
-    # In plain steps, too: a run that is resumed numbers its parameters in its first step, and shall find the same numbers.
+    # In plain steps, too: a resumed run numbers its parameters in its first step, and must find the same numbers.
     state.names.of(bucket)
     if not state.compresses:
         state.maybe_increase_iter(bucket)
         return allreduce_hook(state.process_group, bucket)
     group = group_of(state.process_group, bucket)
     state.enter(group)
+    # An empty bucket is empty on all ranks, so none of them communicates.
     if bucket.buffer().numel() == 0:
         state.maybe_increase_iter(bucket)
         return finished(bucket.buffer())
@@ -76,10 +77,11 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
 
 
 class _Batch:
-    """Gradients of one matrix shape, compressed together, each by itself.
+    """Gradients of one matrix shape, compressed in one batch, each separately.
 
-    `matrices` is [members, rows, columns]. With error feedback it is memory of its own, that of the latest error where there is
-    one, and becomes the next error. Otherwise it is a view of the only gradient if its memory allows it, or a copy.
+    `matrices` is [members, rows, columns]. With error feedback it has memory of its own and becomes the next error; it reuses
+    the memory of the latest error, if there is one. Without error feedback it is a view of a single gradient where its memory
+    allows a view, else a copy.
     """
 
     def __init__(
@@ -98,11 +100,11 @@ class _Batch:
         return len(self.names), self.plan.columns, self.plan.rank
 
     def leave_out(self, p: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
-        """Subtract what the factors stand for from the matrices: what remains are the errors."""
+        """Subtract P Q^T from the matrices. The remainders are the errors."""
         return list(self.matrices.baddbmm_(p, q.transpose(1, 2), alpha=-1).unbind(0))
 
     def replace(self, p: torch.Tensor, q: torch.Tensor) -> None:
-        """Write what the factors stand for to the gradients."""
+        """Write P Q^T to the gradients."""
         first = self._gradients[0]
         if len(self._gradients) == 1 and first.is_contiguous() and first.dtype == self._dtype:
             torch.bmm(p, q.transpose(1, 2), out=first.view(1, self.plan.rows, self.plan.columns))
@@ -131,7 +133,7 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
         _unpack(wire, [*plain, *ps])
         if not batches:
             return buffer
-        # torch adds its epsilon to the lengths of sums; these are means.
+        # torch adds its epsilon to the lengths of sums; ours are means.
         ps = [orthogonalize(p, state.orthogonalization_epsilon / group.size) for p in ps]
         qs = [torch.bmm(batch.matrices.transpose(1, 2), p) for batch, p in zip(batches, ps, strict=True)]
         wire = _packed(qs, buffer.dtype)
@@ -146,9 +148,9 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
 
 
 def _divided(state: PowerSGDState, bucket: Bucket) -> tuple[list[torch.Tensor], list[_Batch]]:
-    """The gradients that travel as they are, and the others in batches.
+    """The gradients that are sent whole, and the others in batches.
 
-    torch draws its random factors by shape, in the order in which shapes first occur; so do these.
+    Batches are in the order in which shapes first occur: torch draws its random factors in this order.
     """
     plain: list[torch.Tensor] = []
     by_shape: dict[MatrixPlan, list[tuple[str, torch.Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""What PowerSGD is told, and what it remembers."""
+"""Settings and memory of PowerSGD."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .stages import Pipeline
 from .statistics import HookStatistics
 
 _KIND = "PowerSGD"
-# What a saved state must share with the state that loads it: they decide which tensors it holds.
+# Settings that a saved state and the loading state must share, because they decide which tensors the state holds.
 _SHAPING = ("matrix_approximation_rank", "use_error_feedback", "warm_start")
 _OTHERS = (
     "start_powerSGD_iter",
@@ -35,24 +35,25 @@ _logger = logging.getLogger(__name__)
 class PowerSGDState:
     """Settings and memory of `powerSGD_hook` and `batched_powerSGD_hook`; the arguments of torch's class of this name.
 
-    The same arguments on every rank. Ranks must train the same model; one state serves one model.
+    Every rank passes the same arguments. Ranks must train the same model, and one state serves one model.
 
     Args:
-        process_group: a group of ours or torch's; None for the group of the DDP that runs the hook.
+        process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
         matrix_approximation_rank: columns of the factors, 1 or above; usually 1 to 4. Bytes and time grow with it.
-        start_powerSGD_iter: so many steps run a plain average first. At least 2 with error feedback or warm start.
-        min_compression_rate: compress a gradient only if it becomes so many times smaller; below 1, also if it becomes larger.
-        use_error_feedback: add what was left out to the next step's gradient; memory for the compressed gradients once more.
-        warm_start: begin each step with the latest factors rather than random ones.
-        orthogonalization_epsilon: added to each column's length, with up to two columns (torch's QR for more has none);
-            needed by nobody here, since a column of zeros is replaced.
-        random_seed: of the first factors, 0 to 2**32 - 1.
-        compression_stats_logging_frequency: log `compression_stats()` after so many steps.
-        batch_tensors_with_same_shape: compress the gradients of one shape in one batch, each still by itself; costs a copy.
-        named_parameters: as `model.named_parameters()` gives them: the names under which `state_dict` saves. None numbers them.
+        start_powerSGD_iter: this number of steps averages plainly first. At least 2 with error feedback or warm start.
+        min_compression_rate: compress a gradient only if it becomes smaller by this factor. Below 1, also if it becomes larger.
+        use_error_feedback: add the part that was not sent to the next step's gradient; takes as much memory as the compressed
+            gradients.
+        warm_start: begin each step with the latest factors and not with random ones.
+        orthogonalization_epsilon: added to each column's length if there are one or two columns (torch's QR for more has none).
+            You do not need it here, because a column of zeros is replaced.
+        random_seed: for the first factors, 0 to 2**32 - 1.
+        compression_stats_logging_frequency: log `compression_stats()` every so many steps.
+        batch_tensors_with_same_shape: compress the gradients of one shape in one batch, still each separately; costs a copy.
+        named_parameters: as from `model.named_parameters()`; `state_dict` saves under these names. None numbers the parameters.
 
     Raises:
-        InvalidArgumentError: a rank or a rate that cannot be, or an early start with feedback or warm start.
+        InvalidArgumentError: a rank or a rate is out of range, or the start is below 2 with error feedback or warm start.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class PowerSGDState:
         return self.iter >= self.start_powerSGD_iter
 
     def enter(self, group: ProcessGroup) -> None:
-        """Called by the hook for every bucket that it compresses."""
+        """Check where the state comes from. The hook calls it for every bucket that it compresses."""
         self.origin.settle(group.rank, group.size, self.error_feedback)
 
     def maybe_increase_iter(self, bucket: Bucket) -> None:
@@ -125,7 +126,7 @@ class PowerSGDState:
                 _logger.info("PowerSGD begins after %d steps of plain averaging", self.iter)
 
     def count(self, bucket: Bucket, numel_sent: int) -> None:
-        """Add a compressed bucket to the statistics, and log them when it is time to."""
+        """Add a compressed bucket to the statistics, and log them if a report is due."""
         buffer = bucket.buffer()
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += numel_sent
@@ -135,17 +136,17 @@ class PowerSGDState:
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """The rate, and the numbers of elements before and after compression, since compression began."""
+        """The compression rate, and the numbers of elements before and after compression, since compression began."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0, before, after)
 
     def random_factors(self, shapes: Sequence[Sequence[int]], like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Standard normal factors, the same on every rank and others at every call.
+        """Standard normal factors: the same on every rank, other ones in every call.
 
         Args:
-            shapes: of the factors.
-            like: a tensor on their device.
-            dtype: the dtype that the numbers are drawn in.
+            shapes: the factors' shapes.
+            like: a tensor on the device of the factors.
+            dtype: the dtype in which the numbers are drawn.
         """
         generator = torch.Generator().manual_seed(self.seeds.next())
         return [torch.randn(*shape, generator=generator, dtype=dtype).to(like.device) for shape in shapes]
@@ -153,9 +154,9 @@ class PowerSGDState:
     # ---- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: numbers, texts and tensors only; loads under `weights_only=True`.
+        """This rank's state: only numbers, texts and tensors; loads under `weights_only=True`.
 
-        Every rank has its own; see `saved_state` for what to do about another number of ranks. The group is not in it.
+        Each rank's state differs; see `saved_state` for a change of the number of ranks. The group is not saved.
         """
         return {
             "kind": _KIND,
@@ -171,11 +172,11 @@ class PowerSGDState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Continue from a saved state.
 
         Raises:
-            MisuseError: the state is of another kind, another model, or other settings. With numbered parameters another
-                model is noticed only at the first gradient of another size.
+            MisuseError: the state belongs to another kind of hook or another model, or has other settings. If parameters are
+                numbered, another model is noticed only at the first gradient of another size.
         """
         check_kind(state, _KIND)
         for name in _SHAPING:
@@ -197,11 +198,11 @@ class PowerSGDState:
         self.total_numel_before_compression, self.total_numel_after_compression = state["numel"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the group, as torch does."""
+        """Everything except the group, as in torch."""
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The group becomes None, the caller's; set `process_group` for another one. Parameters are numbered anew."""
+        """The group becomes None, the caller's group; set `process_group` for another one. Parameters are numbered anew."""
         self.process_group = None
         for name, value in state["settings"].items():
             setattr(self, name, value)
@@ -211,7 +212,7 @@ class PowerSGDState:
 
 
 def padding_of(names: Sequence[str]) -> str:
-    """Under which name `batched_powerSGD_hook` remembers what it remembers about a whole bucket."""
+    """The name under which `batched_powerSGD_hook` remembers values of a whole bucket."""
     return f"[{', '.join(names)}]"
 
 

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002 - a compressor is given a seed, used or not
-"""Eight bits, four bits or one bit for each number."""
+"""Quantization: eight bits, four bits or one bit for each number."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Symmetric(Compressor):
 
     @property
     def name(self) -> str:
-        """Whether it is by tensor or by channel."""
+        """The bits, and whether a scale belongs to a tensor or to a channel."""
         return f"int{self._bits} per {'channel' if self._per_channel else 'tensor'}"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ class _Symmetric(Compressor):
         return packed([*scales, *numbers])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Numbers by scales."""
+        """Multiply numbers by scales."""
         unpacker = Unpacker(message)
         scales = [unpacker.take(self._channels(tensor), math_dtype(tensor.dtype)) for tensor in like]
         return [
@@ -60,11 +60,11 @@ class Int8(_Symmetric):
 
     Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
 
-    A scale is sent for each tensor, or for each channel, that is, each index of its first dimension. NaN or infinity spoil
-    all that shares their scale. The error is at most half a scale.
+    One scale is sent for each tensor, or for each channel (each index of the first dimension). NaN or infinity spoils all
+    numbers of the same scale. The error is at most half a scale.
 
     Args:
-        per_channel: one scale for each channel: more accurate where channels differ, and `channels` scales to send.
+        per_channel: one scale for each channel. It is more accurate if channels differ, and sends one scale for each channel.
 
     Bytes sent by each rank: 1 for each number, 4 (8 for float64) for each scale; received: as many from each rank.
     """
@@ -75,12 +75,13 @@ class Int8(_Symmetric):
 class Int4(_Symmetric):
     """4-bit quantization: as `Int8`, but the largest magnitude becomes 7, and a byte holds two numbers.
 
-    It is coarse, and needs error feedback. Streaming DiLoCo sends 4-bit floats (E3M0) instead, which are finer near 0.
+    It is coarse, so use error feedback. Streaming DiLoCo sends 4-bit floats (E3M0) instead, which are finer near 0.
 
     Args:
         per_channel: as for `Int8`.
 
-    Bytes sent by each rank: 1 for 2 numbers, rounded up for each tensor, 4 (8 for float64) for each scale; received: as many
+    Bytes sent by each rank: 1 for 2 numbers, rounded up for each tensor, and 4 (8 for float64) for each scale; received: as
+        many
     from each rank.
     """
 
@@ -97,7 +98,7 @@ class Int4(_Symmetric):
 
 
 def _quantized(rows: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.Tensor:
-    # Where all is 0 any divisor will do. Where it is not finite the product with the scale will not be, either.
+    # If all numbers are 0, any divisor will do. If the scale is not finite, its product with the numbers is not finite, either.
     divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1).unsqueeze(1)
     return torch.nan_to_num(rows / divisor).round().clamp(-largest, largest).to(torch.int8)
 
@@ -106,9 +107,9 @@ class OneBit(Compressor):
     """The sign of each number, and the mean magnitude of each tensor.
 
     Source: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
-    DNNs", 2014; the scale of Karimireddy et al., "Error feedback fixes SignSGD", 2019. It needs error feedback.
+    DNNs", 2014; the scale is that of Karimireddy et al., "Error feedback fixes SignSGD", 2019. It needs error feedback.
 
-    0 counts as positive. NaN or infinity spoil their tensor.
+    0 counts as positive. NaN or infinity spoils its whole tensor.
 
     Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each tensor; received: as
     many from each rank.
@@ -116,7 +117,7 @@ class OneBit(Compressor):
 
     @property
     def name(self) -> str:
-        """Without settings."""
+        """A fixed name: this compressor has no settings."""
         return "one bit"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
@@ -125,7 +126,7 @@ class OneBit(Compressor):
         return packed([*scales, *(_bits(gradient.reshape(-1) >= 0) for gradient in gradients)])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Plus or minus the scale."""
+        """The scale, with each number's sign."""
         unpacker = Unpacker(message)
         scales = [unpacker.take(1, math_dtype(tensor.dtype)) for tensor in like]
         found = []

@@ -1,8 +1,8 @@
-"""States that were saved, as plain dictionaries of numbers, texts and tensors (they load under `weights_only=True`).
+"""Saved states: plain dictionaries of numbers, texts and tensors (they load under `weights_only=True`).
 
-Errors of error feedback are each rank's own; everything else in a state is the same on all ranks. A saved state therefore says
-which rank of how many it comes from, and fits the same number of ranks. For another number, `merge_states` makes one that
-fits all: what matters to training is the mean of the ranks' errors, and the merged state holds just that.
+The errors of error feedback differ between ranks; everything else in a state is the same on all ranks. So a saved state says
+its rank and the number of ranks, and fits only the same number. For another number, `merge_states` makes one state that fits
+all ranks. It holds the mean of all ranks' errors, because training depends only on this mean.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ FORMAT = 1
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Make of all ranks' saved states one that every rank of a job of any size can load.
+    """Merge the saved states of all ranks into one that every rank of a job of any size can load.
 
     Args:
-        states: what `state_dict()` gave, one for each rank. One alone is allowed: its errors then stand for all ranks'.
+        states: results of `state_dict()`, one for each rank. A single one is allowed; its errors then stand for those of all
+            ranks.
 
     Returns:
-        The state of the first, with the mean of the errors (float32 for halves), and of no rank in particular.
+        The first rank's state with the mean of the errors (float32 for 16 bits), without a rank.
 
     Raises:
-        InvalidArgumentError: there is none, or they do not come from the same step of the same job.
+        InvalidArgumentError: there is no state, or the states do not come from the same step of the same job.
     """
     if not states:
         raise InvalidArgumentError("expected the saved state of at least one rank, found none")
@@ -43,7 +44,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if "errors" in merged:
         errors = {name: torch.stack([state["errors"][name] for state in states]).mean(0) for name in merged["errors"]}
         merged.update(errors=errors, rank=None, world_size=None)
-    if "states" in merged:  # a schedule's
+    if "states" in merged:  # the state of a schedule
         merged["states"] = {name: merge_states([state["states"][name] for state in states]) for name in merged["states"]}
     return merged
 
@@ -57,10 +58,10 @@ def _in_words(state: Mapping[str, Any]) -> str:
 
 
 def check_kind(state: Mapping[str, Any], kind: str) -> None:
-    """Refuse what no `state_dict()` of this kind has returned.
+    """Check that a `state_dict()` of this kind has returned the state.
 
     Raises:
-        MisuseError: it is of another kind, or of a format to come.
+        MisuseError: the state has another kind, or a newer format.
     """
     if state.get("kind") != kind or state.get("format") != FORMAT:
         raise MisuseError(
@@ -74,7 +75,7 @@ def check_parameters(saved: Mapping[str, torch.Tensor], shapes: Mapping[str, tor
 
     Args:
         saved: errors by parameter name.
-        shapes: of the model's parameters.
+        shapes: the model's parameters' shapes by name.
 
     Raises:
         MisuseError: a name is unknown, or a shape differs.
@@ -93,11 +94,11 @@ def check_parameters(saved: Mapping[str, torch.Tensor], shapes: Mapping[str, tor
 
 
 class Origin:
-    """Which rank of how many a state belongs to.
+    """The rank and the number of ranks that a state belongs to.
 
     Args:
-        rank: the one that a loaded state comes from.
-        world_size: of how many.
+        rank: the rank that saved a loaded state.
+        world_size: the number of ranks when it was saved.
     """
 
     def __init__(self, rank: int | None = None, world_size: int | None = None) -> None:
@@ -106,18 +107,19 @@ class Origin:
         self._is_settled = False
 
     def __reduce__(self) -> tuple[type[Origin], tuple[int | None, int | None]]:
-        """Who loads a pickled one may be another rank."""
+        """Pickle without the settled flag: another rank may load it."""
         return Origin, (self.rank, self.world_size)
 
     def settle(self, rank: int, world_size: int, errors: ErrorFeedback) -> None:
-        """Called with the group whenever the state is used.
+        """Note the group's rank and size. Called whenever the state is used.
 
-        A state that is in use stays this process's own, also in another group: after a rank was lost, or has come. The first
-        time, errors that belong to another rank of as many are dropped with a warning: where all ranks load what rank 0 saved,
-        as torch's documentation shows, rank 0 goes on and the others begin their error feedback at zero.
+        A state in use belongs to this process, also in another group after a rank was lost or has joined. In the first call,
+        errors of another rank of the same number of ranks are dropped with a warning. For example, all ranks load the state
+        that rank 0 saved, as torch's documentation shows. Then rank 0 continues, and the others begin their error feedback at
+        zero.
 
         Raises:
-            MisuseError: errors were loaded that belong to another number of ranks.
+            MisuseError: the loaded errors belong to another number of ranks.
         """
         if len(errors) > 0 and self.world_size is not None and not self._is_settled:
             if self.world_size != world_size:

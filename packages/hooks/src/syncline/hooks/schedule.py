@@ -1,4 +1,4 @@
-"""A schedule: which hook from which step on."""
+"""A schedule: which hook runs from which step on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _KIND = "schedule"
 
 @dataclass(frozen=True)
 class Phase:
-    """A hook and its state, from a step on.
+    """A hook and its state, from a given step on.
 
     Attributes:
         first_step: counted from 0.
-        hook: any hook, torch's too.
-        state: what it is given.
+        hook: any hook, also one of torch's.
+        state: the hook's first argument.
     """
 
     first_step: int
@@ -32,17 +32,18 @@ class Phase:
 
 
 class ScheduleState:
-    """The phases of training, and where it is. The same on every rank.
+    """The phases of a training, and the present step. The same on every rank.
 
     "Plain for 1,000 steps, then bf16, then PowerSGD": `ScheduleState([Phase(0, allreduce_hook), Phase(1000,
-    bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. A state's own step counter counts its own steps
-    only: a `PowerSGDState` still averages plainly for its first `start_powerSGD_iter` steps.
+    bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. A phase's state counts only the steps of its phase:
+    a `PowerSGDState` still averages plainly for its first `start_powerSGD_iter` steps.
 
     Args:
         phases: in the order of their first steps, which rise from 0.
 
     Raises:
-        InvalidArgumentError: no phase, the first does not begin at step 0, first steps do not rise, or a hook cannot be called.
+        InvalidArgumentError: there is no phase, the first one does not begin at step 0, first steps do not rise, or a hook
+            cannot be called.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
@@ -60,14 +61,14 @@ class ScheduleState:
 
     @property
     def current(self) -> Phase:
-        """The phase of the step that runs or comes next."""
+        """The phase of the present step, or of the next one between steps."""
         return [phase for phase in self.phases if phase.first_step <= self.iter][-1]
 
     def enter(self, bucket: Bucket) -> Phase:
-        """Called by the hook with every bucket: its phase, the same for all buckets of a step."""
+        """The phase of this bucket's step; the hook calls it with every bucket."""
         phase = self.current
         for other in self.phases:
-            # Parameters without names are numbered in the first step of a run, whatever phase that is in.
+            # Parameters without names are numbered in the first step of a run, in every phase's state.
             names = getattr(other.state, "names", None)
             if isinstance(names, ParameterNames):
                 names.of(bucket)
@@ -77,7 +78,7 @@ class ScheduleState:
         return phase
 
     def switch(self, hook: Callable[[Any, Any], TensorFuture], state: Any = None) -> None:
-        """Use another hook from the next step on, and drop the phases that were to come.
+        """Use another hook from the next step on, and drop all later phases.
 
         Every rank calls it between the same steps.
 
@@ -95,10 +96,10 @@ class ScheduleState:
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter, "first_steps": self._first_steps(), "states": saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Continue from a saved state.
 
         Raises:
-            MisuseError: the phases are not the saved ones, or a phase's state refuses its own.
+            MisuseError: the phases are not the saved ones, or a phase's state refuses its saved state.
         """
         check_kind(state, _KIND)
         if state["first_steps"] != self._first_steps():
@@ -124,15 +125,15 @@ def schedule_hook(state: ScheduleState, bucket: Bucket) -> TensorFuture:
 
     Args:
         state: the phases.
-        bucket: handed on.
+        bucket: passed to the phase's hook.
 
     Returns:
-        The future of that hook.
+        The future of the phase's hook.
 
-    Cost: that of the hook.
+    Cost: that of the phase's hook.
 
     Raises:
-        MisuseError: the state is no ScheduleState.
+        MisuseError: the state is not a ScheduleState.
     """
     if not isinstance(state, ScheduleState):
         raise MisuseError(f"expected a ScheduleState as the hook's state, found {type(state).__name__}")

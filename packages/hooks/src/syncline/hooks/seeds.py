@@ -1,4 +1,4 @@
-"""Seeds that all ranks draw alike: those of numpy's RandomState, without numpy."""
+"""Seeds that are the same on all ranks: those of numpy's RandomState, without numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIMIT = 1_000_000_000
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Refuse what is no seed, under the argument's name.
+    """Check a seed; `name` is the argument's name for the error.
 
     Raises:
         InvalidArgumentError: it is out of range.
@@ -23,9 +23,9 @@ def check_seed(name: str, seed: int) -> None:
 
 
 class SharedSeeds:
-    """The numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`, from which torch's PowerSGD seeds its factors.
+    """The numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`; torch's PowerSGD uses such seeds.
 
-    Python's generator is the same Mersenne Twister (Matsumoto and Nishimura, 1998), only started in another way.
+    Python's generator is the same Mersenne Twister (Matsumoto and Nishimura, 1998), but has another way to start.
 
     Args:
         seed: 0 to 2**32 - 1; the same on every rank.
@@ -41,14 +41,15 @@ class SharedSeeds:
     def next(self) -> int:
         """The next seed, 0 to 999,999,999."""
         while True:
+            # As numpy does: draw 30 bits, and draw again if the number is too large.
             value = self._random.getrandbits(32) & 0x3FFFFFFF
             if value < _LIMIT:
                 return value
 
     def state(self) -> torch.Tensor:
-        """Where the sequence is: 625 int64 numbers."""
+        """The generator's state: 625 int64 numbers."""
         return torch.tensor(self._random.getstate()[1], dtype=torch.int64)
 
     def restore(self, state: torch.Tensor) -> None:
-        """Go on where `state` was taken."""
+        """Continue from a result of `state`."""
         self._random.setstate((3, tuple(state.tolist()), None))

@@ -1,4 +1,4 @@
-"""Ranks that are near one another, and the slow links between them."""
+"""Ranks with fast links between them, and the slow links between such sites."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Sites:
         ranks: how many ranks the group has.
 
     Args:
-        group: to be divided; of Syncline's own. A collective: all its ranks construct it.
-        site: what this rank's site is called.
+        group: the group to divide; one of Syncline's own. The constructor is a collective of the group.
+        site: the name of this rank's site.
 
     Raises:
-        MisuseError: the group is one of torch's, which does not split.
+        MisuseError: the group is one of torch's, which cannot split.
     """
 
     def __init__(self, group: ProcessGroup, site: str) -> None:

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002 - a compressor is given a seed, used or not
-"""A few numbers of each gradient, as they are."""
+"""Sparsification: a few numbers of each gradient, unchanged."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .compressor import Compressor, LinearCompressor, Unpacker, in_math_dtype, p
 
 
 class TopK(Compressor):
-    """The numbers of the largest magnitude of each tensor, with their indices.
+    """The numbers with the largest magnitude in each tensor, with their indices.
 
     Source: Aji and Heafield, "Sparse communication for distributed gradient descent", 2017; Stich et al., "Sparsified SGD with
-    memory", 2018. It needs error feedback. A NaN counts as the largest, so it is sent.
+    memory", 2018. It needs error feedback. A NaN counts as the largest number, so it is sent.
 
     Args:
         fraction: of each tensor's numbers, above 0 and up to 1; at least one number is sent.
 
-    Bytes sent by each rank: for each number that is sent 4 for the index (8 in a tensor of more than 2^31 numbers) and those of
-    its dtype; received: as many from each rank.
+    Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers) and those of its
+    dtype; received: as many from each rank.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -45,7 +45,7 @@ class TopK(Compressor):
         return packed([*values, *indices])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Zeros, and the values in their places."""
+        """Zeros, with the values at their indices."""
         unpacker = Unpacker(message)
         counts = [_count(tensor.numel(), self._fraction) for tensor in like]
         values = [unpacker.take(count, tensor.dtype) for count, tensor in zip(counts, like, strict=True)]
@@ -56,14 +56,14 @@ class TopK(Compressor):
 
 
 class RandomK(LinearCompressor):
-    """Random numbers of each tensor, the same places on every rank, so that no index is sent and an all_reduce does.
+    """Random numbers of each tensor, from the same places on every rank. So no index is sent, and an all_reduce is enough.
 
     Source: Stich et al., "Sparsified SGD with memory", 2018. It needs error feedback.
 
     Args:
         fraction: of each tensor's numbers, above 0 and up to 1; at least one number is sent.
 
-    Bytes: one all_reduce of those of the numbers that are sent, in the gradients' dtype.
+    Bytes: one all_reduce of the chosen numbers, in the gradients' dtype.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -80,7 +80,7 @@ class RandomK(LinearCompressor):
         return torch.cat([gradient.reshape(-1)[chosen] for gradient, chosen in zip(gradients, places, strict=True)])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Zeros, and the values in their places."""
+        """Zeros, with the values at their places."""
         places = self._places(like, seed)
         values = torch.split(message, [len(chosen) for chosen in places])
         return [_scattered(*triple) for triple in zip(like, places, values, strict=True)]
@@ -97,7 +97,7 @@ _MOST_IN_INT32 = 2**31
 
 
 def _index_dtype(numel: int) -> torch.dtype:
-    """Both sides know the number of elements, so they agree on it."""
+    """The dtype of an index. It depends only on the number of elements, which sender and receiver both know."""
     return torch.int32 if numel <= _MOST_IN_INT32 else torch.int64
 
 

@@ -1,18 +1,17 @@
-"""Hooks of several collectives, written as one generator and run without a gap in the order.
+"""Hooks with several collectives, written as one generator. All ranks issue them in one order.
 
 Note [Stages]
 ~~~~~~~~~~~~~
-A hook that needs the result of one collective to issue the next is a generator: it yields each `Work` and goes on when that has
-finished; what it returns is the reduced bucket. Every rank must issue the same collectives in the same order, also when several
-buckets are in flight and ranks are scheduled differently. Who resumes a generator therefore depends on the group:
+A hook that needs the result of one collective to issue the next is a generator. It yields each `Work`, continues when this work
+has finished, and returns the reduced bucket. Every rank must issue the same collectives in the same order, also when several
+buckets are in flight and ranks are scheduled differently. So the group decides who resumes a generator:
 
-1. Most of our groups have one total order (`has_total_order`), in which what a callback issues comes before every later
+1. Most of our groups have one total order (`has_total_order`): a collective that a callback issues comes before every later
    collective (Note [One total order] in `syncline.collectives.engine.queue`). There the future of each work resumes its
-   generator: `_chained`.
-2. torch's groups order collectives by the moment of the call, and a `RoundRobinGroup` gives turns by it, so what a callback
-   issues races with the thread of backward. There only the thread of backward resumes generators, at fixed places: each later
-   bucket moves every earlier one on by a stage, and the last bucket of the backward moves all to their end: `Pipeline`. The
-   first stage of a bucket still overlaps with backward.
+   generator: `_chained`. 2. torch's groups order collectives by the moment of the call, and a `RoundRobinGroup` takes turns by
+   it. So a collective that a callback issues races with the thread of backward. There only the thread of backward resumes
+   generators, at fixed places: each later bucket moves every earlier one on by a stage, and the last bucket of the backward
+   moves all to their end: `Pipeline`. The first stage of a bucket still overlaps with backward.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ else:
 
 
 def finished(tensor: torch.Tensor) -> TensorFuture:
-    """A future that is there already."""
+    """A future that has its result already."""
     future = _future_on(tensor)
     future.set_result(tensor)
     return future
@@ -47,9 +46,9 @@ class Pipeline:
         self._latest = -1
 
     def run(self, stages: Stages, group: ProcessGroup, bucket: Bucket) -> TensorFuture:
-        """Start the stages; called on the thread of backward, on every rank for the same buckets in the same order.
+        """Start the stages. Called on the thread of backward, on every rank for the same buckets in the same order.
 
-        What the first stage raises, this raises; what later ones raise, the future does.
+        An error of the first stage is raised here; an error of a later stage is set on the future.
         """
         future = _future_on(bucket.buffer())
         if group.has_total_order:
@@ -58,6 +57,7 @@ class Pipeline:
         if bucket.index() <= self._latest:
             self._drop_stale()
         self._latest = bucket.index()
+        # At this fixed place every rank moves every earlier bucket on by one stage; see Note [Stages].
         for entry in self._pending:
             entry.advance()
         self._pending.append(_Pending(stages, next(stages), future))
@@ -69,7 +69,7 @@ class Pipeline:
         return future
 
     def _drop_stale(self) -> None:
-        """A backward that raised has left buckets behind."""
+        """Fail the buckets that an earlier backward left behind when it raised an error."""
         for entry in self._pending:
             _fail(entry.future, MisuseError("the backward that issued this bucket ended before its last bucket"))
         self._pending = []
@@ -92,7 +92,7 @@ class _Pending:
             self._work = next(self._stages)
         except StopIteration as end:
             self.future.set_result(end.value)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the bucket shall get it
+        except Exception as error:  # noqa: BLE001 - whoever waits for the bucket must get it
             _fail(self.future, error)
 
 
@@ -103,7 +103,7 @@ def _chained(stages: Stages, first: Work, future: TensorFuture) -> None:
             work = next(stages)
         except StopIteration as end:
             future.set_result(end.value)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the bucket shall get it
+        except Exception as error:  # noqa: BLE001 - whoever waits for the bucket must get it
             _fail(future, error)
         else:
             work.get_future().add_done_callback(advance)

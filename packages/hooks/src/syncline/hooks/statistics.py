@@ -1,4 +1,4 @@
-"""What a hook has saved, and what that has cost."""
+"""How much a hook saves, and what that costs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class HookStatistics:
-    """Sums over all buckets since the state was made; on this rank.
+    """Sums on this rank, over all buckets since the state was made.
 
     Attributes:
-        bytes_before: of the gradients handed to the hook.
-        bytes_sent: of the tensors handed to collectives.
-        seconds_by_stage: spent computing, not waiting, by the stage's name.
+        bytes_before: bytes of the gradients that the hook got.
+        bytes_sent: bytes of the tensors that the hook gave to collectives.
+        seconds_by_stage: seconds of computing, without waiting, by the stage's name.
     """
 
     bytes_before: int = 0
@@ -24,7 +24,7 @@ class HookStatistics:
 
     @property
     def ratio(self) -> float:
-        """Bytes before by bytes sent; 1 before anything was sent."""
+        """Bytes before compression divided by bytes sent; 1 before anything was sent."""
         return self.bytes_before / self.bytes_sent if self.bytes_sent else 1.0
 
     def sends(self, bytes_before: int, bytes_sent: int) -> None:

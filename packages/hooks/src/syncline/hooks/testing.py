@@ -10,14 +10,14 @@ from syncline.collectives import ProcessGroup
 
 
 class FakeBucket:
-    """The hook contract for gradients that the test makes up.
+    """A bucket that keeps the hook contract, with gradients that the test makes up.
 
     Args:
-        gradients: of any shapes, one dtype; copied into a flat buffer in this order.
-        group: what `process_group()` returns.
-        parameters: the tensors that `parameters()` returns; None makes zeros like the gradients.
+        gradients: of any shapes and one dtype; copied into a flat buffer in this order.
+        group: the result of `process_group()`.
+        parameters: the result of `parameters()`; None makes zeros with the gradients' shapes.
         index: the bucket's number.
-        is_last: whether it is the last of the backward.
+        is_last: whether it is the last bucket of the backward.
     """
 
     def __init__(
@@ -62,5 +62,5 @@ class FakeBucket:
         return self._is_last
 
     def process_group(self) -> ProcessGroup:
-        """The caller's group."""
+        """The group that the test gave."""
         return self._group
