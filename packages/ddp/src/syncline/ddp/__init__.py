@@ -1,4 +1,4 @@
-"""DistributedDataParallel over the communication stack a cluster already has."""
+"""DistributedDataParallel over the communication library that a cluster already has."""
 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic import Elastic

@@ -1,4 +1,4 @@
-"""The constructor's arguments: what of torch's keywords is refused, what is only explained, and how sizes are converted."""
+"""The constructor's arguments: which of torch's keywords are refused or only explained, and how sizes are converted."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from syncline.collectives import InvalidArgumentError
 AUTO = "auto"
 
 _MIB = 1024 * 1024
-_DEFAULT_CAPS_MB = (1.0, 25.0)  # of the first bucket, which is small so that communication starts early, and of the others
+_DEFAULT_CAPS_MB = (1.0, 25.0)  # the first bucket is small so that communication starts early; then all others
 _AUTO_HINT = f'; bucket_cap_mb="{AUTO}" finds one'
 
 
 def check_module(module: object) -> None:
-    """Refuse what is no module.
+    """Check that the argument is a module.
 
     Raises:
-        InvalidArgumentError: it is a module's class, a function, or anything else.
+        InvalidArgumentError: it is a module's class, a function, or something else.
     """
     if isinstance(module, torch.nn.Module):
         return
@@ -34,12 +34,12 @@ def check_module(module: object) -> None:
 
 
 def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> list[int]:
-    """The size limits in bytes of the first, second, ... bucket; the last one holds for all that follow.
+    """The size limits in bytes of the first, second, ... bucket; the last one holds for all further buckets.
 
-    The first bucket is smaller only if nothing is given; as in torch.
+    The first bucket is smaller only if no size is given, as in torch.
 
     Raises:
-        InvalidArgumentError: both were given, or one is not above 0 and finite.
+        InvalidArgumentError: both arguments were given, or a size is not above 0 and finite.
     """
     if bucket_cap_mb_list is not None:
         if bucket_cap_mb is not None:
@@ -52,15 +52,16 @@ def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Seq
 
 
 def tunes_buckets(bucket_cap_mb: object, bucket_cap_mb_list: Sequence[float] | None) -> bool:
-    """Whether sizes are to be found, by `bucket_cap_mb="auto"`. A list beside it is refused later."""
+    """Whether `bucket_cap_mb="auto"` asks for measured sizes. A list given with it is refused later."""
     return isinstance(bucket_cap_mb, str) and bucket_cap_mb == AUTO and bucket_cap_mb_list is None
 
 
 def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Whether buffers are broadcast at construction, and before forwards.
+    """Whether buffers are broadcast at construction, and whether before forwards.
 
-    `broadcast_buffers=False` means neither, `forward_sync_buffers=False` only not before forwards, and counts if both are
-    given; as in torch.
+    As in torch: `broadcast_buffers=False` means neither. `forward_sync_buffers=False` means only not before forwards. If both
+        are
+    given, `forward_sync_buffers` counts.
     """
     if broadcast_buffers is not None:
         warnings.warn(
@@ -77,10 +78,10 @@ def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers:
 
 
 def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bool, static_graph: bool) -> None:
-    """Refuse to skip what is not looked for.
+    """Check that unused parameters are only skipped if the reducer looks for them.
 
     Raises:
-        InvalidArgumentError: so it is.
+        InvalidArgumentError: they would be skipped without `find_unused_parameters`, or with `static_graph`.
     """
     if skip_all_reduce_unused_params and (static_graph or not find_unused_parameters):
         raise InvalidArgumentError(
@@ -90,13 +91,13 @@ def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bo
 
 
 def check_lazy_bucket_allocation(lazy_bucket_allocation: bool) -> None:
-    """Say that it saves no memory here; gradients are the same without it."""
+    """Warn that the argument saves no memory here. Gradients are the same without it."""
     if lazy_bucket_allocation:
         warnings.warn("lazy_bucket_allocation=True saves no memory: buckets are kept between backwards", stacklevel=4)
 
 
 def check_deprecated(dim: int, check_reduction: bool) -> None:
-    """What torch accepts from old scripts.
+    """Check arguments that torch accepts from old scripts.
 
     Raises:
         InvalidArgumentError: `dim` is not 0.
@@ -115,10 +116,10 @@ def delayed_names(
     param_to_hook_all_reduce: torch.nn.Parameter | None,
     trainable: Sequence[tuple[str, torch.nn.Parameter]],
 ) -> tuple[list[str], str | None]:
-    """The names of the parameters that are reduced late, and of the one for which they wait.
+    """The names of the parameters that are reduced late, and of the parameter for which they wait.
 
     Raises:
-        InvalidArgumentError: one argument was given without the other, or names what is no trainable parameter of the module.
+        InvalidArgumentError: one argument was given without the other, or a parameter is not a trainable one of the module.
     """
     delayed = list(delay_all_reduce_named_params or ())
     if bool(delayed) != (param_to_hook_all_reduce is not None):
@@ -138,11 +139,11 @@ def delayed_names(
 
 
 def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: Sequence[torch.Tensor]) -> torch.device | None:
-    """The device that inputs are moved to, or None to leave them where they are.
+    """The device to which inputs are moved; None leaves inputs where they are.
 
     Raises:
-        InvalidArgumentError: more than one device, one for a module on the CPU or on several devices, one on which the
-            module is not; or an `output_device` that is another one.
+        InvalidArgumentError: `device_ids` has several devices, or a device on which the module is not; the module is on the CPU
+            or on several devices; or `output_device` differs.
     """
     devices = sorted({str(parameter.device) for parameter in parameters})
     if not device_ids:

@@ -15,13 +15,14 @@ from .batch_statistics import BatchStatistics, channel_shape, reduced_dims, work
 class BatchNormalization(torch.autograd.Function):
     """y = (x - mean) / sqrt(variance + eps) * weight + bias, where mean and variance depend on the x of all ranks.
 
-    Let a channel have n values over all ranks, g be the gradient of y, and x' = (x - mean) / sqrt(variance + eps). Then the
-    gradient of x is
+    A channel has n values over all ranks, g is the gradient of y, and x' = (x - mean) / sqrt(variance + eps). Then the gradient
+    of x is
 
         weight / sqrt(variance + eps) * (g - sum(g) / n - x' * sum(g * x') / n)
 
-    in which the sums are over all ranks: one all_reduce of 16 bytes for each channel. The gradients of weight and bias are
-    those of this rank's part of the batch, as of any parameter; averaging them is the reducer's business.
+    The sums are over all ranks: one all_reduce of 16 bytes for each channel. The gradients of weight and bias belong to this
+        rank's
+    part of the batch, as for any parameter; the reducer averages them.
     """
 
     @staticmethod
@@ -45,7 +46,7 @@ class BatchNormalization(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """A collective if the inputs need a gradient."""
+        """Compute the gradients. A collective if the inputs need one."""
         inputs, weight, mean, scale = ctx.saved_tensors
         dims, shape = reduced_dims(inputs), channel_shape(inputs)
         gradient = gradients[0].to(mean.dtype)
@@ -66,7 +67,7 @@ class BatchNormalization(torch.autograd.Function):
 
 
 def _beside(inputs: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """A parameter as it is computed with beside statistics in the working dtype: one of halves, like the inputs, in float32."""
+    """The parameter in the dtype in which it is used. If parameter and inputs have the same 16-bit dtype, float32."""
     if parameter is None or parameter.dtype is not inputs.dtype:
         return parameter
     return parameter.to(working_dtype(inputs))

@@ -1,4 +1,4 @@
-"""Mean and variance of each channel, of one rank's batch and of all ranks' batches together."""
+"""Mean and variance of each channel, in the batch of one rank and in the batches of all ranks together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from syncline.collectives import ProcessGroup
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """How many values each channel has, their mean, and the sum of their squared distances from it.
+    """The number of values in each channel, their mean, and the sum of their squared distances from the mean.
 
     Attributes:
-        count: values for each channel.
-        mean: of each channel; float64, (channels,).
-        squares: sum of (value - mean)**2 of each channel; float64, (channels,).
+        count: number of values in each channel.
+        mean: mean of each channel; float64, (channels,).
+        squares: sum of (value - mean)**2 in each channel; float64, (channels,).
     """
 
     count: int
@@ -25,23 +25,23 @@ class BatchStatistics:
 
     @property
     def variance(self) -> torch.Tensor:
-        """The mean squared distance, which normalises."""
+        """The mean squared distance, by which batches are normalised."""
         return self.squares / self.count
 
     @property
     def unbiased_variance(self) -> torch.Tensor:
-        """What the running estimate takes in. There must be two values at least."""
+        """The variance for the running estimate. It needs at least two values."""
         return self.squares / (self.count - 1)
 
 
 def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
-    """Those of this rank's batch.
+    """The statistics of this rank's batch.
 
-    A first mean, rounded to the working dtype, is taken from the values; what is left tells how far off it is, and is small
-    enough to be squared and added up.
+    A first mean, rounded to the working dtype, is subtracted from the values. The mean of the remainders is the error of the
+    first mean. The remainders are small, so their squares can be added up without loss.
 
     Args:
-        inputs: (batch, channels, ...), in which the batch may be empty. Halves are added up in float32.
+        inputs: (batch, channels, ...); the batch may be empty. 16-bit values are added up in float32.
     """
     count = inputs.numel() // inputs.shape[1]
     if count == 0:
@@ -56,9 +56,9 @@ def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
 
 
 def gather_statistics(own: BatchStatistics, group: ProcessGroup) -> BatchStatistics:
-    """Those of all ranks' batches together; bitwise the same on every rank. A collective.
+    """The statistics of all ranks' batches together; bitwise the same on every rank. A collective.
 
-    The ranks' means and squares are combined, not their sums: nothing is lost where the mean is large beside the deviation
+    The ranks combine means and squares, not sums. So nothing is lost if the mean is large compared with the deviation
     (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1982).
 
     Cost: an all-gather of 8 * (2 * channels + 1) bytes from each rank.
@@ -75,15 +75,15 @@ def gather_statistics(own: BatchStatistics, group: ProcessGroup) -> BatchStatist
 
 
 def working_dtype(inputs: torch.Tensor) -> torch.dtype:
-    """What a batch is computed in: float64 if it is of float64, else float32."""
+    """The dtype of the computation: float64 for a batch in float64, else float32."""
     return torch.float64 if inputs.dtype is torch.float64 else torch.float32
 
 
 def reduced_dims(inputs: torch.Tensor) -> list[int]:
-    """All dimensions but that of the channels."""
+    """All dimensions except that of the channels."""
     return [dim for dim in range(inputs.dim()) if dim != 1]
 
 
 def channel_shape(inputs: torch.Tensor) -> list[int]:
-    """The shape in which a vector of channels fits the batch."""
+    """The shape that a vector of channels needs to fit the batch."""
     return [-1 if dim == 1 else 1 for dim in range(inputs.dim())]

@@ -1,4 +1,4 @@
-"""BucketTuning: finds the bucket sizes for `bucket_cap_mb="auto"`, by measuring some steps and predicting the others."""
+"""BucketTuning: finds bucket sizes for `bucket_cap_mb="auto"`. It measures some steps and predicts steps with other sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CANDIDATES = (
     *((cap, cap) for cap in CAPS_BYTES if cap > MIB),
 )
 _WORTH = 1.05
-"""Other sizes than the default must promise so many times its speed: predictions are not exact to less."""
+"""Sizes other than the default must promise this factor in speed, because predictions are not more exact."""
 
 _SETTLING_STEPS, _MEASURED_STEPS, _TRIALS = 2, 6, 3
 _MEASURED_BUCKETS = 32
@@ -35,13 +35,13 @@ logger = logging.getLogger("syncline.ddp")
 
 @dataclass(frozen=True)
 class ReductionCosts:
-    """What all-reduces were measured to take.
+    """Measured times of all-reduces.
 
     Attributes:
-        nbytes: sizes, rising.
-        seconds: of each; as many.
-        issue_s: that the thread of backward needs to start one.
-        taken: seconds that each takes from what is computed meanwhile; as many, or none at all.
+        nbytes: sizes, ascending.
+        seconds: the time for each size; of the same length.
+        issue_s: seconds that the thread of backward needs to start an all-reduce.
+        taken: seconds by which each all-reduce slows the computation beside it; of the same length, or empty.
     """
 
     nbytes: tuple[float, ...]
@@ -50,11 +50,11 @@ class ReductionCosts:
     taken: tuple[float, ...] = ()
 
     def reduce_s(self, nbytes: float) -> float:
-        """Seconds of an all-reduce: a straight line between two sizes, and beyond the largest; the smallest takes the least."""
+        """Seconds of an all-reduce: linear between two sizes and beyond the largest; never below that of the smallest."""
         return self._between(self.seconds, nbytes)
 
     def delay_s(self, nbytes: float) -> float:
-        """Seconds by which an all-reduce delays the gradients that come after it started."""
+        """Seconds by which an all-reduce delays the gradients that come after its start."""
         return self.issue_s + (self._between(self.taken, nbytes) if self.taken else 0.0)
 
     def _between(self, seconds: tuple[float, ...], nbytes: float) -> float:
@@ -66,19 +66,19 @@ class ReductionCosts:
 
 
 def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Times of tensors of rising size, none above that of a larger one: what disturbs a machine only adds. A pure function."""
+    """Times for rising sizes, none above that of a larger size: a disturbance only makes a time longer. A pure function."""
     return tuple(min(seconds[place:]) for place in range(len(seconds)))
 
 
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
-    """How much of what an all-reduce computes is taken from the model's computing, from 0 to 1. A pure function.
+    """The part of an all-reduce's computation that is taken from the model's computation, from 0 to 1. A pure function.
 
-    It is the part of the time in which the cores are busy that this rank may run on, with all that others do there.
+    It equals the part of the time in which the cores of this rank are busy, with the work of all ranks that use them.
 
     Args:
-        rank: this one's place in what follows.
+        rank: this rank's position in the two lists.
         busy_cores: how many cores each rank of this node keeps busy while it trains.
-        cores: on which each of them may run.
+        cores: the cores on which each of these ranks may run.
     """
     sharing = [other for other, theirs in enumerate(cores) if theirs & cores[rank]]
     there = frozenset[int]().union(*(cores[other] for other in sharing))
@@ -86,16 +86,16 @@ def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[froze
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
-    """Sizes for the measured steps: small, so that they tell when gradients come. A pure function."""
+    """Sizes for the measured steps: small ones, because they show when gradients come. A pure function."""
     return [max(MIB, total_bytes // _MEASURED_BUCKETS)]
 
 
 def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int, int], float]:
-    """For the size of the first bucket and of the others, the seconds of a step up to its last gradient. A pure function.
+    """Predict the seconds of a step up to its last gradient, for each pair of first size and other size. A pure function.
 
     Args:
-        workload: with the buckets that were measured, which have delayed the gradients after them.
-        costs: of this group.
+        workload: the measured buckets, which have delayed the gradients after them.
+        costs: the costs in this group.
     """
     unhindered = _delayed(workload, [-costs.delay_s(bucket.nbytes) for bucket in workload.buckets[:-1]] + [-costs.issue_s])
     found = {}
@@ -107,15 +107,15 @@ def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int
 
 
 def choose(steps: dict[tuple[int, int], float]) -> tuple[int, int]:
-    """The shortest step; the default where none is clearly shorter. A pure function."""
+    """The sizes with the shortest step, or the default if no step is clearly shorter. A pure function."""
     best = min(steps, key=lambda caps: steps[caps])
     return best if steps[_DEFAULT] > _WORTH * steps[best] else _DEFAULT
 
 
 def _delayed(workload: Workload, delays_s: Sequence[float]) -> Workload:
-    """All that comes after a bucket's start is later by its delay; the last one's start is after the last gradient.
+    """Shift everything after a bucket's start by the bucket's delay. The last bucket starts after the last gradient.
 
-    Where a delay is taken away, no time below 0 is left between two starts.
+    Delays may be negative, to take them away; the time between two starts does not go below 0.
     """
     buckets, ready_s, was_ready_s, delay_s = [], 0.0, 0.0, 0.0
     for bucket, own_delay_s in zip(workload.buckets, delays_s, strict=True):
@@ -130,25 +130,25 @@ def _delayed(workload: Workload, delays_s: Sequence[float]) -> Workload:
 
 
 class BucketTuning:
-    """Measures the first steps of a model, and chooses once. All ranks do so at the same step, and all choose the same.
+    """Measures the first steps of a model, and chooses once. All ranks choose at the same step, and choose the same sizes.
 
     ::
 
-        step 1               the reducer learns the order of the gradients, and builds the buckets in it
+        step 1               the reducer learns the order of the gradients, and builds the buckets in this order
         steps 2 and 3        settle
-        steps 4 to 9         measured: when each bucket could start, on the rank on which it came last
+        steps 4 to 9         measured: when each bucket could start, on the rank where it came last
         after step 9         all-reduces of several sizes are measured, up to that of all gradients; rank 0 predicts the step
-                             for each size, and broadcasts the best; the next forward builds the buckets anew
+                             for each size, and broadcasts the best size; the next forward builds the buckets anew
 
     Args:
-        group: whose ranks average.
-        reducer: whose buckets are measured; built with `measuring_caps`.
+        group: its ranks average.
+        reducer: its buckets are measured; it was built with `measuring_caps`.
 
     Attributes:
         caps_bytes: the sizes of the first bucket and of the others; None until they are chosen.
 
-    An all-reduce that computes on cores which the model needs, too, delays the gradients that come meanwhile. How much is its
-    processor time, times the share of the cores of this node that the ranks keep busy.
+    If an all-reduce computes on cores that the model needs, too, it delays the gradients that come meanwhile. The delay is the
+    processor time of the all-reduce, times the share of this node's cores that the ranks keep busy.
 
     Cost: the all-reduces move about four times the bytes of a step.
     """
@@ -163,7 +163,7 @@ class BucketTuning:
         self.caps_bytes: list[int] | None = None
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """A backward was reduced. Of the last step that is measured it is a collective."""
+        """Called after a reduced backward. After the last measured step it is a collective."""
         if self._is_over or not self._reducer.has_rebuilt_buckets:
             return
         if self._reducer.hook[0] is not None:
@@ -177,13 +177,13 @@ class BucketTuning:
                 self._decide()
 
     def give_up(self, why: str) -> None:
-        """Measure no more; the buckets stay as they are. Called on all ranks after the same step."""
+        """Stop measuring; the buckets stay unchanged. Called on all ranks after the same step."""
         if not self._is_over and self._group.rank == 0:
             logger.info('bucket_cap_mb="auto": the buckets stay as they are, because %s', why)
         self._is_over = True
 
     def _decide(self) -> None:
-        if len({len(step) for step in self._steps}) > 1:  # on all ranks alike, for they reduce the same buckets
+        if len({len(step) for step in self._steps}) > 1:  # the same on all ranks, because they reduce the same buckets
             self.give_up("not all of them were reduced in each step")
             return
         self._is_over = True
@@ -201,7 +201,7 @@ class BucketTuning:
         self._reducer.change_bucket_caps(self.caps_bytes)
 
     def _workload(self, times: Sequence[float]) -> Workload:
-        """Of the rank that came last with each bucket."""
+        """The workload of a step in which each bucket comes as late as on its last rank."""
         *starts, backward_s, began = times
         found = []
         for bucket, until in zip(self._reducer.buckets, starts, strict=True):
@@ -212,7 +212,7 @@ class BucketTuning:
         return Workload(tuple(found), backward_s, 0.0)
 
     def _share_of_cores(self) -> float:
-        """The largest of any rank, in the steps that were measured. A collective."""
+        """The largest share of any rank, in the measured steps. A collective."""
         busy_s, passed_s = (now - began for now, began in zip(_clocks(), self._began or (0.0, 0.0), strict=True))
         said: list[tuple[float, frozenset[int]]] = [(0.0, frozenset())] * self._group.size
         all_gather_object(said, (busy_s / passed_s, _cores()), self._group)
@@ -224,7 +224,7 @@ class BucketTuning:
         return float(share)
 
     def _measure_costs(self, share: float) -> ReductionCosts:
-        """A collective, of the same calls on all ranks; `share` of the processor's time is taken from the model's computing."""
+        """Measure all-reduces. A collective. `share` of their processor time counts as taken from the model's computation."""
         total = sum(bucket.nbytes for bucket in self._reducer.buckets)
         sizes = [_SMALLEST_BYTES]
         while sizes[-1] < total:
@@ -244,7 +244,7 @@ class BucketTuning:
         )
 
     def _timed(self, tensor: torch.Tensor) -> tuple[float, float, float]:
-        """Seconds until an all-reduce is issued, and until it is over; and of the processor's time on all threads."""
+        """Seconds until an all-reduce is issued and until it is over, and its processor time on all threads."""
         self._group.barrier()
         busy, began = _clocks()
         work = self._group.all_reduce(tensor, ReduceOp.AVG, async_op=True)
@@ -273,28 +273,28 @@ class BucketTuning:
 
 
 def _clocks() -> tuple[float, float]:
-    """Seconds of the processor's time of this process, and of the clock."""
+    """This process's processor time in seconds, and the clock."""
     return time.process_time(), time.perf_counter()
 
 
 def _cores() -> frozenset[int]:
-    """On which this process may run."""
+    """The cores on which this process may run."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def _times(seen: IterationStatistics) -> list[float]:
-    """Seconds from the forward's start: of each bucket's start, of the last gradient, and of the first."""
+    """Seconds from the forward's start to each bucket's start, to the last gradient, and to the first gradient."""
     began = seen.forward_started
     starts = [bucket.started - began for bucket in seen.buckets]
     return [*starts, seen.last_gradient - began, seen.backward_started - began]
 
 
 def check_can_tune(device: torch.device, dynamic: bool, sparse: bool) -> None:
-    """Refuse to measure what cannot be.
+    """Check that the model can be measured.
 
     Raises:
-        InvalidArgumentError: the model is on a device whose times the host does not see; parameters may be left out, so that
-            the order of gradients is never learnt; or gradients are sparse, whose sizes change.
+        InvalidArgumentError: the host cannot measure times on the model's device; parameters may be left out, so the order of
+            gradients is never learnt; or gradients are sparse, so their sizes change.
     """
     reasons = {
         f"the model is on {device}, whose work the host's clock does not see": device.type != "cpu",

@@ -23,12 +23,12 @@ else:
 
 @dataclass(frozen=True)
 class BufferHook:
-    """What synchronises buffers instead of a broadcast.
+    """A user's hook that synchronises buffers instead of a broadcast.
 
     Attributes:
         state: the hook's first argument.
-        hook: `hook(state, buffers)`, with a dict of the buffers by name, which it changes in place. It may return futures,
-            which the end of the next backward waits for.
+        hook: `hook(state, buffers)`. It gets a dict of the buffers by name and changes them in place. It may return futures;
+            the end of the next backward waits for them.
         follows_forward: whether it runs after the module's forward, or before.
     """
 
@@ -42,16 +42,16 @@ class BufferHook:
 
 
 class Buffers:
-    """The buffers of a module, kept alike on all ranks.
+    """The buffers of a module, kept equal on all ranks.
 
     Args:
-        state: knows them.
-        enabled: whether forwards synchronise them at all.
+        state: lists the buffers.
+        enabled: whether forwards synchronise them.
 
     Attributes:
-        enabled: the same.
-        are_stale: whether the ranks may have different ones: a forward in training has written them.
-        hook: synchronises them, instead of a broadcast; None for that.
+        enabled: the argument.
+        are_stale: whether buffers may differ between ranks, because a forward in training has written them.
+        hook: synchronises them instead of a broadcast; None means a broadcast.
     """
 
     def __init__(self, state: ModuleState, *, enabled: bool) -> None:
@@ -62,7 +62,7 @@ class Buffers:
         self.hook: BufferHook | None = None
 
     def look_again(self) -> None:
-        """The module may have buffers now, and had none before."""
+        """Find out again whether the module has buffers, because it may have got some."""
         self._exist = bool(self._state.buffers())
 
     @property
@@ -78,10 +78,10 @@ class Buffers:
             broadcast_coalesced(writable(buffers), group=group, root=root)
 
     def before_forward(self, group: ProcessGroup, root: int) -> list[AnyFuture]:
-        """Synchronise them if that is due, and not to be done after the forward.
+        """Synchronise the buffers if that is due, unless a hook does so after the forward.
 
         Returns:
-            What is to be waited for, beside.
+            Futures that the end of backward waits for, too.
         """
         if not self.are_due or (self.hook is not None and self.hook.follows_forward):
             return []
@@ -91,7 +91,7 @@ class Buffers:
         return self._run(self.hook)
 
     def after_forward(self) -> list[AnyFuture]:
-        """Synchronise them if that is due, and to be done after the forward; returns what is to be waited for, beside."""
+        """Synchronise the buffers if that is due after the forward; returns futures that the end of backward waits for, too."""
         return self._run(self.hook) if self.hook is not None and self.hook.follows_forward and self.are_due else []
 
     def _run(self, hook: BufferHook) -> list[AnyFuture]:
@@ -101,12 +101,12 @@ class Buffers:
 
     @contextmanager
     def _seen_by_autograd_if_changed(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let graphs of earlier forwards live on, but not those whose backward would compute with other values.
+        """Keep graphs of earlier forwards valid, unless their backward would compute with other values.
 
-        Such a graph may have saved any buffer. A write with the values that were there does no harm, and batch normalisation in
-        training saves its statistics without reading them in backward. Autograd sees all other writes, and reports them in that
-        backward. (Were it to see none, as under torch, gradients would be wrong without a word. Were it to see all, there could
-        be no second forward before the first one's backward.)
+        Such a graph may have saved any buffer. A write of equal values does no harm. Nor does a write to the statistics of
+        batch normalisation in training, which the graph saves but backward does not read. Autograd sees all other writes, and
+        reports them in this backward. (torch hides all writes from autograd, which can make gradients wrong without an error.
+        If autograd saw all writes, no second forward could run before the first one's backward.)
         """
         unread = self._state.statistics_of_batch_normalization()
         others = [buffer for buffer in buffers if id(buffer) not in unread]
@@ -119,5 +119,5 @@ class Buffers:
 
 
 def _bits(buffer: torch.Tensor) -> torch.Tensor:
-    """To compare bits: a NaN that stays is no change."""
+    """The buffer's bytes, for a comparison in which a NaN equals itself."""
     return bytes_of(in_plain_order(buffer.detach()))

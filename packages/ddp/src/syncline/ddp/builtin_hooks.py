@@ -15,10 +15,10 @@ from .mixed_precision import average_in
 
 
 def builtin_hook(kind: dist.BuiltinCommHookType) -> CommunicationHook | None:
-    """The hook of this name; None for plain averaging, which needs no hook.
+    """The hook for this name; None for a plain average, which needs no hook.
 
     Raises:
-        InvalidArgumentError: there is none of this name.
+        InvalidArgumentError: no hook has this name.
     """
     if kind == dist.BuiltinCommHookType.ALLREDUCE:
         return None
@@ -28,5 +28,5 @@ def builtin_hook(kind: dist.BuiltinCommHookType) -> CommunicationHook | None:
 
 
 def average_as_float16(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket as halves. This layer knows no package of hooks; there are more of the kind in `syncline.hooks`."""
+    """Average the bucket in float16. This layer cannot import `syncline.hooks`, which has more hooks of this kind."""
     return average_in(torch.float16, bucket)

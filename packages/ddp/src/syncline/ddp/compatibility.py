@@ -1,4 +1,4 @@
-"""The names that other libraries call on torch's DistributedDataParallel. Nothing of ours calls them."""
+"""The names that other libraries use on torch's DistributedDataParallel. Our code does not use them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
     from .logging_data import RuntimeSamples
 
-# How torch says which parameters and buffers a module leaves to itself: attributes of the module, and of each of them.
+# Attributes of the module, and of each tensor, by which torch marks parameters and buffers that a module keeps unshared.
 _NAMES_TO_IGNORE = "_ddp_params_and_buffers_to_ignore"
 _IS_IGNORED = "_ddp_ignored"
 
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
-    """What of a module was named to `_set_params_and_buffers_to_ignore_for_model`, ours or torch's."""
+    """The names that were given to `_set_params_and_buffers_to_ignore_for_model`, ours or torch's, for this module."""
     return frozenset(getattr(module, _NAMES_TO_IGNORE, ()))
 
 
 class JoinConfig(NamedTuple):
-    """What torch's `_join_config` tells.
+    """The fields of torch's `_join_config`.
 
     Attributes:
         enable: whether the module is within `join()`.
-        throw_on_early_termination: whether that raises an error when a rank is out of inputs.
+        throw_on_early_termination: whether the context raises an error when a rank is out of inputs.
         is_first_joinable: whether the module is the first of the context's joinables.
     """
 
@@ -48,24 +48,24 @@ class JoinConfig(NamedTuple):
 
 
 class ReducerNames:
-    """Torch's names for a reducer, `ddp.reducer`, as far as others read them.
+    """torch's names for a reducer (`ddp.reducer`), as far as other libraries use them.
 
     Args:
-        reducer: what is asked.
+        reducer: the reducer behind the names.
     """
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
 
     def prepare_for_forward(self) -> None:
-        """Nothing: the wrapped module's forward prepares."""
+        """Do nothing: the wrapped module's forward prepares the reducer."""
 
     def prepare_for_backward(self, tensors: Any) -> None:  # noqa: ARG002 - torch's
-        """Let the next backward be averaged. Which parameters it reaches, autograd says."""
+        """Let the next backward be averaged. `tensors` is ignored: autograd says which parameters the backward reaches."""
         self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
-        """Build the buckets in the order in which gradients arrived, if that is due: a collective. Whether it was."""
+        """Build the buckets in the order in which gradients arrived, if due; returns whether it was. A collective."""
         return self._reducer.rebuild_buckets()
 
     def _set_static_graph(self) -> None:
@@ -85,10 +85,10 @@ class ReducerNames:
 
 
 class LoggerNames:
-    """Torch's names for a logger, `ddp.logger`, as far as others read them.
+    """torch's names for a logger (`ddp.logger`), as far as other libraries use them.
 
     Args:
-        ddp: what is asked.
+        ddp: the module whose data it logs.
     """
 
     def __init__(self, ddp: TorchNames) -> None:
@@ -106,8 +106,8 @@ class LoggerData:
     """Logging data in torch's two tables.
 
     Attributes:
-        strs_map: those that are texts.
-        ints_map: those that are numbers.
+        strs_map: the values that are texts.
+        ints_map: the values that are numbers.
     """
 
     def __init__(self, data: dict[str, int | str]) -> None:
@@ -116,7 +116,7 @@ class LoggerData:
 
 
 class TorchNames:
-    """A mixin: torch's underscored methods and its switches, in terms of ours."""
+    """A mixin: torch's underscored methods and switches, written with ours."""
 
     if TYPE_CHECKING:
         _group: ProcessGroup
@@ -134,12 +134,12 @@ class TorchNames:
         fused_optimizer: FusedOptimizer
 
         def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
-            """What `_update_process_group` does."""
+            """The public method behind `_update_process_group`."""
 
         def _check_no_wire_dtype(self) -> None: ...
 
         def logging_data(self) -> dict[str, int | str]:
-            """What `_get_ddp_logging_data` tells."""
+            """The public method behind `_get_ddp_logging_data`."""
 
     @property
     def require_forward_param_sync(self) -> bool:
@@ -156,17 +156,17 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """How many bytes a bucket has at most; of several limits the largest."""
+        """The size limit of a bucket in bytes; with several limits the largest."""
         return max(self._bucket_caps_bytes)
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """The limits of the first, second, ... bucket, if they were given one by one."""
+        """The limits of the first, second, ... bucket, if a list was given; else empty."""
         return self._bucket_caps_bytes if self._lists_bucket_caps else []
 
     @property
     def broadcast_bucket_size(self) -> int:
-        """How many bytes are broadcast at once."""
+        """How many bytes one broadcast carries."""
         return DEFAULT_BUFFER_BYTES
 
     @property
@@ -181,12 +181,12 @@ class TorchNames:
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """The same, by name."""
+        """The buffers that the replicas share, by name."""
         return dict(self._state.buffers())
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets will stay as they are; an optimizer that overlaps with backward (ZeRO) waits for it."""
+        """Whether the buckets will not change any more; an optimizer that overlaps with backward (ZeRO) waits for this."""
         return self._reducer.has_rebuilt_buckets
 
     @property
@@ -196,7 +196,7 @@ class TorchNames:
 
     @property
     def logger(self) -> LoggerNames:
-        """What tells the logging data, under torch's names."""
+        """The object that gives logging data, under torch's names."""
         return LoggerNames(self)
 
     @property
@@ -245,7 +245,7 @@ class TorchNames:
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Whether the script ends backwards itself (torch 2.15), which only torch's reducer can: no."""
+        """Always False: only torch's reducer lets the script end backwards itself (torch 2.15)."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -258,11 +258,11 @@ class TorchNames:
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether `finalize_backward()` must wait until backward has returned: there is nothing to finalize."""
+        """Always False: there is nothing to finalize after backward."""
         return False
 
     def finalize_backward(self) -> None:
-        """End a backward that the script must end: there is none.
+        """Not supported: every backward ends by itself.
 
         Raises:
             MisuseError: always.
@@ -273,7 +273,7 @@ class TorchNames:
         self._reducer.close()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Nothing to set: the model's outputs are handed on as they are."""
+        """Do nothing: the model's outputs are passed on without a clone."""
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         self._check_no_wire_dtype()

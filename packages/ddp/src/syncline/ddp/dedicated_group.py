@@ -1,4 +1,4 @@
-"""A dedicated group: a second group of the same ranks, for collectives that have no fixed place among those of the first."""
+"""A dedicated group: a second group of the same ranks, for collectives without a fixed place among those of the first."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, TorchGroup
 
-# One dedicated group for each group, however many layers ask; it goes when the group goes. By the torch group where there is
-# one, because `TorchGroup` is made anew whenever one is handed in.
+# Each group has one dedicated group, also if several layers ask. It lives as long as its group. For a group of torch's the key
+# is torch's object, because each use of such a group makes a new `TorchGroup`.
 _dedicated_groups: weakref.WeakKeyDictionary[object, ProcessGroup] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -21,9 +21,9 @@ def dedicated_group(group: ProcessGroup) -> ProcessGroup:
 
     Note [A group of its own]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    A layer that communicates in backward does so when autograd comes to it. When the reducer starts a bucket also depends on
-    which parameters this rank has not used, so between the two there is no order that is the same on every rank. In one group
-    that would be a mismatch; in two groups it does not matter. Besides, the layer need not wait for the buckets in flight.
+    A layer that communicates in backward does so when autograd reaches it. The reducer's time to start a bucket also depends on
+    the parameters that this rank has not used. So the two have no common order that is the same on every rank. In one group
+    this would be a mismatch; in two groups it does no harm. Besides, the layer need not wait for the buckets in flight.
     """
     key = group if group.torch_group is None else group.torch_group
     with _lock:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("syncline.ddp")
 
-# What stays behind when a model is copied or pickled.
+# Attributes that a copied or pickled model does not take along.
 _OF_THIS_PROCESS = frozenset(
     {
         "process_group",
@@ -65,51 +65,55 @@ _OF_THIS_PROCESS = frozenset(
 class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     """Wraps a module so that each backward averages the gradients over all ranks.
 
-    Every rank builds the same module and wraps it; from then on all have rank 0's parameters and buffers. Each rank feeds its
-    own part of the batch. After `loss.backward()` every rank holds bitwise the same gradients: those of the mean of the ranks'
-    losses. With equal optimizers the replicas stay equal.
+    Every rank builds the same module and wraps it; from then on all ranks have rank 0's parameters and buffers. Each rank feeds
+    its own part of the batch. After `loss.backward()` every rank holds bitwise the same gradients: those of the mean of the
+    ranks' losses. With equal optimizers the replicas stay equal.
 
     The arguments are torch's, in torch's order. The page "Differences from torch" lists where their meaning differs.
 
     Args:
-        module: the module; every parameter that needs a gradient takes part in every backward, unless
-            `find_unused_parameters` or `static_graph`.
-        device_ids: the module's device, if it is on one that is no CPU: inputs are moved there. None leaves inputs alone.
+        module: the module. Every parameter that needs a gradient takes part in every backward, unless
+            `find_unused_parameters` or `static_graph` is given.
+        device_ids: the module's device, if the module is not on the CPU. Inputs are moved there. None leaves inputs where they
+            are.
         output_device: deprecated; None or the same device.
         dim: deprecated; 0.
-        broadcast_buffers: give all ranks rank 0's buffers (running statistics, say) at construction and at the start of each
-            forward; True if it is None.
-        init_sync: compare the ranks' modules at construction and give all rank 0's state. False if they are known to be equal.
-        process_group: the ranks, a group of ours or of torch.distributed. None takes our default group, or torch's if only that
-            is initialised, or makes ours (`init_process_group()`).
-        bucket_cap_mb: gradients are reduced in buckets of about so many MiB, 25 if None, where the first one has 1 MiB at most.
-            "auto" measures the first ten steps or so, then builds buckets of the sizes that promise the shortest step; see
+        broadcast_buffers: give all ranks rank 0's buffers (such as running statistics) at construction and at the start of each
+            forward; None means True.
+        init_sync: compare the ranks' modules at construction and give all ranks rank 0's state. False if they are known to be
+            equal.
+        process_group: the ranks, a group of ours or of torch.distributed. None takes our default group, or torch's if only
+            torch's is initialised. If there is neither, it makes ours (`init_process_group()`).
+        bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None means 25, with at most 1 MiB for the first
+            bucket. "auto" measures about ten steps, then builds buckets of the sizes that promise the shortest step; see
             `tuned_bucket_cap_mb`.
-        find_unused_parameters: a backward may leave out parameters, on each rank others. Those that no rank used keep the
-            gradients that they have.
+        find_unused_parameters: a backward may leave out parameters, and other ones on each rank. Parameters that no rank used
+            keep their gradients.
         check_reduction: deprecated; every reduction is checked.
-        gradient_as_bucket_view: let each `parameter.grad` be a view of its bucket, which saves a copy and as much memory as the
+        gradient_as_bucket_view: let each `parameter.grad` be a view of its bucket. It saves a copy, and as much memory as the
             gradients take. Do not `detach_()` such gradients.
         static_graph: every backward is like the first; allows re-entrant checkpoints and parameters that are never used.
-        delay_all_reduce_named_params: names and parameters that may get any number of gradients, or none, in a backward; they
-            are reduced last, when that of `param_to_hook_all_reduce` has arrived.
+        delay_all_reduce_named_params: names and parameters that may get any number of gradients, or none, in a backward. They
+            are reduced last, when the gradient of `param_to_hook_all_reduce` has arrived.
         param_to_hook_all_reduce: one parameter of the module.
-        mixed_precision: compute, reduce, or keep buffers, in a lower precision; a `MixedPrecision`, ours or torch's.
+        mixed_precision: compute, reduce, or keep buffers in a lower precision; a `MixedPrecision`, ours or torch's.
         device_mesh: a one-dimensional mesh, instead of `process_group`.
         skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce buckets of which no rank uses anything.
         bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket, instead of `bucket_cap_mb`.
-        batched_grad_copy: the copies into buckets are batched either way.
-        forward_sync_buffers: as `broadcast_buffers`, but buffers are broadcast at construction in any case.
-        lazy_bucket_allocation: of torch 2.15; accepted with a warning: buckets are kept between backwards either way.
+        batched_grad_copy: has no effect: copies into buckets are always batched.
+        forward_sync_buffers: as `broadcast_buffers`, but buffers are always broadcast at construction.
+        lazy_bucket_allocation: from torch 2.15; accepted with a warning, because buckets are always kept between backwards.
 
-    Constructing it is a collective: two all-gathers of 32 bytes and one broadcast of the module's state, in buffers of 250 MiB.
-    So is the first forward whose backward is reduced: it allocates the buckets. Copying it (`copy.deepcopy`, `pickle`) is none.
+    The constructor is a collective: two all-gathers of 32 bytes and one broadcast of the module's state, in buffers of 250 MiB.
+    The first forward whose backward is reduced is a collective, too: it allocates the buckets. A copy (`copy.deepcopy`,
+        `pickle`)
+    is not.
 
     Raises:
         MisuseError: a parameter or buffer is uninitialised, sparse, on a device that the group does not serve, or has elements
-            that share memory; no parameter needs a gradient; or a layer would see this rank's batch alone.
+            that share memory; no parameter needs a gradient; or a layer would see only this rank's batch.
         DisagreementError: on all ranks, if modules or arguments differ between ranks; names the parameter, buffer or argument
-            and both versions. Also if another rank has raised one of these errors; says which rank, and its error.
+            and both versions. Also if another rank has raised one of these errors; names that rank, with its error.
         InvalidArgumentError: an argument is refused, or contradicts another; says what to pass instead.
     """
 
@@ -227,7 +231,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards of forwards from now on are averaged; `no_sync` sets it."""
+        """Whether the backwards of forwards from now on are averaged; `no_sync` sets it."""
         return self._requires_grad_sync
 
     @require_backward_grad_sync.setter
@@ -235,13 +239,14 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._requires_grad_sync = value
         self._reducer.keep_local(not value)
 
-    # A compiler, in torch.compile(ddp), gets the module; what is around it communicates and cannot be traced.
+    # In torch.compile(ddp) the compiler gets only the module: the code around it communicates and cannot be traced.
     @disable_dynamo_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Every rank calls it equally often (or within `join`); it may be a collective.
 
-        In training it prepares the reduction of the gradients; whether its backward is reduced is decided here, wherever that
-        runs. Buffers are synchronised as in torch: at each forward that follows one in training.
+        In training it prepares the reduction of the gradients. The place of the forward decides whether its backward is
+        reduced, not the place of the backward. Buffers are synchronised as in torch: at each forward that follows one in
+        training.
         """
         has_backward = torch.is_grad_enabled()
         will_reduce = has_backward and self.require_backward_grad_sync
@@ -261,7 +266,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
-        """Inputs on their device, and what the end of backward shall wait for."""
+        """Prepare a forward; returns the inputs on their device, and the futures for which the end of backward waits."""
         if has_backward and self._watch.is_due(self._reducer.reductions):
             self._follow_module()
         try:
@@ -279,24 +284,27 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return inputs, kwargs, pending
 
     def _warn_of_users_hooks(self) -> None:
-        """Once: a hook that steps or drops is an error in backward, one that clips or logs sees numbers of this rank alone."""
+        """Warn once.
+
+        A hook that steps or drops is an error in backward; a hook that clips or logs sees only this rank's numbers.
+        """
         self._has_warned_of_hooks = True
         warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
 
     def _follow_module(self) -> None:
-        """If the module has changed since it was wrapped, average the parameters that it has now: then a collective.
+        """If the module has changed since it was wrapped, average its new parameters. Only then a collective.
 
-        The ranks compare the module, and get rank 0's values of what is new.
+        The ranks compare the module, and get rank 0's values of the new parameters.
         """
         self._state.module = self.module
         watch = self._watch
         if not watch.has_changed():
-            if watch.has_sign:  # it was converted there and back, perhaps
+            if watch.has_sign:  # it may have been converted and converted back: then autograd has new nodes
                 watch.has_sign = False
                 self._reducer.find_nodes_again()
             return
         parameters = [(name, parameter) for name, parameter in self._state.parameters() if parameter.requires_grad]
-        if not parameters:  # all are frozen for a while: nothing will be averaged, and the sign stays
+        if not parameters:  # all are frozen for now: nothing is averaged, and the sign stays for a later forward
             return
         new = watch.new()
         names = ", ".join(f"'{name}'" for name, _ in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
@@ -328,7 +336,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._tune_buckets()
 
     def _share_new(self, new: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Compare the modules, and give all ranks rank 0's values of new parameters, and buffers. A collective."""
+        """Compare the modules, and give all ranks rank 0's values of the new parameters and buffers. A collective."""
         syncs_buffers = self._sync_buffers_at_first
         with self._group.marked("the module has changed"):
             self._state.verify(self._group, buffers=syncs_buffers)
@@ -341,14 +349,14 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         broadcast_tensors([*new, *(self._watch.new_buffers() if syncs_buffers else [])], self._group, 0)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DistributedDataParallel:
-        """As torch's; parameters may be other objects afterwards, and autograd has other nodes for them."""
+        """As in torch. Afterwards parameters may be other objects, and autograd has other nodes for them."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
         self._watch.has_sign = True
         return self
 
     @disable_dynamo
     def _cancel_forward(self) -> None:
-        """A forward has failed, so it has no backward."""
+        """Undo the preparation of a forward that has failed, so that no backward is expected."""
         self._reducer.cancel_forward()
 
     @disable_dynamo
@@ -363,11 +371,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The backwards of forwards within it add to each rank's own gradients and do not communicate.
+        """Within this context, the backwards of forwards add to each rank's own gradients and do not communicate.
 
-        The first forward after it has a backward that reduces what was added up. What counts is where the forward is, as in
-        torch. A backward within it that belongs to no forward of this wrapper (one of the bare module, such as for a saliency
-        map on one rank) stays this rank's own, too. May be nested.
+        The backward of the first forward after it reduces the sum. The place of the forward counts, as in torch. A backward
+        inside that belongs to no forward of this wrapper stays local, too (for example one of the bare module, for a saliency
+        map on one rank). Contexts may be nested.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -382,15 +390,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """A context around the training loop in which ranks may have different numbers of inputs; see `Join`.
 
         Args:
-            divide_by_initial_world_size: divide gradients by the number of ranks also when some have no inputs left; False:
-                by the number of those that have.
-            enable: False leaves everything as it is without the context.
+            divide_by_initial_world_size: divide gradients by the number of all ranks, also when some have no inputs left. False
+                divides by the number of ranks that have inputs.
+            enable: False makes the context do nothing.
             throw_on_early_termination: raise an error on all ranks when one is out of inputs.
         """
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
-        """What a rank without inputs does in place of this module; takes `divide_by_initial_world_size`."""
+        """The object that stands in for this module on a rank without inputs; takes `divide_by_initial_world_size`."""
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         replica = Replica(self.module, self._state, self._buffer_sync, self._reducer, self._group, self.device)
         throws = self._join is not None and self._join.throws
@@ -409,31 +417,37 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._group
 
     def _sync_with_joined_ranks(self, will_reduce: bool) -> int:
-        """The rank whose buffers all shall have. In a join context a collective."""
+        """The rank whose buffers all ranks get. In a join context a collective."""
         present = Join.notify_join_context(self)
         if present is None or self._uneven_inputs is None:
             return 0
         return self._uneven_inputs.before_forward(present, will_reduce=will_reduce)
 
     def _adopt_optimizers(self) -> None:
-        """At the first forward, because they may be given to the parameters after construction."""
+        """Take over optimizers of the parameters.
+
+        Done at the first forward, because the script may add them after construction.
+        """
         if not self._has_adopted_optimizers:
             self.fused_optimizer.adopt(parameter for _, parameter in self._state.parameters())
             self._has_adopted_optimizers = True
 
     def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
-        """From now on average over the ranks of another group, some of which may be gone, or new. A collective of that group.
+        """From now on average over the ranks of another group, in which ranks may be missing or new.
 
-        Parameters and buffers are compared, and stay as they are: give a new rank the state of the others first. The hook
-        stays; if its state holds the old group, register it anew. The next backward is a first one: buckets are rebuilt after
-        it, and a static graph is learnt anew.
+        A collective of this group.
+
+        Parameters and buffers are compared, and stay unchanged: first give a new rank the state of the others. The hook stays.
+            If the
+        hook's state holds the old group, register it again. The next backward counts as the first one: afterwards buckets are
+        rebuilt, and a static graph is learnt anew.
 
         Args:
             process_group: as at construction.
 
         Raises:
             DisagreementError: as at construction.
-            MisuseError: it is called within `join()`, whose group stays.
+            MisuseError: it is called within `join()`, which cannot change its group.
         """
         if self._join is not None:
             raise MisuseError(
@@ -448,7 +462,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._stop_counting_steps_together()
         for recording in self._recordings:
             recording.abandon()
-        self._uneven_inputs = None  # it holds the reducer that was
+        self._uneven_inputs = None  # it holds the old reducer
         self.process_group, self._group = chosen, group
         self._is_default_group = process_group is None
         self._reducer = self._make_reducer()
@@ -457,20 +471,20 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def communication_hook(self) -> tuple[Any, Any]:
-        """The communication hook that reduces the buckets, and its state; both None without one."""
+        """The communication hook that reduces the buckets, and its state; None and None without a hook."""
         return self._reducer.hook
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
         """Let `hook(state, bucket)` reduce each bucket, instead of averaging it. A later call replaces the hook.
 
         Args:
-            state: handed to the hook at every call.
-            hook: returns a future of the flat tensor that all ranks shall have. It gets undivided gradients.
+            state: passed to the hook at every call.
+            hook: returns a future of the flat tensor that every rank gets. It gets gradients that are not divided.
 
         Raises:
             InvalidTypeError: the hook cannot be called.
-            InvalidArgumentError: its annotations say that it takes or returns something else.
-            MisuseError: a backward is under way, or has failed; or mixed precision says already how gradients are reduced.
+            InvalidArgumentError: its annotations name another argument or return type.
+            MisuseError: a backward is under way, or has failed; or mixed precision already decides how gradients are reduced.
         """
         self._check_no_wire_dtype()
         try:
@@ -484,12 +498,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def register_post_average_grad_hook(self, hook: AverageHook) -> RemovableHandle:
         """Call `hook(parameter)` in backward, for each parameter as soon as `parameter.grad` is the average over the ranks.
 
-        For what a post-accumulate-grad hook would do too early: step, clip, log, or drop a gradient. It is called on the thread
-        of backward, for one bucket's parameters while later buckets are in flight; not in `no_sync`, and not for parameters
-        that no rank used. It may set `parameter.grad` to None. It must not communicate.
+        Use it where a post-accumulate-grad hook would be too early: to step, clip, log, or drop a gradient. It is called on the
+        thread of backward, for one bucket's parameters while later buckets are in flight. It is not called in `no_sync`, nor
+        for parameters that no rank used. It may set `parameter.grad` to None. It must not communicate.
 
         Returns:
-            A handle, whose `remove()` ends it.
+            A handle; its `remove()` takes the hook off.
 
         Raises:
             InvalidTypeError: the hook cannot be called.
@@ -500,15 +514,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def trace(self, folder: str | Path, first: int = 1, last: int | None = None) -> Iterator[None]:
-        """Trace the steps of this model within it; every rank enters and leaves it, both of which are collectives.
+        """Trace the steps of this model inside the context. Every rank enters and leaves it; both are collectives.
 
-        Each rank writes a file in the folder; rank 0 merges them into `trace.json`, which ui.perfetto.dev opens, when the last
-        step is over. `syncline report` shows them. The same without a change to the script: `SYNCLINE_TRACE`.
+        Each rank writes a file in the folder. When the last step is over, rank 0 merges them into `trace.json`, which
+        ui.perfetto.dev opens. `syncline report` shows them. To trace without a change to the script, set `SYNCLINE_TRACE`.
 
         Args:
-            folder: for the files; made if it is missing.
-            first: the first step that is traced; a step is a backward that is reduced, and the first one within is number 1.
-            last: the last one; None: all.
+            folder: for the files; created if it is missing.
+            first: the first traced step. A step is a reduced backward, and the first one inside the context is number 1.
+            last: the last traced step; None traces all.
 
         Raises:
             MisuseError: it is entered within `join()`, where ranks may have different numbers of steps.
@@ -530,16 +544,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         recording.finish()
 
     def watch_stragglers(self, every: int) -> None:
-        """From now on log a line on rank 0 every so many steps: which rank was last most often, and by how much.
+        """From now on, every so many steps rank 0 logs which rank was last most often, and by how much.
 
-        Every rank calls it, with the same number; also done by `SYNCLINE_STRAGGLERS`. It ends when ranks may have different
+        Every rank calls it, with the same number; `SYNCLINE_STRAGGLERS` does so, too. It ends when ranks may have different
         numbers of steps: in a join context, or when the group changes.
 
         Args:
             every: steps from one line to the next.
 
         Raises:
-            InvalidArgumentError: it is below 1.
+            InvalidArgumentError: the number is below 1.
         """
         self._stop_watching_stragglers()
         self._straggler_watch = StragglerWatch(self._group, checked_every(every, "every"))
@@ -551,9 +565,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._straggler_watch = None
 
     def check_replicas(self, every: int) -> None:
-        """From now on compare the ranks' parameters every so many averaged backwards, by a hash of 16 bytes for each.
+        """From now on compare the ranks' parameters every so many averaged backwards, by a hash of 16 bytes for each parameter.
 
-        Every rank calls it, with the same number; also done by `SYNCLINE_CHECK_REPLICAS`. If replicas differ, the backward that
+        Every rank calls it, with the same number; `SYNCLINE_CHECK_REPLICAS` does so, too. If replicas differ, the backward that
         finds it raises a `DisagreementError` on all ranks, which names the first parameter that differs. It ends when ranks may
         have different numbers of steps: in a join context, or when the group changes.
 
@@ -561,7 +575,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             every: backwards from one check to the next. A check reads all parameters once.
 
         Raises:
-            InvalidArgumentError: it is below 1.
+            InvalidArgumentError: the number is below 1.
         """
         self._stop_checking_replicas()
         self._replica_check = ReplicaCheck(self._group, self._state, checked_every(every, "every"))
@@ -574,15 +588,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def tuned_bucket_cap_mb(self) -> list[float] | None:
-        """What `bucket_cap_mb="auto"` has chosen: sizes of the first bucket and of the others in MiB, the same on all ranks.
+        """The sizes that `bucket_cap_mb="auto"` has chosen, for the first bucket and the others, in MiB; the same on all ranks.
 
-        None without "auto", and until it is chosen. Give it to a later run as `bucket_cap_mb_list`.
+        None without "auto", and before the choice. Pass it to a later run as `bucket_cap_mb_list`.
         """
         caps = None if self._bucket_tuning is None else self._bucket_tuning.caps_bytes
         return None if caps is None else [cap / 2**20 for cap in caps]
 
     def _tune_buckets(self) -> None:
-        """If it is asked for. Anew for each reducer, on all ranks of its group."""
+        """Start to tune if the script asks for it. Each reducer is tuned anew, on all ranks of its group."""
         if self._bucket_tuning is not None:
             self._tell_no_more(self._bucket_tuning.note_step)
             self._bucket_tuning = None
@@ -598,7 +612,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return recording
 
     def _tell(self, listener: Listener) -> None:
-        """Without anybody to tell, a step costs the reducer one comparison with None."""
+        """Add a listener. Without listeners, a step costs the reducer one comparison with None."""
         self._listeners.add(listener)
         self._reducer.on_iteration(self._listeners)
 
@@ -608,7 +622,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._reducer.on_iteration(None)
 
     def _stop_counting_steps_together(self) -> None:
-        """From now on ranks may have different numbers of steps, so there is no step at which all of them do something."""
+        """Stop everything that all ranks do at the same step, because from now on they may have different numbers of steps."""
         self._stop_watching_stragglers()
         self._stop_checking_replicas()
         if self._bucket_tuning is not None:
@@ -617,14 +631,14 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             recording.ranks_may_differ = True
 
     def iteration_statistics(self) -> IterationStatistics:
-        """What happened when in the latest iteration on this rank."""
+        """The times of the latest iteration on this rank."""
         return self._reducer.statistics
 
     def logging_data(self) -> dict[str, int | str]:
         """Arguments, sizes in bytes and times in nanoseconds, under the names that torch's DDP uses.
 
-        Times are of the latest iteration; those that begin with "avg" are means over the iterations that torch would sample:
-        the first ten, and then one in a hundred, or as `_set_ddp_runtime_logging_sample_rate` says.
+        Times belong to the latest iteration. Names that begin with "avg" are means over the iterations that torch would sample:
+        the first ten, then one in a hundred, or the rate given to `_set_ddp_runtime_logging_sample_rate`.
         """
         parameters = [parameter for _, parameter in self._state.parameters() if parameter.requires_grad]
         return {
@@ -679,7 +693,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         stragglers_every: int | None,
         check_every: int | None,
     ) -> None:
-        """Compare what decides which collectives are issued."""
+        """Compare the options that decide which collectives are issued."""
         sparse = self._state.sparse_parameters()
         options = {
             "bucket_cap_mb, bucket_cap_mb_list (in bytes)": "auto" if self._tunes_buckets else self._bucket_caps_bytes,
@@ -715,7 +729,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the group and the reducer, which stay with the process. Hooks are not kept, as in torch."""
+        """Everything except the group and the reducer, which belong to this process. Hooks are not kept, as in torch."""
         if not self._is_default_group:
             raise MisuseError(
                 f"a DistributedDataParallel on {self._group.place()} cannot be copied or pickled: only the default "

@@ -1,4 +1,4 @@
-"""Elastic: training that goes on with the ranks that are left, and with those that come."""
+"""Elastic: training that goes on when ranks are lost, and takes in new ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Batch = TypeVar("Batch")
 
 
 class _Phase(Enum):
-    """Where a rank is in an epoch; a newcomer without a state is joining."""
+    """Where a rank is in an epoch. JOINING: a newcomer that has no state yet."""
 
     JOINING = auto()
     BETWEEN_STEPS = auto()
@@ -46,11 +46,11 @@ class _Phase(Enum):
 
 
 class _NotAppliedError(Exception):
-    """The step must be done again; leaves the body of `Elastic.step`."""
+    """The step must be done again. This error leaves the body of `Elastic.step`."""
 
 
 class Elastic:
-    """Lets a training loop go on when ranks die, or come: each step is applied on all ranks, or on none and done again.
+    """Lets a training loop go on when ranks die or join. Each step is applied on all ranks, or on none and then done again.
 
         sampler = ElasticSampler(len(data), batch_size=96)
         loader = DataLoader(data, batch_sampler=sampler)
@@ -63,47 +63,48 @@ class Elastic:
                     loss.backward()
                     optimizer.step()
 
-    A `TransportError` inside `with elastic.step():` ends the body there, and the loop goes on with what `batches` gives next:
-    the same batch, divided anew. Once the ranks have agreed, the body must not communicate: what stands behind would be done on
-    some ranks only, so a loss there is an error on this rank. Outside of it, in an evaluation for instance, a loss is an error
-    as ever, and writes a report; a loss that the training goes on from writes none. The model's group is another object after
-    a loss: ask `model.join_process_group`. If the group was the default group, the new one takes its place.
+    A `TransportError` inside `with elastic.step():` ends the body at this point. The loop goes on with the next batch from
+    `batches`: the same batch, divided anew. After the ranks have agreed, the body must not communicate: code after a failed
+    collective would run on some ranks only, so there a loss is an error on this rank. Outside of the step, for example in an
+    evaluation, a loss is an error as usual and writes a report. A loss from which the training recovers writes none. After a
+    loss the model has a new group: read `model.join_process_group`. If the old group was the default group, the new one becomes
+    the default.
 
-    **Communication hooks.** What a hook remembers is the same on all ranks after a recovery, if its state has `state_dict` and
-    `load_state_dict`, as those of `syncline.hooks`: that of one rank, to which a step that is done again counts twice. What
-    error feedback has kept stays each rank's own; that of a newcomer begins at zero. A state that holds a group must be
-    registered anew.
+    **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as those of `syncline.hooks` have, it
+    is the same on all ranks after a recovery: the state of one rank, in which a step that is done again counts twice. The
+    errors of error feedback stay each rank's own; a newcomer's begin at zero. If a state holds a group, register it again.
 
     **Newcomers.** The same script, started with SYNCLINE_JOIN=1, joins the training: the constructor waits until the others let
-    it in. They look for newcomers after every `admit_every` applied steps. A newcomer gets the state of the first of those with
-    the most agreements: parameters, buffers, optimizers, sampler, random state of the CPU, what is `stateful`, and what a
-    communication hook remembers. It goes on where the others are, so it must not skip collectives before that place, nor call
-    some of its own: loop over `epochs`.
+    it in. They look for newcomers after every `admit_every` applied steps. A newcomer gets the state of the first rank with the
+    most agreements: parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`, and the state
+    of the communication hook. It continues where the others are. From there on its
+    script must issue the same collectives as the others, and none of its own: loop over `epochs`.
 
     Args:
         model: on a group that can shrink.
-        optimizer: steps the model's parameters; or several. Not one that steps within backward (`model.fused_optimizer`).
+        optimizer: steps the model's parameters; one or several. Not one that steps within backward (`model.fused_optimizer`).
         sampler: divides the batches.
-        stateful: what else changes with the steps, such as schedulers of learning rates, or a GradScaler: newcomers get its
-            state. In the same order on all ranks.
+        stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. Newcomers get
+            their state. In the same order on all ranks.
         min_ranks: with fewer ranks the training ends.
-        max_failures: so many ranks may be lost in all; None for any number.
+        max_failures: how many ranks may be lost in all; None for any number.
         silence_timeout_s: see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
-        give_up_s: how long one recovery may take, in seconds; and how long a newcomer waits to be let in.
-        admit_every: after so many applied steps newcomers are let in, where the group can (`ProcessGroup.missing_for_admit`).
+        give_up_s: seconds that one recovery may take, and that a newcomer waits to be let in.
+        admit_every: newcomers are let in after every so many applied steps, if the group can
+            (`ProcessGroup.missing_for_admit`).
 
     Attributes:
         applied_steps: how many steps were applied.
-        lost_ranks: those that were lost, by the number that they keep (`ProcessGroup.members`): the rank in the first group.
+        lost_ranks: the lost ranks, by the number that a rank keeps (`ProcessGroup.members`): its rank in the first group.
         recovery_s: for each recovery the seconds from the error to the end of the recovery.
 
-    Cost: for each step one `all_reduce` of 8 bytes, a copy of the model's buffers, and one of the random state (5 KB); every
-    `admit_every` steps rank 0 reads the store. When newcomers are let in, all ranks hold what they get a second time for a
-    moment.
+    Cost: for each step one `all_reduce` of 8 bytes, a copy of the model's buffers, and one of the random state (5 KB). Every
+    `admit_every` steps rank 0 reads the store. While newcomers are let in, all ranks hold a second copy of the state that the
+    newcomers get.
 
     Raises:
         BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU; the message says why.
-        InvalidArgumentError: a limit makes no sense, batches are too small for the ranks, or something stateful has no
+        InvalidArgumentError: a limit is out of range, batches are too small for the ranks, or an object in `stateful` has no
             `state_dict` and `load_state_dict`.
         MisuseError: an optimizer steps within backward, before the ranks could agree.
     """
@@ -111,22 +112,23 @@ class Elastic:
     # Note [Applied on all or on none]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     # Before the first `optimizer.step()` of a step the ranks *agree*, by one small `all_reduce`. The loop needs no change for
-    # that, since optimizers can be hooked.
+    # this, because optimizers can be hooked.
     #
-    # 1. Who begins that `all_reduce` has the averaged gradients of the step, which are the same on all ranks.
-    # 2. Its sum needs every rank. So if a rank has it, all had begun, and all that live can apply the step.
-    # 3. If a rank dies, it may end well on some ranks and fail on others. So after `shrink` the survivors tell each other how
-    #    often they have agreed. A rank that is one behind was in that `all_reduce`, has the gradients, and applies the step.
-    #    If no rank is ahead, no rank has applied it, and all do it again.
+    # 1. A rank that begins this `all_reduce` has the averaged gradients of the step, which are the same on all ranks.
+    # 2. The sum needs every rank. So if a rank has it, all ranks had begun, and all that live can apply the step.
+    # 3. If a rank dies, the `all_reduce` may end well on some ranks and fail on others. So after `shrink` the survivors tell
+    #    each other how often they have agreed. A rank that is one behind was in this `all_reduce`, has the gradients, and
+    #    applies the step. If no rank is ahead, no rank has applied the step, and all do it again.
     #
-    # The ranks agree once more at the end of an epoch. Else a rank whose last agreement has failed would find that the others
-    # have gone to an evaluation, or have ended, and would do the last step again without them.
+    # The ranks agree once more at the end of an epoch. Otherwise a rank whose last agreement failed would do the last step
+    # again alone, while the others have gone to an evaluation or have ended.
     #
-    # What is summed is how many newcomers rank 0 knows of, so that letting them in needs no collective of its own. (A barrier
-    # would cost more: it compares the calls of all ranks, as the end of the backward has just done.)
+    # The sum is the number of newcomers that rank 0 knows, so letting them in needs no collective of its own. (A barrier would
+    # cost more: it compares the calls of all ranks, as the end of the backward has just done.)
     #
-    # What a step changes before it is applied, buffers and random state, is put back before it is done again (`StepSnapshot`).
-    # All backwards of a step come before its first `optimizer.step()`; there may be several, and several optimizers.
+    # A step changes buffers and random state before it is applied. They are put back before it is done again
+    # (`StepSnapshot`). All backwards of a step come before its first `optimizer.step()`; there may be several backwards, and
+    # several optimizers.
 
     def __init__(
         self,
@@ -170,12 +172,12 @@ class Elastic:
         self._phase = _Phase.BETWEEN_STEPS
         self._holders = holders_of_buffers(model.module)
         self._snapshot: StepSnapshot | None = None
-        self._newcomers = 0  # that wait, as the ranks agreed in this step
+        self._newcomers = 0  # how many wait, as agreed in this step
         self._agreements = 0
         self.applied_steps = 0
         self.lost_ranks: list[int] = []
         self.recovery_s: list[float] = []
-        self._members = set(group.members)  # all there ever were, as far as this rank knows
+        self._members = set(group.members)  # all members that this rank knows to have existed
         self._admit_every = admit_every if group.missing_for_admit() is None else None
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._stateful = _checked(stateful)
@@ -187,16 +189,16 @@ class Elastic:
         self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
 
     def epochs(self, number: int) -> Iterator[int]:
-        """The epochs from the present one on, up to `number` in all; tells the sampler of each."""
+        """The epochs from the present one on, up to `number` in all. Tells the sampler about each."""
         for epoch in range(self._sampler.epoch, number):
             self._sampler.set_epoch(epoch)
             yield epoch
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of the epoch that were not applied so far. Take each in one `with elastic.step():`.
+        """The batches of the epoch that are not applied yet. Take each in one `with elastic.step():`.
 
         Args:
-            loader: gives this rank's share of each, in order, from the sampler's first; iterated anew after a loss.
+            loader: gives this rank's share of each batch, in order, from the sampler's first; iterated again after a loss.
 
         Raises:
             MisuseError: a batch was taken without a step.
@@ -206,6 +208,7 @@ class Elastic:
             for batch in loader:
                 applied = self._sampler.applied
                 yield batch
+                # The group has changed, so the loader's shares are no longer right: begin it again.
                 if self._group is not group:
                     break
                 if self._sampler.applied == applied:
@@ -214,7 +217,7 @@ class Elastic:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step: everything from the forward to `optimizer.step()`, and what shall happen only if it was applied.
+        """One step: everything from the forward to `optimizer.step()`, and code that must run only if the step was applied.
 
         Raises:
             RankLostError: fewer than `min_ranks` are left, or more than `max_failures` were lost; on all survivors.
@@ -230,7 +233,7 @@ class Elastic:
         try:
             with self._refusing_late_losses():
                 yield
-            self._agree()  # a loop may decide not to step the optimizer
+            self._agree()  # a loop may decide not to call optimizer.step()
             if self._newcomers:
                 self._admit_newcomers()
         except _NotAppliedError:
@@ -243,7 +246,7 @@ class Elastic:
 
     @contextmanager
     def _refusing_late_losses(self) -> Iterator[None]:
-        """Around the body of a step: once the ranks have agreed, what it still does must be done on all of them."""
+        """Around the body of a step: after the ranks have agreed, a loss in the body is an error."""
         try:
             yield
         except TransportError as error:
@@ -257,7 +260,7 @@ class Elastic:
             ) from error
 
     def close(self) -> None:
-        """Let the optimizers step without agreement from now on."""
+        """From now on let the optimizers step without an agreement."""
         for handle in self._handles:
             handle.remove()
 
@@ -272,7 +275,7 @@ class Elastic:
         """See Note [Applied on all or on none]."""
         if self._phase is _Phase.APPLYING:
             return
-        self._check_no_fused_optimizer()  # a model may find them in its first forward
+        self._check_no_fused_optimizer()  # a model may have taken one over in its first forward
         self._phase = _Phase.AGREEING
         try:
             self._newcomers = self._sum_over_ranks(self._newcomers_here())
@@ -284,7 +287,7 @@ class Elastic:
         self._phase = _Phase.APPLYING
 
     def _end_epoch(self) -> None:
-        """Agree that it has ended, as in Note [Applied on all or on none]."""
+        """Agree that the epoch has ended; see Note [Applied on all or on none]."""
         self._phase = _Phase.ENDING_EPOCH
         self._group.expect_losses(True)
         try:
@@ -303,13 +306,13 @@ class Elastic:
         return int(mine)
 
     def _newcomers_here(self) -> int:
-        """How many wait, on the one rank that looks, if this step is one after which they are let in."""
+        """How many newcomers wait. Only rank 0 looks, and only if newcomers are let in after this step; else 0."""
         is_time = self._admit_every is not None and (self.applied_steps + 1) % self._admit_every == 0
         if not is_time or self._group.rank != 0 or self._vacancies < 1:
             return 0
         try:
             return self._group.newcomers()
-        except StoreError as error:  # who waits is let in another time
+        except StoreError as error:  # the next look finds them
             logger.warning("the store did not say whether somebody waits to be let in: %s", error)
             return 0
 
@@ -327,7 +330,7 @@ class Elastic:
     # ---- the recovery ----
 
     def _recover(self, error: TransportError) -> bool:
-        """Go on with the ranks that are left; whether what this rank was about to agree on holds."""
+        """Go on with the remaining ranks; returns whether the agreement that this rank was in holds."""
         began_s = time.perf_counter()
         logger.info("rank lost or out of reach: %s", error)
         present: dict[int, int] = {}
@@ -347,7 +350,7 @@ class Elastic:
         """Make the new group, give newcomers the state, and let the model use the group. May be repeated.
 
         Returns:
-            For each member that had a state how often it has agreed.
+            For each member that had a state, how often it has agreed.
         """
         old, self._group = self._group, meet()
         is_default = replace_default_group(old, self._group)
@@ -366,7 +369,7 @@ class Elastic:
         return present
 
     def _settle(self, most_agreements: int) -> bool:
-        """See Note [Applied on all or on none]; whether what this rank was about to agree on holds."""
+        """Apply or undo the step, see Note [Applied on all or on none]; returns whether this rank's agreement holds."""
         if most_agreements == self._agreements:
             self._undo_step()
             return False
@@ -382,13 +385,13 @@ class Elastic:
         return True
 
     def _undo_step(self) -> None:
-        """Put back what the present step has changed, if one was begun and not applied."""
+        """Put back what the present step has changed, if it has begun and is not applied."""
         if self._phase in (_Phase.COMPUTING, _Phase.AGREEING):
             assert self._snapshot is not None
             self._snapshot.restore()
 
     def _check_limits(self) -> None:
-        """The same verdict on all ranks that are left."""
+        """End the training if too few ranks are left or too many were lost: the same decision on all remaining ranks."""
         group = self._group
         self.lost_ranks = sorted(self._members - set(group.members))
         if group.size < self._min_ranks:
@@ -411,7 +414,7 @@ class Elastic:
         return self._phase is _Phase.JOINING
 
     def _join(self) -> None:
-        """Wait to be let in, and take the others' state."""
+        """Wait to be let in, and take over the others' state."""
         self._phase = _Phase.JOINING
         logger.info("waiting to be let in")
         try:
@@ -419,21 +422,21 @@ class Elastic:
         except TransportError as error:
             if self._group.is_waiting:
                 raise
-            self._recover(error)  # a rank was lost meanwhile
+            self._recover(error)  # a rank was lost after this one was let in
         else:
             self._check_limits()
             logger.info("joined %d rank(s) at step %d", len(present), self.applied_steps)
         self._phase = _Phase.BETWEEN_STEPS
 
     def _admit_newcomers(self) -> None:
-        """Let those in who wait. On ranks where the agreement failed, `shrink` takes the place of `admit`."""
+        """Let waiting newcomers in. On ranks where the agreement failed, `shrink` takes the place of `admit`."""
         present = self._meet(lambda: self._group.admit(silence_timeout_s=self._silence_timeout_s, limit=self._vacancies))
         self._check_limits()
         self._settle(max(present.values()))
         logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)
 
     def _share_state(self, root: int) -> None:
-        """Give newcomers the state of a rank; a collective. The others keep theirs: one may have to apply its step yet."""
+        """Give newcomers one rank's state; a collective. The other ranks keep theirs: one may still have to apply its step."""
         if self._group.rank == root:
             self._undo_step()
         models = TrainingState(self._model, self._optimizers, self._sampler, self._stateful)
@@ -442,10 +445,10 @@ class Elastic:
         if self._is_new:
             models.load(state)
             self._agreements, self.applied_steps = agreements, applied
-            self._phase = _Phase.BETWEEN_STEPS  # from now on a rank like the others
+            self._phase = _Phase.BETWEEN_STEPS  # no longer a newcomer
 
     def _share_hook_state(self, root: int) -> None:
-        """Let all have what the hook of one rank remembers; a collective, if the hook remembers anything."""
+        """Give all ranks the hook state of one rank; a collective, unless the hook has no state that can be saved."""
         state = HookState(self._model.communication_hook[1])
         if state.can_be_saved:
             state.load(broadcast_object(state.collect() if self._group.rank == root else None, root, group=self._group))

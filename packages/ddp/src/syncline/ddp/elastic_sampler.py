@@ -1,4 +1,4 @@
-"""ElasticSampler: divides each batch among the ranks that are there, and knows which batches of the epoch were used."""
+"""ElasticSampler: divides each batch among the present ranks, and knows which batches of the epoch were applied."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def share_bounds(rank: int, ranks: int, begin: int, end: int) -> tuple[int, int]
 class ElasticSampler(Sampler[list[int]]):
     """The indices of this rank's share of each batch: the `batch_sampler` of a `DataLoader`.
 
-    Batches count the samples of all ranks together, so neither the number of steps nor what a step learns from depends on how
-    many ranks there are. An epoch is one order of all samples, cut into batches whose sizes differ by one at most; none is left
-    out, none is used twice. (With `drop_last` all batches have the same size, and the rest is left out.) A batch that was begun
-    and not applied is divided anew, among the ranks that are there then.
+    Batches count the samples of all ranks together. So the number of steps, and the samples of a step, do not depend on the
+    number of ranks. An epoch is one order of all samples, cut into batches whose sizes differ by at most one. Every sample is
+    used once. (With `drop_last` all batches have the same size, and the remaining samples are left out.) A batch that was begun
+    and not applied is divided again, among the ranks that are then present.
 
-    `Elastic` tells it which ranks there are (`divide`) and what was applied (`advance`).
+    `Elastic` tells it the ranks (`divide`) and the applied batches (`advance`).
 
     Args:
-        samples: how many the data set has.
-        batch_size: how many all ranks take together in one step, at most.
+        samples: the number of samples in the data set.
+        batch_size: the largest number of samples that all ranks take together in one step.
         shuffle: a new order in each epoch, the same on all ranks; False keeps that of the data set.
-        seed: of the orders.
-        drop_last: leave out what is not enough for a batch of `batch_size`.
+        seed: for the orders.
+        drop_last: leave out samples that do not fill a batch of `batch_size`.
 
     Raises:
         InvalidArgumentError: a number is below one.
@@ -60,7 +60,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self._batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's share of each batch of the epoch that was not applied so far."""
+        """This rank's share of each batch of the epoch that is not applied yet."""
         order = self._order()
         for number in range(self.applied, self._batches):
             begin, end = self._share(number)
@@ -73,28 +73,28 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def most_ranks(self) -> int:
-        """Of how many ranks each gets a sample of every batch: the size of the smallest batch."""
+        """The largest number of ranks with a sample for each in every batch: the size of the smallest batch."""
         return self._samples // self._batches
 
     @property
     def weight(self) -> float:
-        """By what to multiply the mean loss of this rank's share of the present batch.
+        """Multiply the mean loss of this rank's share of the present batch by this weight.
 
-        The gradients are averaged over the ranks, each with the same weight. Where shares differ by a sample this makes the
-        average that of the whole batch. It is 1 where they do not.
+        All ranks' gradients have the same weight in the average. If shares differ by a sample, this weight makes the average
+        that of the whole batch. If shares are equal, it is 1.
         """
         begin, end = batch_bounds(self.applied, self._batches, self._samples)
         mine = self._share(self.applied)
         return (mine[1] - mine[0]) * self._ranks / (end - begin)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; nothing if it is the one that is under way."""
+        """Begin an epoch; does nothing if this epoch is under way."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.applied = 0
 
     def divide(self, rank: int, ranks: int) -> None:
-        """From now on give the share of this rank of so many.
+        """From now on give this rank's share among this number of ranks.
 
         Raises:
             InvalidArgumentError: a batch has fewer samples than there are ranks.
@@ -107,15 +107,15 @@ class ElasticSampler(Sampler[list[int]]):
         self._rank, self._ranks = rank, ranks
 
     def advance(self) -> None:
-        """The present batch was applied."""
+        """Count the present batch as applied."""
         self.applied += 1
 
     def state_dict(self) -> dict[str, int]:
-        """Where the epoch is; the same on all ranks."""
+        """The epoch and the number of applied batches; the same on all ranks."""
         return {"epoch": self.epoch, "applied": self.applied}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where another rank, or an earlier run, is."""
+        """Continue where another rank, or an earlier run, is."""
         self.epoch, self.applied = state["epoch"], state["applied"]
 
     def _share(self, number: int) -> tuple[int, int]:

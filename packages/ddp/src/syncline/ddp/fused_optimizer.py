@@ -1,4 +1,4 @@
-"""What happens to each parameter in backward, as soon as its averaged gradient is there: users' hooks, and optimizers."""
+"""Calls for each parameter in backward, as soon as its averaged gradient is there: users' hooks, and optimizers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ AverageHook: TypeAlias = Callable[[torch.nn.Parameter], object]
 
 
 class AverageHooks:
-    """Users' hooks on averaged gradients; called one after the other for each parameter, in the order of registration.
+    """Users' hooks on averaged gradients. They are called for each parameter, in the order of registration.
 
     Args:
-        optimizer: steps after them.
+        optimizer: steps after the hooks.
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
@@ -28,7 +28,7 @@ class AverageHooks:
         self._hooks: OrderedDict[int, AverageHook] = OrderedDict()  # a plain dict cannot be referred to weakly
 
     def add(self, hook: AverageHook) -> RemovableHandle:
-        """Call it, too."""
+        """Call this hook, too."""
         if not callable(hook):
             raise InvalidTypeError(f"expected a function hook(parameter), found {type(hook).__name__}")
         handle = RemovableHandle(self._hooks)
@@ -36,7 +36,7 @@ class AverageHooks:
         return handle
 
     def __call__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """These have their averaged gradients."""
+        """Call the hooks and step: these parameters have their averaged gradients."""
         if self._hooks:
             for parameter in parameters:
                 for hook in tuple(self._hooks.values()):
@@ -45,12 +45,12 @@ class AverageHooks:
 
 
 class FusedOptimizer:
-    """Steps parameters one by one; a parameter has an optimizer, and optimizer state, to itself.
+    """Steps parameters one by one. Each parameter has its own optimizer, with its own state.
 
     The step of one bucket's parameters overlaps with the reduction of the next buckets.
 
     Attributes:
-        optimizers: by parameter.
+        optimizers: the optimizers of each parameter.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class FusedOptimizer:
         """Let `kind([parameter], *args, **kwargs)` step each of the parameters.
 
         Raises:
-            MisuseError: one of them has an optimizer here already.
-            InvalidArgumentError: `kind` is no class of optimizers.
+            MisuseError: one of them already has an optimizer here.
+            InvalidArgumentError: `kind` is not a class of optimizers.
         """
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # type: ignore[redundant-expr]  # who knows
             raise InvalidArgumentError(f"expected a class of torch.optim.Optimizer, found {kind!r}")
@@ -76,7 +76,7 @@ class FusedOptimizer:
     def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Take over the optimizers of torch's `_apply_optimizer_in_backward`, which would step before the reduction.
 
-        As there, a gradient becomes None after its step.
+        As in torch, a gradient becomes None after its step.
         """
         for parameter in parameters:
             if hasattr(parameter, IN_BACKWARD_OPTIMIZERS) and parameter not in self.optimizers:
@@ -85,8 +85,8 @@ class FusedOptimizer:
                 self._drops_gradient.add(parameter)
 
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Step those that have an optimizer here; they have their averaged gradients."""
-        if not self.optimizers:  # mostly; to look up each parameter would cost as much as to copy its gradient
+        """Step the parameters that have an optimizer here. Their gradients are averaged."""
+        if not self.optimizers:  # the usual case; to look up each parameter would cost as much as to copy its gradient
             return
         for parameter in parameters:
             for optimizer in self.optimizers.get(parameter, ()):
@@ -96,7 +96,7 @@ class FusedOptimizer:
 
 
 def _take_off_hooks(parameter: torch.nn.Parameter) -> None:
-    # Imported here: it takes long, and whoever gave the parameter its optimizers has imported it.
+    # Imported here, because the import is slow. If a parameter has such optimizers, the script has imported the module already.
     from torch.distributed.optim import apply_optimizer_in_backward
 
     for handle in apply_optimizer_in_backward.param_to_optim_hook_handle_map.get(parameter, ()):  # type: ignore[no-untyped-call]

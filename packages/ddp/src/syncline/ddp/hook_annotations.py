@@ -1,4 +1,4 @@
-"""What a communication hook's annotations say about it."""
+"""Checks of a communication hook's annotations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from syncline.reducer import GradBucket
 
 
 def check_hook(hook: Callable[..., Any]) -> None:
-    """Refuse a hook that cannot be one by its own words, as torch does. One without annotations is believed.
+    """Refuse a hook whose annotations contradict the contract, as torch does. A hook without annotations is accepted.
 
     Raises:
         InvalidTypeError: it cannot be called.
-        InvalidArgumentError: its second parameter is annotated by a class that no bucket is of, or its return value by one
-            that no future is of.
+        InvalidArgumentError: its second parameter has a class as annotation that no bucket belongs to, or its return value a
+            class that no future belongs to.
     """
     if not callable(hook):
         raise InvalidTypeError(
@@ -27,7 +27,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
         )
     try:
         signature = inspect.signature(hook, eval_str=True)
-    except (NameError, TypeError, ValueError, AttributeError, SyntaxError):  # written in C, or names what is not there
+    except (NameError, TypeError, ValueError, AttributeError, SyntaxError):  # written in C, or an annotation has unknown names
         return
     parameters = list(signature.parameters.values())
     if len(parameters) > 1 and _contradicts(parameters[1].annotation, GradBucket, getattr(dist, "GradBucket", GradBucket)):
@@ -42,7 +42,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
 
 
 def _contradicts(annotation: Any, *expected: type) -> bool:
-    """Whether an annotation is a class, no protocol, and neither one of these nor one that they are derived from."""
+    """Whether an annotation is a class to which none of these types belongs. A protocol never contradicts."""
     kind = get_origin(annotation) or annotation
     if kind in (inspect.Signature.empty, Any) or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return False

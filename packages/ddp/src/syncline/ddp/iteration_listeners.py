@@ -1,4 +1,4 @@
-"""IterationListeners: who is told of each backward that was reduced."""
+"""IterationListeners: functions that are called after each reduced backward."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ Listener: TypeAlias = Callable[[IterationStatistics], None]
 
 
 class IterationListeners:
-    """Told one after the other, on every rank in the same order, so that they may communicate."""
+    """Called one after the other, in the same order on every rank, so that they may communicate."""
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
 
     def __bool__(self) -> bool:
-        """Whether anybody is told."""
+        """Whether there is a listener."""
         return bool(self._listeners)
 
     def __call__(self, statistics: IterationStatistics) -> None:
-        """A backward was reduced."""
+        """Call all listeners, after a reduced backward."""
         for listener in tuple(self._listeners):
             listener(statistics)
 
     def add(self, listener: Listener) -> None:
-        """Tell it, too."""
+        """Call this listener, too."""
         self._listeners.append(listener)
 
     def remove(self, listener: Listener) -> None:
-        """Tell it no more; nothing happens if it is not told."""
+        """Stop calling this listener; does nothing if it was not added."""
         if listener in self._listeners:
             self._listeners.remove(listener)

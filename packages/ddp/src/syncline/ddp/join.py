@@ -23,7 +23,7 @@ from syncline.collectives import DisagreementError, InvalidArgumentError, Misuse
 
 
 class JoinHook:
-    """What one joinable does on a rank that has no inputs left, and at the end. The methods do nothing by default."""
+    """The part of one joinable on a rank without inputs, and at the end. By default the methods do nothing."""
 
     def main_hook(self, present: Sequence[int]) -> None:
         """Take part in the collectives that the joinable issues in one iteration of the ranks that have inputs.
@@ -35,62 +35,62 @@ class JoinHook:
         """
 
     def post_hook(self, last_rank: int) -> None:
-        """All ranks are out of inputs, and all call this: give them the same state.
+        """All ranks are out of inputs, and all call this method: give them the same state.
 
         Args:
-            last_rank: a rank that had inputs until the end, the largest of these; the same on every rank.
+            last_rank: the largest of the ranks that had inputs until the end; the same on every rank.
         """
 
     def leave(self) -> None:
-        """The context is left, also by an error: forget it. No collective."""
+        """The context ends, also by an error: forget it. No collective."""
 
 
 class Joinable(ABC):
-    """What can be trained with uneven inputs: it communicates once in each iteration.
+    """An object that can be trained with uneven inputs. It communicates once in each iteration.
 
-    Before that, it calls `Join.notify_join_context(self)`.
+    Before it communicates, it calls `Join.notify_join_context(self)`.
     """
 
     _join: Join | None = None
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """A new hook, for one context, which is being entered (`self._join`).
+        """Make a new hook for the context that is being entered (`self._join`).
 
         Args:
-            kwargs: those that the context was given; all joinables get the same, and take what is theirs.
+            kwargs: the context's keyword arguments. All joinables get the same ones, and each takes its own.
         """
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """The device of the tensors that it communicates."""
+        """The device of the tensors that the joinable communicates."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> ProcessGroup:
-        """The group over which it communicates."""
+        """The group over which the joinable communicates."""
 
 
 class Join:
     """A context in which ranks may have different numbers of inputs.
 
-    A rank that leaves the loop early stays in the end of the context, and takes part in what the others communicate until
-    they have left the loop, too. An error that leaves the context is raised at once, without waiting for anybody.
+    A rank that leaves the loop early waits at the end of the context. There it takes part in the other ranks' collectives until
+    they have left the loop, too. An error that leaves the context is raised at once, without waiting for other ranks.
 
     Args:
-        joinables: a `DistributedDataParallel`, an optimizer that communicates, ...: all that communicates in the loop, over
-            one group, in the order in which it does so in an iteration.
-        enable: False leaves everything as it is without the context.
-        throw_on_early_termination: when one rank is out of inputs, raise an error on all, instead of going on without it.
-        kwargs: handed to each `join_hook`.
+        joinables: all objects that communicate in the loop over one group, such as a `DistributedDataParallel` or an optimizer,
+            in the order in which they do so in an iteration.
+        enable: False makes the context do nothing.
+        throw_on_early_termination: when one rank is out of inputs, raise an error on all ranks instead of going on.
+        kwargs: passed to each `join_hook`.
 
     Cost: an all_reduce of one byte for each rank, in each iteration.
 
     Raises:
         InvalidArgumentError: there is no joinable, or their groups differ.
-        MisuseError: at the start, if a joinable is in such a context already, or cannot be.
-        DisagreementError: with `throw_on_early_termination`, on every rank alike; names the ranks that are out of inputs.
+        MisuseError: at the start, if a joinable is already in a join context, or cannot be in one.
+        DisagreementError: with `throw_on_early_termination`, on every rank; names the ranks that are out of inputs.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Join:
 
     @property
     def throws(self) -> bool:
-        """Whether it raises an error when a rank is out of inputs."""
+        """Whether the context raises an error when a rank is out of inputs."""
         return self._throws
 
     def is_first(self, joinable: object) -> bool:
@@ -121,10 +121,10 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> tuple[int, ...] | None:
-        """Say that this rank has inputs; a joinable calls it before what it communicates in an iteration.
+        """Say that this rank has inputs. A joinable calls it before it communicates in an iteration.
 
         Returns:
-            The ranks that have inputs; None outside of a context. Only the context's first joinable asks the others.
+            The ranks that have inputs; None outside of a context. Only the context's first joinable asks the other ranks.
         """
         context = joinable._join
         if context is None:
@@ -174,14 +174,14 @@ class Join:
             joinable._join = None
 
     def _sync_active_ranks(self, *, present: bool) -> tuple[int, ...]:
-        """Who has inputs? A collective, which every rank joins, present or not."""
+        """Find out which ranks have inputs. A collective of all ranks, with or without inputs."""
         roll = torch.zeros(self._group.size, dtype=torch.uint8, device=self._device)
         roll[self._group.rank] = int(present)
         self._group.all_reduce(roll, ReduceOp.MAX)
         self._present = tuple(rank for rank, is_present in enumerate(roll.tolist()) if is_present)
         absent = [str(rank) for rank in range(self._group.size) if rank not in self._present]
         if self._throws and self._present and absent:
-            # Scripts that were written for torch look for what stands before the first dot.
+            # Scripts for torch look for the text before the first dot.
             what = (
                 "Detected at least one rank that exhausted inputs"
                 if present

@@ -1,4 +1,4 @@
-"""What torch's `_get_ddp_logging_data` tells, from our statistics."""
+"""The values of torch's `_get_ddp_logging_data`, from our statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .torch_internals import gloo_threads
 
 LoggingData = dict[str, int | str]
 
-# torch's data have the names of C++'s types.
+# torch's data use the names of C++ types.
 _CPP_NAMES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -49,7 +49,7 @@ class RuntimeSamples:
 
     def __init__(self) -> None:
         self.sample_rate = _DEFAULT_SAMPLE_RATE
-        self._forwards = 0  # that were reduced, or are about to be
+        self._forwards = 0  # forwards whose backward was reduced, or will be
         self._iteration: int | None = None
         self._samples: list[tuple[float, float, float, float]] = []
 
@@ -63,7 +63,7 @@ class RuntimeSamples:
                 self._samples.append(_durations(before))
 
     def describe(self) -> LoggingData:
-        """The number of the latest iteration that was sampled, from 0, and means in nanoseconds, if there are some."""
+        """The number of the latest sampled iteration, from 0, and means in nanoseconds, if there are any."""
         if self._iteration is None:
             return {"iteration": 0}
         names = ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
@@ -75,32 +75,32 @@ class RuntimeSamples:
 
 
 def describe_error(reducer: Reducer) -> LoggingData:
-    """Whether there was an error, and the latest; nothing if there was none."""
+    """Whether there was an error, and the latest one; empty if there was none."""
     return {} if reducer.latest_error is None else {"has_error": 1, "error": reducer.latest_error}
 
 
 def describe_hook(hook: Callable[..., Any] | None, builtin: dist.BuiltinCommHookType | None) -> LoggingData:
-    """A communication hook's name, with that of the function around it, if it is a closure; nothing if there is none."""
+    """A communication hook's name, for a closure with that of the function around it; empty without a hook."""
     if builtin is not None:
         return {"comm_hook": str(builtin)}
     return {} if hook is None else {"comm_hook": getattr(hook, "__qualname__", type(hook).__qualname__)}
 
 
 def describe_environment() -> LoggingData:
-    """Variables of the environment that torch looks at; "N/A" for those that are not set."""
+    """The environment variables that torch reads; "N/A" for one that is not set."""
     return {name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT}
 
 
 def describe_module(
     module: torch.nn.Module, parameters: Sequence[torch.Tensor], group: ProcessGroup, given: AnyGroup
 ) -> LoggingData:
-    """What does not change: module, ranks, sizes in bytes.
+    """The values that do not change: module, ranks, sizes in bytes.
 
     Args:
         module: the module.
-        parameters: those whose gradients are averaged.
+        parameters: the parameters whose gradients are averaged.
         group: the ranks.
-        given: the same group, as the script knows it.
+        given: the same group, as the script passed it.
     """
     threads = gloo_threads(given)
     return {
@@ -122,7 +122,7 @@ def _name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def describe_buckets(reducer: Reducer) -> LoggingData:
-    """How gradients are grouped, at first and now: bytes, indices of parameters, and how many; and when they came."""
+    """The first buckets and the present ones: bytes, indices of parameters, numbers, and the order of arrival."""
     now = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets)
     data: LoggingData = {
         "bucket_sizes": ", ".join(map(str, reducer.first_bucket_sizes)),
@@ -140,13 +140,13 @@ def describe_buckets(reducer: Reducer) -> LoggingData:
 
 
 def describe_algorithms(reducer: Reducer, group: ProcessGroup) -> LoggingData:
-    """By which algorithm the group reduced each bucket last; nothing if the group does not say, or has reduced none."""
+    """The algorithm by which the group reduced each bucket last; empty if the group does not say, or has reduced none."""
     found = [group.algorithm_of("all_reduce", bucket.buffer) for bucket in reducer.buckets]
     return {"bucket_algorithms": ", ".join(name or "unknown" for name in found)} if any(found) else {}
 
 
 def describe_iteration(times: IterationStatistics) -> LoggingData:
-    """The latest iteration, in nanoseconds of `time.perf_counter`, under torch's names; without those that are not known."""
+    """The latest iteration, in nanoseconds of `time.perf_counter`, under torch's names, without unknown times."""
     if not times.finished:
         return {}
     forward, backward, comm, overlap = _durations(times)
@@ -167,7 +167,7 @@ def describe_iteration(times: IterationStatistics) -> LoggingData:
 
 
 def _durations(times: IterationStatistics) -> tuple[float, float, float, float]:
-    """Of a finished iteration: forward, backward, communication, and how long the last two overlapped, in seconds."""
+    """Seconds of a finished iteration: forward, backward, communication, and the overlap of the last two."""
     forward = times.forward_ended - times.forward_started if times.forward_ended else 0.0
     backward = times.last_gradient - times.backward_started
     span = _communication(times)
@@ -178,6 +178,6 @@ def _durations(times: IterationStatistics) -> tuple[float, float, float, float]:
 
 
 def _communication(times: IterationStatistics) -> tuple[float, float] | None:
-    """When the first bucket started and the last one was reduced; None if none was."""
+    """When the first bucket started and when the last one was reduced; None if no bucket was reduced."""
     ends = [bucket.finished for bucket in times.buckets if bucket.finished is not None]
     return (times.buckets[0].started, max(ends)) if ends else None

@@ -29,28 +29,30 @@ class LowPrecision:
 
     Note [Casts in the places of parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    For the time of a forward the module's attributes hold casts of its parameters, each a function of its parameter. So
-    gradients reach the parameters through the casts, in the parameters' own dtype, and neither reducer nor optimizer knows of
-    another. Everywhere outside the module's own computations `module.parameters()` are the parameters.
+    During a forward the module's attributes hold casts of its parameters. Each cast is a differentiable function of its
+    parameter. So gradients reach the parameters through the casts, in the parameters' own dtype, and reducer and optimizer see
+    only this dtype. Outside of the module's own computation, `module.parameters()` returns the parameters.
 
-    Backward computes with the module, too: a checkpoint runs a part of it again. So the casts of a forward are put back in
-    place when backward comes to one of its outputs, and stay until that backward ends. If it fails, autograd drops the
-    callback without calling it, and so the callback undoes its work when it is dropped.
+    Backward computes with the module, too: a checkpoint runs a part of it again. So when backward reaches an output of a
+        forward,
+    the casts of this forward are put back in place, and stay until this backward ends. If the backward fails, autograd drops
+    the callback without calling it. So the callback also undoes its work when it is dropped.
 
     Note [Forwards that write into parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A forward may write: a momentum encoder, an initialisation from the first batch, an embedding with `max_norm`. It then
-    writes into a cast. So after the forward those elements of a cast that have changed go back into its parameter. The others
-    stay, for a cast has fewer bits. A cast is looked at if its version has changed, or if somebody has asked for its `data`,
-    which has a version of its own; most forwards do neither.
+    A forward may write to a parameter: a momentum encoder, an initialisation from the first batch, an embedding with
+        `max_norm`. Such
+    a write goes to the cast. So after the forward, the changed elements of a cast are copied to its parameter. The other
+    elements stay unchanged, because a cast has fewer bits. A cast is checked only if its version has changed, or if code has
+    read its `data`, which has a version of its own; most forwards do neither.
 
     Args:
         module: the module.
-        parameters: those to cast, with their names; others stay. Those that are not of floating point stay, too.
-        dtype: what to compute in; inputs of floating point are cast to it.
+        parameters: the parameters to cast, with their names. All others stay, and so do those that are not floating point.
+        dtype: the dtype of the computation; floating point inputs are cast to it.
 
     Raises:
-        MisuseError: this version of torch lacks what it needs; see `torch_internals`.
+        MisuseError: this version of torch lacks private parts that are needed; see `torch_internals`.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class LowPrecision:
         check_low_precision(list(module.modules()))
         self._module = module
         self._dtype = dtype
-        # One that has the dtype already is no concern of ours: forward finds the parameter itself.
+        # A parameter that already has the dtype needs no cast: forward finds the parameter itself.
         chosen = [(name, p) for name, p in parameters if p.is_floating_point() and p.dtype is not dtype]
         self._names = [name for name, _ in chosen]
         self._parameters = [parameter for _, parameter in chosen]
@@ -75,13 +77,13 @@ class LowPrecision:
         self._recurrent = [part for part in module.modules() if isinstance(part, torch.nn.RNNBase)]
         self._is_in_backward = False
 
-    # A compiler gets the module, as in DistributedDataParallel.forward.
+    # A compiler gets only the module, as in DistributedDataParallel.forward.
     @disable_dynamo_here
     def __call__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module; its outputs are what it makes of inputs and parameters in that dtype.
+        """Run the module in the lower dtype and return its outputs.
 
         Raises:
-            MisuseError: the forward has put another parameter in the place of one.
+            MisuseError: the forward has replaced a parameter by another one.
         """
         inputs, kwargs = cast_inputs(self._dtype, inputs, kwargs)
         casts = self._casts()
@@ -98,7 +100,7 @@ class LowPrecision:
         return outputs
 
     def _casts(self) -> list[_Cast]:
-        if torch.is_inference_mode_enabled():  # what is made in that mode has no version
+        if torch.is_inference_mode_enabled():  # a tensor made in this mode would have no version
             with torch.inference_mode(False), torch.no_grad():
                 return [_cast(parameter, self._dtype) for parameter in self._parameters]
         return [_cast(parameter, self._dtype) for parameter in self._parameters]
@@ -108,8 +110,8 @@ class LowPrecision:
         """See Note [Forwards that write into parameters].
 
         Args:
-            casts: those of the forward.
-            left: what it has left in each place.
+            casts: the casts of this forward.
+            left: the tensors that the forward has left in the places.
         """
         for (_, _, index), tensor in zip(self._places, left, strict=True):
             if tensor is not casts[index]:
@@ -133,7 +135,7 @@ class LowPrecision:
         )
 
     def _enter_backward(self, casts: Sequence[torch.Tensor]) -> None:
-        """Called by autograd, when the gradient of an output is known and before it is used."""
+        """Called by autograd when the gradient of an output is known, before it is used."""
         if self._is_in_backward:
             return
         self._is_in_backward = True
@@ -147,17 +149,17 @@ class LowPrecision:
 
     @disable_dynamo
     def _put(self, tensors: Tensors) -> Tensors:
-        """Put a tensor in each place; returns those that were there."""
+        """Put a tensor in each place; returns the tensors that were there."""
         before = [parameters[name] for parameters, name, _ in self._places]
         for (parameters, name, _), tensor in zip(self._places, tensors, strict=True):
             parameters[name] = tensor  # as torch.func.functional_call does
-        for part in self._recurrent:  # they keep a list of their own
+        for part in self._recurrent:  # a recurrent layer keeps its own list of parameters
             refresh_flat_weights(part)
         return before
 
 
 class _Cast(torch.nn.Parameter):
-    """A cast of a parameter, in its place. It notes whether somebody has asked for its `data`, and may have written there."""
+    """A cast in the place of its parameter. It notes whether code has asked for its `data`, and may have written there."""
 
     was_data_asked_for = False
 
@@ -181,7 +183,7 @@ def _cast(parameter: torch.nn.Parameter, dtype: torch.dtype) -> _Cast:
 
 @torch.no_grad()
 def _write_changes(parameter: torch.nn.Parameter, cast: torch.Tensor) -> bool:
-    """Give a parameter the elements of its cast that have other bits than a new cast has; whether there are any."""
+    """Copy the elements whose bits differ from those of a new cast to the parameter; returns whether there are any."""
     written, unwritten = cast.detach(), parameter.detach().to(cast.dtype)
     if torch.equal(bytes_of(in_plain_order(written)), bytes_of(in_plain_order(unwritten))):
         return False
@@ -192,7 +194,7 @@ def _write_changes(parameter: torch.nn.Parameter, cast: torch.Tensor) -> bool:
 
 
 class _Once:
-    """Does something when it is called, or else when nobody can call it any more."""
+    """Runs an action once: when it is called, or when its last reference is dropped."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action

@@ -1,4 +1,4 @@
-"""Mixed precision: which dtypes the module computes in, the gradients travel in, and the buffers have."""
+"""Mixed precision: the dtypes of the module's computation, of the averaged gradients, and of the buffers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .torch_internals import TorchMixedPrecision
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What `DistributedDataParallel(mixed_precision=...)` does in a lower precision. Parameters stay in their own dtype.
+    """The lower precisions of `DistributedDataParallel(mixed_precision=...)`. Parameters stay in their own dtype.
 
     Args:
         param_dtype: the module computes with casts of its parameters and inputs in this dtype. Gradients arrive in the
-            parameters' own dtype, and add up in it.
-        reduce_dtype: gradients are averaged in this dtype; None: in `param_dtype`, or, without one, in their own.
-        buffer_dtype: buffers are converted to this dtype, for good.
+            parameters' own dtype, and are added up in it.
+        reduce_dtype: gradients are averaged in this dtype. None means `param_dtype`, or their own dtype if that is None, too.
+        buffer_dtype: buffers are converted to this dtype permanently.
 
-    Only floating point tensors are concerned, and no parameter or buffer that is ignored.
+    Only floating point tensors are converted, and no ignored parameter or buffer.
 
     Raises:
         InvalidArgumentError: no dtype was given, or one that is not of floating point.
@@ -44,15 +44,15 @@ class MixedPrecision:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """What gradients are averaged in; None: their own dtype."""
+        """The dtype in which gradients are averaged; None means their own dtype."""
         return self.reduce_dtype or self.param_dtype
 
 
 def as_mixed_precision(given: object) -> MixedPrecision | None:
-    """The argument of the constructor: ours, torch's, or None.
+    """The constructor's argument: ours, torch's, or None.
 
     Raises:
-        InvalidArgumentError: it is something else.
+        InvalidArgumentError: the argument is something else.
     """
     if isinstance(given, TorchMixedPrecision):
         return MixedPrecision(given.param_dtype, given.reduce_dtype, given.buffer_dtype)
@@ -62,7 +62,7 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
 
 
 def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook: average in another dtype, or in its own what is not of floating point (complex numbers).
+    """A communication hook: average in another dtype. Complex buckets are averaged in their own.
 
     Extra memory: the bucket in that dtype.
     """
@@ -74,7 +74,7 @@ def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[t
 
 
 def lower_precision(config: MixedPrecision | None, module: torch.nn.Module, state: ModuleState) -> LowPrecision | None:
-    """Convert the buffers; returns how the module runs, if that is in another dtype.
+    """Convert the buffers; returns an object that runs the module, if the module computes in another dtype.
 
     Raises:
         InvalidArgumentError: a gradient is sparse, and would be averaged in another dtype.

@@ -1,4 +1,4 @@
-"""ModelWatch: notices that the wrapped module has other parameters than those that are averaged."""
+"""ModelWatch: notices that the wrapped module has other parameters than the averaged ones."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ class ModelWatch:
 
     Note [What tells that a model has changed]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    To walk over a model in each step would cost a microsecond for each of its parts. So the look waits for a sign:
+    To walk over a model in each step would cost a microsecond for each of its parts. So a sign must come before the walk:
 
-    - Torch tells when a parameter or a module is registered with one of the module's parts: assignment to an attribute,
+    - torch reports when a parameter or a module is registered with one of the module's parts: assignment to an attribute,
       `load_state_dict(assign=True)`, a parametrisation, an adapter. It costs nothing in a step.
     - The wrapper's own `_apply` (`ddp.double()`) may put other parameters in place, and changes their nodes in the graph.
-    - Parameters that were frozen are asked in each forward whether they still are, 0.03 us each. A model without frozen
+    - In each forward, frozen parameters are asked whether they are still frozen, 0.03 us each. A model without frozen
       parameters pays nothing.
-    - What none of these sees, such as `ddp.module.double()` if `torch.__future__.set_overwrite_module_params_on_conversion`, is
-      seen by a look at all places of parameters, 0.05 us each. It comes after every 32 reduced backwards, which are counted
-      alike on all ranks; early on also after 0, 1, 2, 4, 8 and 16 (`is_worth_a_look`).
+    - Other changes give no sign, such as `ddp.module.double()` with
+      `torch.__future__.set_overwrite_module_params_on_conversion`. A look at all places of parameters finds them, 0.05 us each.
+      It comes after every 32 reduced backwards, which all ranks count in the same way; early on also after 0, 1, 2, 4, 8 and 16
+      (`is_worth_a_look`).
 
-    A parameter that is deleted or frozen gives no sign. It gets no gradient, which is an error by name at the end of backward,
-    unless unused parameters are allowed. Freezing for a while (the two players of a GAN) must cost nothing.
+    A parameter that is deleted or frozen gives no sign. It gets no gradient. At the end of backward this is an error with its
+    name, unless unused parameters are allowed. Freezing for a while (the two players of a GAN) must cost nothing.
 
     Args:
-        state: of the module.
+        state: the module's state.
         owner: the wrapper, whose module may be replaced.
 
     Attributes:
-        has_sign: whether torch or the wrapper has told of something.
+        has_sign: whether torch or the wrapper has reported a change.
     """
 
     def __init__(self, state: ModuleState, owner: torch.nn.Module) -> None:
@@ -61,7 +62,7 @@ class ModelWatch:
             _watches.add(self)
 
     def take_note(self) -> None:
-        """The module as it is now is the one to compare with."""
+        """Take the present module as the one to compare with."""
         module, parameters = self._state.module, self._state.parameters()
         self.has_sign = False
         self._parts = {self._owner, *map(id, module.modules())}
@@ -72,14 +73,14 @@ class ModelWatch:
         self._places = [
             (place, name, parameter)
             for place in places
-            if isinstance(place, dict)  # a ScriptModule's is something else
+            if isinstance(place, dict)  # in a ScriptModule it is something else
             for name, parameter in place.items()
             if id(parameter) in self._known
         ]
         self._buffers = {id(buffer) for _, buffer in self._state.buffers()}
 
     def is_due(self, reductions: int) -> bool:
-        """Whether to look for a change, before a forward; after so many reduced backwards."""
+        """Whether a look for changes is due before a forward; `reductions` is the number of reduced backwards."""
         if self.has_sign or (self._frozen and any(map(_requires_grad_of, self._frozen))):
             return True
         if reductions == self._looked_after or not is_worth_a_look(reductions):
@@ -89,46 +90,46 @@ class ModelWatch:
         return self.has_sign
 
     def has_changed(self) -> bool:
-        """Whether the module has other parameters, or parameters of another kind, than when note was taken."""
+        """Whether the module has other parameters than at the last `take_note`, or parameters of another kind."""
         if any(map(_requires_grad_of, self._frozen)):
             return True
         return [_kind(name, parameter) for name, parameter in self._state.parameters()] != self._kinds
 
     def new(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The parameters that are other objects than when note was taken, or have come to need a gradient since."""
+        """The parameters that are other objects than at the last `take_note`, or were frozen then and need a gradient now."""
         thawed = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
         return [(name, p) for name, p in self._state.parameters() if id(p) not in self._known or id(p) in thawed]
 
     def new_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """The buffers that are other tensors than when note was taken."""
+        """The buffers that are other tensors than at the last `take_note`."""
         return [(name, buffer) for name, buffer in self._state.buffers() if id(buffer) not in self._buffers]
 
     def note_registration(self, part: torch.nn.Module) -> None:
-        """A parameter or module was registered with that module."""
+        """Called when a parameter or module is registered with this module."""
         if id(part) in self._parts:
             self.has_sign = True
 
 
 def _kind(name: str, parameter: Any) -> Sequence[object]:
-    if is_lazy(parameter):  # it has no shape yet
+    if is_lazy(parameter):  # a lazy parameter has no shape yet
         return name, id(parameter)
     return name, id(parameter), parameter.dtype, parameter.device, parameter.shape, parameter.stride()
 
 
-_lock = threading.RLock()  # reentrant, because the garbage collector may run anything, also in between
+_lock = threading.RLock()  # reentrant: the garbage collector may run while it is held, and may call into this module
 _watches: weakref.WeakSet[ModelWatch] = weakref.WeakSet()
 _handles: list[Any] = []
 
 
 def _listen() -> None:
-    """From the first watch on, torch tells of every registration in this process."""
+    """Let torch report every registration in this process, from the first watch on."""
     with _lock:
         if not _handles:
             _handles.append(register_module_parameter_registration_hook(_note))
             _handles.append(register_module_module_registration_hook(_note))
 
 
-@disable_dynamo  # a compiler that meets the making of a module shall not look into this
+@disable_dynamo  # a compiler that traces the construction of a module must not trace this function
 def _note(part: torch.nn.Module, _name: str, _what: object) -> None:
     with _lock:
         for watch in _watches:

@@ -1,4 +1,4 @@
-"""A module's parameters and buffers: which there are, what is wrong with them, and how all ranks come to have one rank's."""
+"""A module's parameters and buffers: lists of them, checks of them, and how all ranks get those of one rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NORMALIZATION = (BatchNorm, InstanceNorm)
 
 
 class ModuleState:
-    """The parameters and buffers of a module that its replicas share: all, but those to ignore.
+    """The parameters and buffers of a module that its replicas share: all except the ignored ones.
 
     Args:
         module: the module.
-        ignored: names of parameters and buffers that each rank keeps to itself.
+        ignored: names of parameters and buffers that are not shared.
 
     Attributes:
-        module: the same; may be replaced.
+        module: the argument; may be replaced.
     """
 
     def __init__(self, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
@@ -42,20 +42,20 @@ class ModuleState:
         return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
     def statistics_of_batch_normalization(self) -> set[int]:
-        """The `id`s of the buffers that layers of batch or instance normalisation in training update, and only save beside."""
+        """The `id`s of the buffers that batch or instance normalisation updates in training. Backward does not read them."""
         layers = (layer for layer in self.module.modules() if isinstance(layer, _NORMALIZATION) and layer.training)
         return {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
 
     def check(self, group: ProcessGroup, *, buffers: bool) -> None:
-        """Refuse what cannot be shared over the group, before anything is communicated.
+        """Check that everything can be shared over the group, before anything is communicated.
 
         Args:
             group: the ranks.
-            buffers: whether buffers are shared as well.
+            buffers: whether buffers are shared, too.
 
         Raises:
-            MisuseError: a tensor is not initialised yet (lazy modules), lies on a device that the group does not serve, is
-                sparse, or has several elements in one place, where nobody can write them. Names it.
+            MisuseError: a tensor is not initialised yet (lazy modules), is on a device that the group does not serve, is
+                sparse, or has several elements in the same memory, which cannot be written. Names the tensor.
         """
         for name, parameter in self.parameters():
             problem = _problem(parameter, group)
@@ -75,7 +75,7 @@ class ModuleState:
         """The parameters that need a gradient.
 
         Raises:
-            MisuseError: none needs one.
+            MisuseError: no parameter needs one.
         """
         trainable = [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
         if not trainable:
@@ -86,17 +86,17 @@ class ModuleState:
         return trainable
 
     def sparse_parameters(self) -> set[int]:
-        """The `id`s of the parameters whose gradients are sparse: those of embeddings that say so."""
+        """The `id`s of the parameters whose gradients are sparse: those of embeddings with `sparse=True`."""
         embeddings = (m for m in self.module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
         return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
     def verify(self, group: ProcessGroup, *, buffers: bool) -> None:
-        """Raise on every rank if the modules differ in any parameter, or buffer: what is about to be broadcast."""
+        """Compare the tensors that will be broadcast; raises on every rank if a parameter or buffer differs."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         verify_same_parameters([name for name, _ in named], [tensor for _, tensor in named], group=group)
 
     def broadcast(self, group: ProcessGroup, root: int, *, buffers: bool) -> None:
-        """Give every rank the parameters, and buffers, of the root, in place. A collective."""
+        """Give every rank the root's parameters, and optionally its buffers, in place. A collective."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         broadcast_tensors(named, group, root)
 
@@ -107,17 +107,17 @@ def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessG
 
 
 def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, detached, without the dimensions in which `expand` repeats elements: views that have each element once."""
+    """The tensors, detached, as views with each element once, where `expand` has repeated elements."""
     return [tensor.detach() if 0 not in tensor.stride() else tensor.detach()[first_of_each(tensor)] for tensor in tensors]
 
 
 def first_of_each(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The index of such a view."""
+    """The index that makes such a view."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 
 def _problem(tensor: torch.Tensor, group: ProcessGroup) -> str | None:
-    """Why it cannot be shared over a group."""
+    """Why a tensor cannot be shared over a group; None if it can."""
     if is_lazy(tensor):
         return "is not initialised yet; run one forward of the bare module before it is wrapped"
     if tensor.device.type not in group.device_types:

@@ -1,4 +1,4 @@
-"""What a forward returns."""
+"""The outputs of a forward."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from syncline.collectives.internal import disable_dynamo
 
 @disable_dynamo
 def tensors_in(outputs: object) -> list[torch.Tensor]:
-    """The tensors in lists, tuples, sets, mappings and dataclasses, however deep."""
+    """The tensors in lists, tuples, sets, mappings and dataclasses, at any depth."""
     tensors: list[torch.Tensor] = []
-    seen: dict[int, object] = {}  # held, or another object may have its place
+    seen: dict[int, object] = {}  # holds the objects, because a new object may get the id of a freed one
     waiting = [outputs]
     while waiting:
         value = waiting.pop()
@@ -40,5 +40,5 @@ def _members(value: object) -> Iterable[object]:
 
 
 def _attributes(value: object) -> Iterable[object]:
-    """What somebody's own container, or somebody, has put there besides."""
+    """The values of additional attributes, which a container's class or other code has set."""
     return getattr(value, "__dict__", {}).values()

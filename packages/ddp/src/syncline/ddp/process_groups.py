@@ -1,4 +1,4 @@
-"""Which ranks a wrapped module averages over: a group of ours, one of torch's, a device mesh, or the default."""
+"""The group over which a wrapped module averages: ours, torch's, a device mesh's, or the default group."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ AnyGroup: TypeAlias = ProcessGroup | dist.ProcessGroup
 
 
 def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
-    """The group that the arguments mean, as the script knows it.
+    """The group that the arguments name, as the script knows it.
 
     Args:
         process_group: ours, or torch.distributed's; None for the default.
-        device_mesh: a one-dimensional `torch.distributed.DeviceMesh`, instead.
+        device_mesh: a one-dimensional `torch.distributed.DeviceMesh`, instead of `process_group`.
 
     Raises:
         InvalidArgumentError: both were given, the mesh has more dimensions, or the group is something else.
@@ -48,17 +48,17 @@ def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
 
 
 def as_ours(group: AnyGroup) -> ProcessGroup:
-    """A group as one of ours: torch.distributed's is wrapped, one that has ours underneath is unwrapped."""
+    """A group as one of ours. A group of torch.distributed is wrapped, or unwrapped if it is built on one of ours."""
     return group if isinstance(group, ProcessGroup) else as_process_group(group)
 
 
 def resolve_group(process_group: object) -> ProcessGroup:
-    """The group that the argument means, as one of ours; see `choose_group`."""
+    """The group that the argument names, as one of ours; see `choose_group`."""
     return as_ours(choose_group(process_group))
 
 
 def choose_default_group() -> AnyGroup:
-    """Our default group; if there is none, torch's; if there is none either, our default group is made."""
+    """Our default group; if there is none, torch's; if there is neither, a new default group of ours."""
     if is_initialized():
         return get_default_group()
     if dist.is_available() and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""ReplicaCheck: whether all ranks still have the same parameters, found out every so many steps."""
+"""ReplicaCheck: compares the parameters of all ranks every so many steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .module_state import ModuleState
 EVERY_VARIABLE = "SYNCLINE_CHECK_REPLICAS"
 
 HASH_BYTES = 16
-# What is hashed at a time: on a CPU it stays in the cache; a GPU wants few, large operations.
+# How many lanes are hashed at a time. On a CPU such a chunk stays in the cache; a GPU needs few, large operations.
 _CHUNK_LANES = {"cpu": 1 << 15}
 _DEVICE_CHUNK_LANES = 1 << 20
 _SEED = 20_240_229
@@ -23,11 +23,11 @@ _MULTIPLIER = 6364136223846793005  # Knuth's, of a generator of 64 bits
 
 
 class ReplicaHash:
-    """Hashes tensors, of any dtype and device, by what is there bit by bit.
+    """Hashes tensors of any dtype and device, by their bits.
 
     Each half of a hash is a sum of products of the tensor's 32-bit lanes with odd random weights of 64 bits, modulo 2**64,
-    chunk by chunk. If one lane differs, both halves do. If several do, both halves agree with a probability of at most 2**-64.
-    It is no protection against somebody who wants replicas to look alike.
+    chunk by chunk. If one lane differs, both halves differ. If several lanes differ, both halves agree with a probability of at
+    most 2**-64. The hash does not protect against somebody who makes different replicas look equal on purpose.
     """
 
     def __init__(self) -> None:
@@ -73,15 +73,15 @@ def _lanes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReplicaCheck:
-    """Compares the ranks' parameters, every so many steps, after a backward.
+    """Compares the ranks' parameters after a backward, every so many steps.
 
     Args:
-        group: whose ranks average.
-        state: of the module.
+        group: its ranks average.
+        state: the module's state.
         every: steps from one check to the next.
 
-    Cost: each check hashes all parameters, and all-reduces 16 bytes; only if ranks differ, 16 bytes for each parameter are
-    gathered.
+    Cost: each check hashes all parameters, and all-reduces 16 bytes. Only if ranks differ, they gather 16 bytes for each
+    parameter.
     """
 
     def __init__(self, group: ProcessGroup, state: ModuleState, every: int) -> None:
@@ -92,14 +92,14 @@ class ReplicaCheck:
         self._hash = ReplicaHash()
 
     def note_step(self, seen: IterationStatistics) -> None:  # noqa: ARG002 - a listener's
-        """A backward was reduced. Every so many times it is a collective."""
+        """Called after a reduced backward. Every so many calls it is a collective."""
         self._steps += 1
         if self._steps % self._every == 0:
             self.check()
             self._same_at = self._steps
 
     def check(self) -> None:
-        """Compare them now. A collective.
+        """Compare the parameters now. A collective.
 
         Raises:
             DisagreementError: on all ranks, if they differ; names the first parameter that does.
@@ -120,8 +120,8 @@ def difference(names: Sequence[str], hashes: Sequence[bytes]) -> str:
     """Which parameter differs first, and on which ranks. A pure function.
 
     Args:
-        names: of the parameters.
-        hashes: for each rank those of all parameters, one after the other.
+        names: the parameters' names.
+        hashes: for each rank the hashes of all parameters, one after the other.
     """
     if len({len(found) for found in hashes}) > 1:
         counts = ", ".join(str(len(found) // HASH_BYTES) for found in hashes)

@@ -1,4 +1,4 @@
-"""StepSnapshot: what a step changes on a rank before it is applied, so that it can be done again."""
+"""StepSnapshot: the values that a step changes on a rank before it is applied, so that the step can be done again."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .module_state import first_of_each, writable
 
 
 def holders_of_buffers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those of its submodules that have a buffer now, itself among them."""
+    """The submodules, the module itself included, that have a buffer now."""
     return [part for part in module.modules() if next(part.buffers(recurse=False), None) is not None]
 
 
 class StepSnapshot:
-    """The buffers of a module and the random state of the CPU, as they are when a step begins.
+    """The buffers of a module and the random state of the CPU at the beginning of a step.
 
-    Parameters and the optimizer's state need none: they change only when the step is applied.
+    Parameters and the optimizer's state need no copy: they change only when the step is applied.
 
     Args:
-        module: whose buffers.
-        holders: `holders_of_buffers` of it, found once for all steps: to walk through hundreds of modules takes a millisecond.
+        module: the module with the buffers.
+        holders: its `holders_of_buffers`, found once for all steps: to walk over hundreds of modules takes a millisecond.
     """
 
     def __init__(self, module: torch.nn.Module, holders: Iterable[torch.nn.Module]) -> None:
@@ -35,7 +35,7 @@ class StepSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put them back, also where the step has put another tensor in a buffer's place; drop its gradients."""
+        """Put the values back, also where the step has replaced a buffer by another tensor; drop the gradients."""
         for holder, name, buffer, value in self._buffers:
             writable([buffer])[0].copy_(value[first_of_each(buffer)])
             setattr(holder, name, buffer)

@@ -1,4 +1,4 @@
-"""Stragglers: which rank the others wait for, said every so many steps."""
+"""Stragglers: reports every so many steps which rank the others wait for."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Straggler:
     """The rank that was last most often.
 
     Attributes:
-        rank: of the group.
-        times_last: in how many steps.
-        steps: of how many.
-        late_s: seconds that it was behind the median of the other ranks, in the median of the steps in which it was last.
+        rank: its rank in the group.
+        times_last: in how many steps it was last.
+        steps: the number of steps in all.
+        late_s: seconds behind the median of the other ranks, in the median of the steps in which it was last.
     """
 
     rank: int
@@ -40,11 +40,11 @@ class Straggler:
 
 
 def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
-    """The rank that came last most often; of several, the one that came later. A pure function.
+    """The rank that came last most often; among equals the one that came later. A pure function.
 
     Args:
-        steps: for each of at least one step, for each of at least two ranks, when its last gradient was ready, in seconds since
-            a moment that all ranks have in common.
+        steps: for each step and rank the moment of the last gradient, in seconds since a moment that all ranks have in common.
+            At least one step and two ranks.
     """
     last = [max(range(len(times)), key=times.__getitem__) for times in steps]
     late = {
@@ -60,13 +60,14 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 
 
 class StragglerWatch:
-    """Says on rank 0, every so many steps, which rank was last most often, in one line of the logger `syncline.ddp`.
+    """Reports on rank 0, every so many steps, which rank was last most often: one line of the logger `syncline.ddp`.
 
-    The moment that ranks have in common is the end of the step before: no gradient comes out of it before all ranks have put
-    theirs in. So no clocks are compared. In the time since, all counts: reading data, forward, backward.
+    The common moment of the ranks is the end of the step before: a reduction ends on no rank before all ranks have contributed.
+        So
+    no clocks are compared. The time since this moment includes everything: reading data, forward, backward.
 
     Args:
-        group: whose ranks average.
+        group: its ranks average.
         every: steps from one line to the next.
 
     Cost: two clock readings a step, and an all-gather of 8 bytes a step, once every `every` steps.
@@ -79,7 +80,7 @@ class StragglerWatch:
         self._times: list[float] = []
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """A backward was reduced. Every so many times it is a collective."""
+        """Called after a reduced backward. Every so many calls it is a collective."""
         if self._common is not None:
             self._times.append(seen.last_gradient - self._common)
         self._common = seen.finished
@@ -93,15 +94,15 @@ class StragglerWatch:
         times = [torch.empty_like(own) for _ in range(self._group.size)]
         self._group.all_gather(times, own)
         if self._group.rank == 0 and self._group.size > 1:
-            # A warning, because whoever asked for the line shall see it without setting up a logger.
+            # A warning, so that it is shown without setting up a logger: the user has asked for the line.
             logger.warning("%s", find_straggler(torch.stack(times, dim=1).tolist()))
 
 
 def every_from(environ: Mapping[str, str], variable: str = EVERY_VARIABLE) -> int | None:
-    """The number of steps that a variable says, `SYNCLINE_STRAGGLERS` or another one; None if it says nothing.
+    """The number of steps in a variable, `SYNCLINE_STRAGGLERS` or another one; None if the variable is empty or not set.
 
     Raises:
-        InvalidArgumentError: it is no whole number of at least 1.
+        InvalidArgumentError: the text is not a whole number of at least 1.
     """
     text = environ.get(variable, "")
     if not text:
@@ -110,10 +111,10 @@ def every_from(environ: Mapping[str, str], variable: str = EVERY_VARIABLE) -> in
 
 
 def checked_every(every: object, name: str) -> int:
-    """A number of steps.
+    """Check a number of steps, and return it.
 
     Raises:
-        InvalidArgumentError: it is no whole number of at least 1; names `name`.
+        InvalidArgumentError: it is not a whole number of at least 1. The error mentions `name`.
     """
     if not isinstance(every, int) or every < 1:
         raise InvalidArgumentError(f"{name}: expected a number of steps of at least 1, found {every!r}")

@@ -20,39 +20,38 @@ from .dedicated_group import dedicated_group
 from .process_groups import has_default_group, resolve_group
 from .torch_internals import BatchNorm, own_modules
 
-# Which layers were compared in a group. Ranks that meet in another one, perhaps with a newcomer, compare again.
+# For each group, the layers that were compared in it. In another group, perhaps with a newcomer, the ranks compare again.
 _compared_layers: weakref.WeakKeyDictionary[ProcessGroup, weakref.WeakSet[SyncBatchNorm]] = weakref.WeakKeyDictionary()
 
-# The layers whose forward is plain batch normalisation, which conversion replaces.
+# A layer with one of these forwards is plain batch normalisation, so conversion may replace it.
 _PLAIN_FORWARDS = (BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch normalisation with the mean and variance of the batches of all ranks: as on one process with the whole batch.
+    """Batch normalisation with the mean and variance of the batches of all ranks: as in one process with the whole batch.
 
-    In training every rank's forward is a collective, and its backward another. The ranks' batches may be of different sizes, or
-    empty. In evaluation, and in a group of one, it is plain batch normalisation. Differentiating its gradient once more is
-    refused.
+    In training every rank's forward is a collective, and so is its backward. The ranks' batches may have different sizes, or be
+    empty. In evaluation, and in a group of one, it is plain batch normalisation. Its gradient cannot be differentiated again.
 
     It communicates in a group of its own, which the first forward makes.
 
     Args:
         num_features: channels, the second dimension of the inputs.
         eps: added to the variance.
-        momentum: weight of the newest batch in the running estimates; None: they are the average over all batches.
+        momentum: weight of the newest batch in the running estimates; None makes them the average over all batches.
         affine: whether there is a weight (and a bias).
         track_running_stats: whether there are running estimates, for evaluation.
         process_group: the ranks, a group of ours or of torch.distributed. None takes the default group, ours or torch's, at
-            each forward; as long as there is none, this is plain batch normalisation.
-        device: of parameters and buffers.
-        dtype: of parameters and buffers.
+            each forward; while there is none, this is plain batch normalisation.
+        device: for parameters and buffers.
+        dtype: for parameters and buffers.
         bias: whether there is a bias, if `affine`.
 
-    Shape: (batch, channels, ...) with at least two dimensions; the output has the same shape, dtype and memory format. Halves
-    are computed in float32.
+    Shape: (batch, channels, ...) with at least two dimensions; the output has the same shape, dtype and memory format. 16-bit
+    inputs are computed in float32.
 
-    Cost, with c channels: an all-gather of 8 * (2c + 1) bytes from each rank in forward, an all_reduce of 16c bytes in
-    backward; in the first forward the ranks also compare their layers.
+    Cost, with c channels: an all-gather of 8 * (2c + 1) bytes from each rank in forward, and an all_reduce of 16c bytes in
+    backward. In the first forward the ranks also compare their layers.
     """
 
     def __init__(
@@ -81,10 +80,10 @@ class SyncBatchNorm(BatchNorm):
 
         Args:
             module: changed in place. The new layers take over parameters, buffers, hooks and other attributes.
-            process_group: of the new layers; see the class. None keeps that of a layer that has one.
+            process_group: for the new layers; see the class. None keeps the group of a layer that has one.
 
         Returns:
-            The module; or, if it is itself a batch normalisation, the layer that replaces it.
+            The module. If it is a batch normalisation itself: the layer that replaces it.
 
         Raises:
             MisuseError: a layer is not initialised yet (lazy), is parametrised, or has a forward of its own, which would be
@@ -111,12 +110,12 @@ class SyncBatchNorm(BatchNorm):
         return converted
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise a batch. In training a collective, also on a rank whose batch is empty.
+        """Normalise a batch. In training a collective, also on a rank with an empty batch.
 
         Raises:
-            InvalidArgumentError: the shape does not fit, or the channels have less than two values over all ranks.
-            DisagreementError: on all ranks, if their layers have different numbers of channels or their inputs different
-                dtypes; found in the first forward.
+            InvalidArgumentError: the shape does not fit, or the channels have fewer than two values over all ranks.
+            DisagreementError: on all ranks, in the first forward, if layers have different numbers of channels or inputs have
+                different dtypes.
         """
         group = self._group() if self.training else None
         if group is None or group.size == 1:
@@ -171,14 +170,14 @@ class SyncBatchNorm(BatchNorm):
     # ---- copies ----
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """A copy talks to the same ranks: a group is not copied."""
+        """Copy everything except the group: the copy communicates with the same ranks."""
         memo[id(self.process_group)] = self.process_group
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """All, if the group is the default one, which another process has too."""
+        """Everything, if the group is the default group, which another process has, too."""
         if self.process_group is not None:
             raise MisuseError(
                 "a SyncBatchNorm with a process_group cannot be pickled: only the default group is found again. Save its "
@@ -194,10 +193,10 @@ def convert_sync_batchnorm(
 
     Args:
         module: changed in place. The new layers take over parameters, buffers, hooks and other attributes.
-        process_group: of the new layers. None takes the default group; a layer that has a group keeps it.
+        process_group: for the new layers. None takes the default group; a layer that has a group keeps it.
 
     Returns:
-        The module; or, if it is itself a batch normalisation, the layer that replaces it.
+        The module. If it is a batch normalisation itself: the layer that replaces it.
 
     Raises:
         MisuseError: a layer is not initialised yet (lazy), is parametrised, or has a forward of its own.
@@ -206,9 +205,9 @@ def convert_sync_batchnorm(
 
 
 def refuse_layers_that_see_one_rank(module: torch.nn.Module, group: ProcessGroup) -> None:
-    """Refuse torch's SyncBatchNorm where it would normalise each rank's batch by itself, without a word.
+    """Refuse torch's SyncBatchNorm where it would normalise each rank's batch separately, without an error.
 
-    It asks torch.distributed whether there are other ranks.
+    torch's layer asks torch.distributed whether there are other ranks.
 
     Raises:
         MisuseError: there is such a layer, the group has several ranks, and torch.distributed is not initialised.
@@ -224,7 +223,7 @@ def refuse_layers_that_see_one_rank(module: torch.nn.Module, group: ProcessGroup
 
 
 def _not_convertible(layer: BatchNorm) -> str | None:
-    """Why a layer's conversion would lose something, or None."""
+    """Why a conversion of this layer would lose something; None if it would not."""
     if any(is_lazy(tensor) for tensor in layer.parameters()):
         return "it is not initialised yet; run one forward of the module first"
     if is_parametrized(layer):

@@ -1,21 +1,21 @@
-"""What ddp uses of torch without a promise from torch; each with a probe, and what happens without it.
+"""Private parts of torch that ddp uses. Each has a probe, and a way without it.
 
 ======================================  ==============================================================================
 private to torch                        without it
 ======================================  ==============================================================================
 ``_execution_engine.queue_callback``    ``mixed_precision`` is an error
 ``_cast_forward_inputs``                ``mixed_precision`` is an error
-``Module._parameters``                  ``mixed_precision`` is an error; that a parameter was put there is noticed late
+``Module._parameters``                  ``mixed_precision`` is an error; a parameter that was put there is noticed late
 ``RNNBase._flat_weights``               ``mixed_precision`` of a module with a recurrent layer is an error
 ``Tensor._version``                     ``mixed_precision`` compares all casts after each forward
 ``Module._modules``                     ``SyncBatchNorm.convert_sync_batchnorm`` is an error
-``ProcessGroupGloo.options._threads``   logging data do not tell "gloo_num_threads"
-``_to_kwargs``                          inputs stay where they are: move them to a module's GPU before its call
-``_unsafe_preserve_version_counter``    broadcasting buffers between a forward and its backward is autograd's error
+``ProcessGroupGloo.options._threads``   logging data have no "gloo_num_threads"
+``_to_kwargs``                          inputs are not moved: move them to a module's GPU before its call
+``_unsafe_preserve_version_counter``    a broadcast of buffers between a forward and its backward is an error of autograd
 ``_BatchNorm``, ``_InstanceNorm``       importing the package is an error
 ``_BufferCommHookLocation``             the same
 ``_MixedPrecision``                     the same
-``_in_backward_optimizers``             optimizers of ``_apply_optimizer_in_backward`` are not found: torch has none then
+``_in_backward_optimizers``             no optimizers of ``_apply_optimizer_in_backward`` are found: torch has none then
 ======================================  ==============================================================================
 """
 
@@ -39,7 +39,7 @@ InstanceNorm = torch.nn.modules.instancenorm._InstanceNorm
 BufferCommHookLocation = torch.nn.parallel.distributed._BufferCommHookLocation
 TorchMixedPrecision = torch.nn.parallel.distributed._MixedPrecision
 
-# The attribute by which torch.distributed.optim._apply_optimizer_in_backward marks parameters.
+# torch.distributed.optim._apply_optimizer_in_backward marks parameters by this attribute.
 IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
 
 _queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
@@ -52,10 +52,10 @@ _PRESERVES_SEVERAL = _preserve is not None and "tensors" in inspect.signature(_p
 
 
 def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
-    """Whether this torch lets the modules run with casts in the places of their parameters.
+    """Check that this torch can run the modules with casts in the places of their parameters.
 
     Raises:
-        MisuseError: it does not; the message names what is missing.
+        MisuseError: it cannot; the message names the missing parts.
     """
     lacks = [
         name
@@ -81,7 +81,7 @@ def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def gloo_threads(group: object) -> int | None:
-    """How many threads a group of torch's has for Gloo; None for another group, and where torch does not tell."""
+    """How many threads a group of torch's has for Gloo; None for another group, or if torch does not say."""
     try:
         threads: int = group._get_backend(torch.device("cpu")).options._threads  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
@@ -90,13 +90,13 @@ def gloo_threads(group: object) -> int | None:
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Let autograd call back when the running backward ends. See `check_low_precision`."""
+    """Let autograd call back when the running backward ends. Call `check_low_precision` first."""
     assert _queue_callback is not None
     _queue_callback(callback)
 
 
 def cast_inputs(dtype: torch.dtype, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Cast the tensors of floating point among a module's arguments. See `check_low_precision`."""
+    """Cast the floating point tensors among a module's arguments. Call `check_low_precision` first."""
     assert _cast_forward_inputs is not None
     return _cast_forward_inputs(dtype, *inputs, **kwargs)
 
@@ -110,7 +110,7 @@ def moved_to(device: torch.device, inputs: tuple[Any, ...], kwargs: dict[str, An
 
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """A context in which changes of these tensors stay unseen by autograd, so that a graph that has saved them lives on."""
+    """A context in which autograd does not see changes of these tensors, so that a graph that has saved them stays valid."""
     if _preserve is None:
         return nullcontext()
     if _PRESERVES_SEVERAL:
@@ -123,17 +123,20 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
-    """The parameters that are attributes of the module itself, by name; a tensor put in there takes a parameter's place."""
+    """The parameters that are attributes of the module itself, by name.
+
+    A tensor put into the dict takes a parameter's place.
+    """
     return getattr(module, "_parameters", {})
 
 
 def refresh_flat_weights(layer: torch.nn.RNNBase) -> None:
-    """Let a recurrent layer, which keeps a list of its parameters, take those that are its attributes now."""
+    """Update a recurrent layer's list of its parameters from its present attributes."""
     layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
 
 def was_written(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that was just made, outside of inference mode, may have been written since."""
+    """Whether a tensor that was made just before, outside of inference mode, may have been written since."""
     return getattr(tensor, "_version", 1) != 0
 
 
@@ -141,7 +144,7 @@ def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     """The modules that are attributes of the module itself, by name.
 
     Raises:
-        MisuseError: this torch keeps them elsewhere.
+        MisuseError: this torch has no such dict.
     """
     if not hasattr(module, "_modules"):
         raise MisuseError(f"layers cannot be replaced with torch {torch.__version__}, which lacks Module._modules")

@@ -1,4 +1,4 @@
-"""What ranks give one another when a group becomes another one: the state of the training, and that of a communication hook."""
+"""The state that ranks exchange when a group changes: that of the training, and that of a communication hook."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from .module_state import first_of_each, writable
 
 
 class Stateful(Protocol):
-    """What can be saved and loaded, as a scheduler of learning rates, or a GradScaler."""
+    """An object that can be saved and loaded, such as a learning rate scheduler or a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that it remembers; can be pickled."""
+        """The whole state; can be pickled."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Go on where `state_dict` was taken."""
+        """Continue from a saved state."""
 
 
 def can_be_saved(thing: object) -> bool:
-    """Whether it has `state_dict` and `load_state_dict`."""
+    """Whether an object has `state_dict` and `load_state_dict`."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
 class TrainingState:
-    """Model, optimizers, sampler, random state of the CPU and what else the training keeps, as one object for a newcomer.
+    """Model, optimizers, sampler, random state of the CPU and other state of the training, as one object for a newcomer.
 
     Args:
-        model: its parameters and buffers.
+        model: gives its parameters and buffers.
         optimizers: in the same order on all ranks.
-        sampler: where the epoch is.
-        stateful: what else there is, such as schedulers, in the same order on all ranks.
+        sampler: gives the place in the epoch.
+        stateful: other objects with a state, such as schedulers, in the same order on all ranks.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class TrainingState:
         self._stateful = stateful
 
     def collect(self) -> dict[str, Any]:
-        """That of this rank; its tensors are those in use."""
+        """This rank's state. Its tensors are those in use, not copies."""
         return {
             "model": self._model.module.state_dict(),
-            "buffers": dict(self._model.module.named_buffers()),  # the state_dict has only those that are persistent
+            "buffers": dict(self._model.module.named_buffers()),  # the state_dict lacks buffers that are not persistent
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "sampler": self._sampler.state_dict(),
             "random": torch.get_rng_state(),
@@ -62,7 +62,7 @@ class TrainingState:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Take that of another rank."""
+        """Take over the state of another rank."""
         self._model.module.load_state_dict(state["model"])
         for name, buffer in self._model.module.named_buffers():
             writable([buffer])[0].copy_(state["buffers"][name][first_of_each(buffer)])
@@ -75,11 +75,11 @@ class TrainingState:
 
 
 class HookState:
-    """What a communication hook remembers, if it can be saved: if it has `state_dict` and `load_state_dict`.
+    """The state of a communication hook. It can be shared if it has `state_dict` and `load_state_dict`.
 
-    Of a state of `syncline.hooks` all is the same on all ranks, but for the errors of error feedback. A step that failed may
-    have changed it on some ranks and not on others, so all take that of one rank when they meet again. (To put it back instead
-    would cost each step a copy as large as the gradients.)
+    A state of `syncline.hooks` is the same on all ranks, except for the errors of error feedback. A failed step may have
+    changed it on some ranks only. So after a recovery all ranks take the state of one rank. (To undo the change instead, each
+    step would need a copy as large as the gradients.)
 
     Args:
         state: the hook's first argument.
@@ -90,24 +90,24 @@ class HookState:
 
     @property
     def can_be_saved(self) -> bool:
-        """Whether there is anything to give."""
+        """Whether the state can be shared."""
         return can_be_saved(self._state)
 
     def collect(self) -> dict[str, Any]:
-        """That of this rank, without errors."""
+        """This rank's state, without errors."""
         return _with_errors_of({}, self._state.state_dict())
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take that of another rank, and keep the errors of this one."""
+        """Take over another rank's state, and keep the errors of this rank."""
         self._state.load_state_dict(_with_errors_of(self._state.state_dict(), state))
 
 
 def _with_errors_of(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved state of `syncline.hooks` with the errors of `own`, good for any rank of any number of ranks."""
+    """A saved state of `syncline.hooks` with the errors of `own`, which any rank of any number of ranks can load."""
     mixed = dict(other)
     if "errors" in other:
         mixed.update(errors=own.get("errors", {}), rank=None, world_size=None)
-    if "states" in other:  # a schedule's
+    if "states" in other:  # the state of a schedule
         mixed["states"] = {
             name: _with_errors_of(own.get("states", {}).get(name, {}), its) for name, its in other["states"].items()
         }

@@ -1,4 +1,4 @@
-"""What a DistributedDataParallel does while some ranks have no inputs left."""
+"""The communication of a DistributedDataParallel while some ranks have no inputs left."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Replica:
 
     Attributes:
         module: the wrapped module.
-        state: its parameters and buffers.
-        buffers: when buffers are synchronised.
+        state: the module's parameters and buffers.
+        buffers: says when buffers are synchronised.
         reducer: averages the gradients.
         process_group: the ranks.
-        device: that of the parameters.
+        device: the parameters' device.
     """
 
     module: torch.nn.Module
@@ -38,7 +38,7 @@ class Replica:
 
 
 class UnevenInputs(JoinHook):
-    """Both sides of an iteration: what ranks with inputs say in a forward, and what the others do meanwhile.
+    """Both sides of an iteration: ranks with inputs announce their collectives, and the other ranks take part in them.
 
     ::
 
@@ -48,12 +48,12 @@ class UnevenInputs(JoinHook):
     Buffers come from the last rank that has inputs. A hook that reduces gradients is called on all ranks.
 
     Args:
-        replica: what communicates.
-        divide_by_initial_world_size: divide gradients by the number of all ranks, or of those that have inputs.
-        throws: the context ends in an error on all ranks as soon as one has no inputs, so that none goes on without.
+        replica: the parts that communicate.
+        divide_by_initial_world_size: divide gradients by the number of all ranks; False by the number of ranks with inputs.
+        throws: whether the context ends in an error on all ranks as soon as one has no inputs, so that none goes on without.
 
     Raises:
-        MisuseError: the module communicates in ways that a rank without inputs cannot take part in.
+        MisuseError: the module communicates in a way in which a rank without inputs cannot take part.
     """
 
     def __init__(self, replica: Replica, *, divide_by_initial_world_size: bool, throws: bool) -> None:
@@ -77,14 +77,14 @@ class UnevenInputs(JoinHook):
         self._divides_by_all = divide_by_initial_world_size
 
     def before_forward(self, present: Sequence[int], *, will_reduce: bool) -> int:
-        """Called by a rank with inputs.
+        """Announce this forward's collectives. Called by a rank with inputs.
 
         Args:
             present: the ranks with inputs.
             will_reduce: whether the backward of this forward is reduced.
 
         Returns:
-            The rank whose buffers all shall have.
+            The rank whose buffers all ranks get.
         """
         self._announce(will_reduce=will_reduce, sends_buffers=self._replica.buffers.are_due)
         if will_reduce:
@@ -92,7 +92,7 @@ class UnevenInputs(JoinHook):
         return present[-1]
 
     def main_hook(self, present: Sequence[int]) -> None:
-        """Called by a rank without inputs, for each forward of the others."""
+        """Take part in one forward and backward of the others. Called by a rank without inputs."""
         will_reduce, sends_buffers = self._announce(will_reduce=False, sends_buffers=False)
         buffers = self._replica.buffers
         if sends_buffers:
@@ -103,15 +103,15 @@ class UnevenInputs(JoinHook):
             self._replica.reducer.shadow_backward()
 
     def post_hook(self, last_rank: int) -> None:
-        """Give all ranks the parameters, and buffers if forwards broadcast them, of a rank that was last."""
+        """Give all ranks the parameters of the last rank with inputs, and its buffers if forwards broadcast them."""
         self._replica.state.broadcast(self._replica.process_group, last_rank, buffers=self._replica.buffers.enabled)
 
     def leave(self) -> None:
-        """Divide as ever."""
+        """Divide by the number of all ranks again."""
         self._replica.reducer.divide_by(None)
 
     def _announce(self, *, will_reduce: bool, sends_buffers: bool) -> tuple[bool, bool]:
-        """Tell the ranks without inputs what is going to be communicated. A collective."""
+        """Tell the ranks without inputs which collectives come next. A collective."""
         group = self._replica.process_group
         device = torch.device("cpu") if "cpu" in group.device_types else self._replica.device
         plans = torch.tensor([will_reduce, sends_buffers], dtype=torch.uint8, device=device)
@@ -120,7 +120,7 @@ class UnevenInputs(JoinHook):
         return bool(first), bool(second)
 
     def _adjust(self, present: Sequence[int]) -> None:
-        """To the number of ranks that have inputs; the same on all ranks."""
+        """Set the divisor for the number of ranks that have inputs; the same on all ranks."""
         group, reducer = self._replica.process_group, self._replica.reducer
         if len(present) < group.size and reducer.needs_everyone:
             raise MisuseError(
