@@ -1,10 +1,11 @@
-"""All operations on tensors: blocking, asynchronous, in place, grouped; those that return a tensor are differentiable.
+"""All operations on tensors: blocking, asynchronous, in place, grouped. Those that return a tensor are differentiable.
 
-Every function has Horovod's arguments. `name` is accepted and not looked at. `root_rank` is a rank among all, also where a
-process set is given. An asynchronous function returns a handle for `poll` and `synchronize`.
+Every function has Horovod's arguments. `name` is accepted and ignored. `root_rank` is a rank among all ranks, also with a
+process set. An asynchronous function returns a handle for `poll` and `synchronize`.
 
-Gradients are those that Horovod gives: `allgather` and `broadcast` average over the ranks what the math would add up, and
-`reducescatter` multiplies by their number. (The forms of `syncline.collectives` that return tensors follow the math.)
+Gradients are those of Horovod, which differ from the derivative: `allgather` and `broadcast` average over the ranks where the
+derivative is a sum, and `reducescatter` multiplies by the number of ranks. (The functions of `syncline.collectives` that return
+tensors follow the derivative.)
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ Handle = PendingResult[Any]
 
 
 class Compressor:
-    """What makes tensors smaller before they are reduced; derive from it for one of your own.
+    """Makes tensors smaller before they are reduced; derive from it for a compressor of your own.
 
     Attributes:
         is_elementwise: whether many tensors may be compressed as one.
@@ -69,17 +70,17 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The smaller tensor, and what `decompress` needs to know."""
+        """The smaller tensor, and a context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """A tensor like the one that was compressed."""
+        """A tensor like the original one."""
         raise NotImplementedError
 
 
 class NoCompressor(Compressor):
-    """Leaves tensors as they are."""
+    """Leaves tensors unchanged."""
 
     is_elementwise = True
 
@@ -95,23 +96,23 @@ class NoCompressor(Compressor):
 
 
 class HalfCompressor(Compressor):
-    """Floating point travels as float16. Sums are accumulated in float32 and rounded once."""
+    """Sends floating point tensors as float16. Sums are accumulated in float32 and rounded once."""
 
     is_elementwise = True
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Floating point as float16."""
+        """The tensor as float16 if it is floating point, and its dtype."""
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """In the dtype that it had."""
+        """The tensor in its original dtype."""
         return tensor.to(ctx)
 
 
 class Compression:
-    """The compressors that there are."""
+    """The available compressors."""
 
     none = NoCompressor
     fp16 = HalfCompressor
@@ -130,15 +131,15 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Combine the tensors of all ranks into a new one; an average if neither `op` nor `average` says otherwise.
+    """Combine the tensors of all ranks into a new one; an average, unless `op` or `average` says otherwise.
 
     Args:
         tensor: the same shape and dtype on every rank.
-        average: deprecated: False is `op=Sum`.
-        name: not looked at.
-        compression: of what travels.
-        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. Differentiable for the first two.
-        prescale_factor: each rank's tensor is multiplied by it before; integers are rounded towards zero.
+        average: deprecated; False means `op=Sum`.
+        name: ignored.
+        compression: for the sent tensors.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. The first two are differentiable.
+        prescale_factor: each rank's tensor is multiplied by it first; integers are rounded towards zero.
         postscale_factor: the result is multiplied by it.
         process_set: the ranks.
     """
@@ -194,7 +195,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allreduce` of several tensors, which travel together; returns a list."""
+    """`allreduce` of several tensors, which are sent together; returns a list."""
     chosen, group = _chosen_op(op, average), process_set.group()
     compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
     _announce(process_set, compressed, chosen)
@@ -255,7 +256,7 @@ def grouped_allreduce_async_(
     """Begin a `grouped_allreduce_`; `synchronize(handle)` returns the tensors."""
     chosen, group = _chosen_op(op, average), process_set.group()
     _announce(process_set, tensors, chosen)
-    targets = [tensor.detach() for tensor in tensors]  # the same memory, which autograd lets be written
+    targets = [tensor.detach() for tensor in tensors]  # the same memory, but autograd allows writes to it
     if chosen is Adasum:
         results = _start_adasum(tensors, prescale_factor, postscale_factor, group)
         for target, result in zip(targets, results, strict=True):
@@ -279,10 +280,10 @@ def sparse_allreduce_async(
     op: Op | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Begin to average (`op=Sum`: add up) a sparse tensor, of which each rank has other elements.
+    """Begin to average (`op=Sum`: add up) a sparse tensor, which has other elements on each rank.
 
     Returns:
-        A function that waits and returns the new sparse tensor, coalesced. `synchronize` calls it, too.
+        A function that waits and returns the new sparse tensor, coalesced. `synchronize` accepts this function, too.
     """
     chosen = _chosen_op(op, None)
     if chosen not in (Average, Sum):
@@ -337,7 +338,7 @@ def _chosen_op(op: Op | None, average: bool | None) -> Op:
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
-    """Put the rows of all ranks one after the other; the first dimension may differ between ranks."""
+    """Concatenate the rows of all ranks; the first dimension may differ between ranks."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
@@ -351,7 +352,7 @@ def grouped_allgather(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors, which travel together; returns a list."""
+    """`allgather` of several tensors, which are sent together; returns a list."""
     _announce_complete(process_set, "allgather")
     group = process_set.group()
     results: list[torch.Tensor] = all_gather_rows_coalesced(_with_gradients_times(1 / group.size, tensors), group)
@@ -420,10 +421,10 @@ def broadcast_async_(
 
 
 def root_in(group: ProcessGroup, root_rank: int) -> int:
-    """The rank in a group of what is a rank among all.
+    """Convert a rank among all ranks to the rank in a group.
 
     Raises:
-        InvalidArgumentError: it is not in the group.
+        InvalidArgumentError: the rank is not in the group.
     """
     if root_rank not in group.ranks:
         raise InvalidArgumentError(f"expected one of the ranks {list(group.ranks)} as root_rank, found {root_rank}")
@@ -444,12 +445,12 @@ def alltoall(
     Args:
         tensor: all dimensions but the first are the same on every rank.
         splits: how many rows go to each rank; None sends the same number to each.
-        name: not looked at.
+        name: ignored.
         process_set: the ranks.
 
     Returns:
-        The rows that came, in the order of the ranks that sent them. With `splits` also how many came from each, a tensor
-        of integers.
+        The received rows, in the order of the ranks that sent them. With `splits` also a tensor of integers: how many rows came
+        from each rank.
     """
     counts = _counts_of(splits)
     _announce_complete(process_set, "alltoall")
@@ -503,7 +504,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Combine the tensors of all ranks, and return this rank's share of the rows; the first ranks get one more, if need be."""
+    """Combine the tensors of all ranks, and return this rank's share of the rows; the first ranks may get one row more."""
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
@@ -528,7 +529,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors, which travel together; returns a list."""
+    """`reducescatter` of several tensors, which are sent together; returns a list."""
     reduction, group = _scattering(op), process_set.group()
     _announce_complete(process_set, "reducescatter")
     compressed, contexts = zip(*map(compression.compress, _with_gradients_times(group.size, tensors)), strict=True)
@@ -568,14 +569,14 @@ def poll(handle: Handle) -> bool:
 
 
 def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
-    """Wait for what a handle stands for, and return its result."""
+    """Wait for the collective behind a handle, and return its result."""
     return handle() if callable(handle) else handle.wait()
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
     """This rank has no data left: take part in the others' `allreduce` and optimizers with zeros, until all have joined.
 
-    Collectives of process sets, and others than sums and averages, cannot be joined: they raise an error meanwhile.
+    Until then only sums and averages over all ranks can run. Collectives of process sets, and all others, raise an error.
 
     Returns:
         A rank that joined last; the same on every rank.
@@ -590,7 +591,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _announce(process_set: ProcessSet, tensors: Sequence[torch.Tensor], op: Op) -> None:
-    """To ranks that have joined, if all ranks are meant."""
+    """Tell joined ranks about a collective of all ranks. Collectives of process sets are not announced."""
     if process_set.process_set_id != 0 or world().group.size == 1:
         return
     if op is Adasum:
@@ -617,7 +618,7 @@ def _then(pending: Handle, finish: Callable[[], Any]) -> Handle:
 
 
 class _Then(PendingResult[Any]):
-    """A pending result that is made of another one."""
+    """A pending result that is computed from another one."""
 
     def __init__(self, pending: Handle, finish: Callable[[], Any]) -> None:
         super().__init__((), finish)
@@ -639,7 +640,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def _with_gradients_times(factor: float, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same tensors, whose gradients are multiplied; see the module's docstring."""
+    """The same tensors, with their gradients multiplied by the factor; see the module's docstring."""
     return [
         _ScaleGradient.apply(tensor, factor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
         for tensor in tensors

@@ -1,4 +1,4 @@
-"""Training that goes on when ranks die, and when others come: `@hvd.elastic.run` and the states that it keeps.
+"""Training that goes on when ranks die or join: `@hvd.elastic.run`, and the states that it keeps.
 
 ::
 
@@ -6,9 +6,9 @@
     a rank is lost       shrink ──► restore the last commit ──► reset callbacks ──► sync ──► train(state)
     a rank waits         commit raises HostsUpdatedInterrupt on all ──► admit ──► reset callbacks ──► sync ──► train(state)
 
-The ranks that are left make a new group (`ProcessGroup.shrink`), so they go on as the processes that they are. A process that
-comes is started with SYNCLINE_JOIN=1, and runs the same script. `syncline.ddp.Elastic` applies each step on all ranks or on
-none, and does no batch twice; here, as in Horovod, what was not committed is lost.
+The remaining ranks make a new group (`ProcessGroup.shrink`), in the same processes. A new process is started with
+SYNCLINE_JOIN=1, and runs the same script. As in Horovod, steps after the last commit are lost. `syncline.ddp.Elastic` instead
+applies each step on all ranks or on none, and repeats no batch.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _GIVE_UP_S = 300.0
 
 
 class HostsUpdatedInterrupt(Exception):
-    """`commit` has found processes that wait to be let in; `run` lets them in."""
+    """Raised by `commit` if processes wait to be let in; `run` lets them in."""
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """A decorator: call `func(state, ...)` again, with fewer or more ranks, when a rank is lost, or one comes.
+    """A decorator: call `func(state, ...)` again, with fewer or more ranks, when a rank is lost or one joins.
 
-    Before each call the ranks have the same state, that of rank 0.
+    Before each call all ranks get the state of rank 0.
 
     Raises:
-        TransportError: as without it, if the group cannot do without a rank (`ProcessGroup.missing_for_shrink`), or if the
+        TransportError: as without the decorator, if the group cannot lose a rank (`ProcessGroup.missing_for_shrink`), or if the
             ranks do not come together again.
     """
 
@@ -86,7 +86,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
 
 def _recover(error: TransportError) -> None:
-    """Make the group of the ranks that are left, however often one is lost meanwhile."""
+    """Make a group of the remaining ranks; try again if another rank is lost meanwhile."""
     began_s = time.perf_counter()
     while True:
         if isinstance(error, (RankGivenUpError, StoreError)) or time.perf_counter() - began_s > _GIVE_UP_S:
@@ -106,26 +106,26 @@ def _go_on(group: ProcessGroup) -> None:
 
 
 class State:
-    """What training keeps. Derive from it, and say how it is saved, restored and made the same on all ranks."""
+    """The state of a training. Derived classes say how it is saved, restored and made the same on all ranks."""
 
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Call these when the ranks have changed, before the state is synchronised: to set learning rates anew, say."""
+        """Call these functions after a change of ranks, before the state is synchronised; for example to set learning rates."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The ranks have changed."""
+        """Called by `run` after a change of ranks."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """Save, then let in those who wait. Every rank calls it at the same place of the training.
+        """Save, then let in waiting processes. Every rank calls it at the same place of the training.
 
         Raises:
-            HostsUpdatedInterrupt: somebody waits; on all ranks.
+            HostsUpdatedInterrupt: on all ranks, if a process waits.
         """
         self.save()
         self.check_host_updates()
@@ -139,11 +139,11 @@ class State:
             raise HostsUpdatedInterrupt
 
     def save(self) -> None:
-        """Keep the state as it is, in memory."""
+        """Keep a copy of the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Go back to the last saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -151,14 +151,14 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """The ranks have changed."""
+        """Called by `on_reset`, before the callbacks; does nothing by default."""
 
 
 class ObjectState(State):
-    """Python objects, by name; they are attributes of the state.
+    """Python objects by name, which are attributes of the state.
 
     Args:
-        kwargs: names and values, which can be pickled.
+        kwargs: names and values; values must support pickle.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -167,11 +167,11 @@ class ObjectState(State):
         self._put_back()
 
     def save(self) -> None:
-        """Keep the state as it is, in memory."""
+        """Keep a copy of the state in memory."""
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Go back to the last saved state."""
         self._put_back()
 
     def sync(self) -> None:
@@ -185,11 +185,11 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """A training: models, optimizers, samplers and other objects, all attributes of the state.
+    """The state of a training: models, optimizers, samplers and other objects, all attributes of the state.
 
     Args:
         model: a module, or None.
-        optimizer: one of torch, or a `DistributedOptimizer`, or None.
+        optimizer: one of torch's, a `DistributedOptimizer`, or None.
         kwargs: further modules, optimizers, `ElasticSampler`s, and other objects.
     """
 
@@ -205,12 +205,12 @@ class TorchState(ObjectState):
         self._save_kept()
 
     def save(self) -> None:
-        """Keep the state as it is, in memory."""
+        """Keep a copy of the state in memory."""
         self._save_kept()
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Go back to the last saved state."""
         for name in self._kept:
             getattr(self, name).load_state_dict(copy.deepcopy(self._snapshots[name]))
         super().restore()
@@ -239,15 +239,15 @@ def _has_state(thing: object) -> bool:
 
 
 class ElasticSampler(Sampler[int]):
-    """The samples of this rank that were not used in this epoch; divided anew when the ranks change.
+    """This rank's share of the samples that are not used yet in this epoch; divided again when the ranks change.
 
     Put it into the `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch. Every rank
-    gets equally many samples: some are used twice if they cannot be divided.
+    gets equally many samples. If they cannot be divided evenly, some are used twice.
 
     Args:
         dataset: of constant size.
         shuffle: another order in each epoch, the same on all ranks.
-        seed: of the orders.
+        seed: for the orders.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -263,20 +263,20 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's
-        """Each rank has used so many samples more."""
+        """Note that each rank has used this many more samples."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """Where the epoch is."""
+        """The epoch, and how many of its samples are used."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on where `state_dict` was taken, with the ranks that there are now."""
+        """Continue from a saved state, with the present ranks."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left among the ranks that there are now."""
+        """Divide the remaining samples among the present ranks."""
         self.rank, self.num_replicas = rank(), size()
         order = list(range(len(self.dataset)))
         if self.shuffle:
@@ -285,7 +285,7 @@ class ElasticSampler(Sampler[int]):
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices: every size-th of the rest, from its own rank on."""
+        """This rank's indices: every size-th of the remaining ones, beginning at its rank."""
         total = self.num_samples * self.num_replicas
         padded = self.remaining_indices + self.remaining_indices[: total - len(self.remaining_indices)]
         return iter(padded[self.rank : total : self.num_replicas])

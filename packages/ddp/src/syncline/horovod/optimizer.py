@@ -2,12 +2,13 @@
 
 ::
 
-    step 1     backward adds to this rank's gradients; `synchronize` tells which are sparse, makes a `Reducer`, reduces
+    step 1     backward adds to this rank's gradients; `synchronize` finds the sparse ones, makes a `Reducer`, reduces
     later      backward ──► Reducer: buckets are reduced while backward goes on
     a rank without a backward (or with too few)     `synchronize` runs one that adds zeros, so that it takes part
     a rank that has joined                          shadows the others' backward
 
-The reducer asks autograd which parameters a backward will not reach, so each rank may reach others; see `DynamicUsage`.
+The reducer asks autograd which parameters a backward will not reach, so each rank may reach other parameters; see
+`DynamicUsage`.
 """
 
 from __future__ import annotations
@@ -54,25 +55,27 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """An optimizer like the given one, of a class derived from its class, which steps with the gradients of all ranks.
+    """Make an optimizer whose class is derived from the given one's class, and which steps with the gradients of all ranks.
 
-    Gradients are combined while backward runs. Parameters that a rank did not reach count as zeros there; those that no rank
-    reached get zeros. To read or clip gradients before the step, call `optimizer.synchronize()`, then step within
-    `with optimizer.skip_synchronize():`. It shares options and state with the given optimizer, which must not step any more.
+    Gradients are combined while backward runs. On a rank that did not reach a parameter, its gradient counts as zeros.
+    Parameters that no rank reached get zeros. To read or clip gradients before the step, call `optimizer.synchronize()`, then
+    step within `with optimizer.skip_synchronize():`. The new optimizer shares options and state with the given one, which must
+    not step any more.
 
     Args:
-        optimizer: of torch; the same on every rank.
+        optimizer: one of torch's; the same on every rank.
         named_parameters: names for errors, usually `model.named_parameters()`; must name all of the optimizer's parameters.
-        compression: of what travels.
-        backward_passes_per_step: so many backwards add to this rank's own gradients, of which the last is reduced.
-        op: `Average`, `Sum`, `Min`, `Max` or `Product` of gradients. With `Adasum` each rank steps first with its own
-            gradients, and what the steps changed is combined.
-        gradient_predivide_factor: with `Average`: divide by it before the sum, and by the rest after.
+        compression: for the sent gradients.
+        backward_passes_per_step: the number of backwards before a step. All add to this rank's gradients; the last one is
+            reduced.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product` of gradients. With `Adasum` each rank first steps with its own
+            gradients, and then the changes of the parameters are combined.
+        gradient_predivide_factor: with `Average`: divide by it before the sum, and by the rest after the sum.
         num_groups: deprecated; the same as `groups`.
         groups: how gradients share buckets: a number of buckets, or lists of parameters, one for each bucket. None fills
-            buckets of HOROVOD_FUSION_THRESHOLD bytes; unset, of 25 MiB, the first of 1 MiB.
+            buckets of HOROVOD_FUSION_THRESHOLD bytes; if it is not set, the first bucket has 1 MiB, and all others 25 MiB.
         sparse_as_dense: reduce sparse gradients as dense ones; they are sparse again afterwards.
-        process_set: the ranks. On a rank that is not among them the optimizer steps alone.
+        process_set: the ranks. On a rank outside of the set the optimizer steps alone.
 
     Raises:
         InvalidArgumentError: an argument is refused; says what to pass instead.
@@ -101,27 +104,27 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     kind = type(optimizer)
     made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {"__module__": __name__}))
-    # All of the given one's: state, options, hooks. A scheduler may have replaced its `step`, which would pass by ours.
+    # Take over all attributes: state, options, hooks. But not `step`: a scheduler may have replaced it, and would bypass ours.
     made.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     made._combining = combining
     return made
 
 
 class _Distributed:
-    """What a `DistributedOptimizer` does besides being an optimizer; stands before the optimizer's class among the bases."""
+    """The additional methods of a `DistributedOptimizer`; the first base class, before the optimizer's class."""
 
     _combining: _GradientCombining | _StepCombining
     _should_synchronize = True
     _is_synchronized = False
 
     def synchronize(self) -> None:
-        """Have the combined gradients in place when this returns. Every rank calls it, or `step`."""
+        """Combine the gradients; they are in place on return. Every rank calls it, or `step`."""
         self._combining.synchronize()
         self._is_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A context in which `step` does not call `synchronize`, which was called before."""
+        """A context in which `step` does not call `synchronize`, because the script has called it before."""
         self._combining.check_can_skip()
         self._should_synchronize = False
         try:
@@ -130,7 +133,7 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronize, unless that was done, and step."""
+        """Synchronize, unless the script has done so, and step."""
         if self._should_synchronize:
             if self._is_synchronized:
                 warnings.warn(
@@ -144,19 +147,22 @@ class _Distributed:
         return self._combining.step(super().step, closure)  # type: ignore[misc]  # the optimizer's
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's; a backward that was not stepped is forgotten."""
+        """The optimizer's `zero_grad`; also forgets backwards since the last step."""
         self._combining.forget()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # the optimizer's
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's; the new parameters are combined from the next step on. Every rank adds the same."""
+        """The optimizer's `add_param_group`.
+
+        New parameters are combined from the next step on. Every rank adds the same ones.
+        """
         super().add_param_group(param_group)  # type: ignore[misc]  # the optimizer's
         index = len(self.param_groups) - 1  # type: ignore[attr-defined]  # the optimizer's
         added = self.param_groups[index]["params"]  # type: ignore[attr-defined]  # the optimizer's
         self._combining.add([(f"group{index}.{number}", parameter) for number, parameter in enumerate(added)])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's; a backward that was not stepped is forgotten."""
+        """The optimizer's `load_state_dict`; also forgets backwards since the last step."""
         self._combining.forget()
         self._is_synchronized = False
         super().load_state_dict(state_dict)  # type: ignore[misc]  # the optimizer's
@@ -178,7 +184,7 @@ _living: list[weakref.ref[_GradientCombining]] = []
 
 
 def regroup() -> None:
-    """After `replace_world`: all optimizers use the new group. In the order in which they were created, as on every rank."""
+    """Let all optimizers use the new group, after `replace_world`. They come in the order of their creation on every rank."""
     for reference in list(_living):
         combining = reference()
         if combining is None:
@@ -217,7 +223,7 @@ class _GradientCombining:
         self.enter_world()
 
     def enter_world(self) -> None:
-        """Use the ranks that there are now; gradients may lie in memory of the group that was."""
+        """Use the present ranks. Gradients are dropped, because they may lie in memory of the old group."""
         if self._reducer is not None:
             for _, parameter in self._named:
                 parameter.grad = None
@@ -229,10 +235,10 @@ class _GradientCombining:
         self.forget()
 
     def forget(self) -> None:
-        """No gradient has come since the latest step."""
-        self._counts: Counter[int] = Counter()  # of each parameter's gradients
+        """Start a new step: no gradient has come yet."""
+        self._counts: Counter[int] = Counter()  # how many gradients each parameter has got
         self._reduced: set[int] = set()
-        self._uncombined: set[int] = set()  # with gradients that no reduction has had
+        self._uncombined: set[int] = set()  # parameters with gradients that are not reduced yet
         self._reductions = 0
         self._backward: int | None = None
         if self._reducer is not None:
@@ -245,7 +251,7 @@ class _GradientCombining:
         self._hook_parameters()
 
     def set_passes(self, passes: int) -> None:
-        """Another number of backwards in a step."""
+        """Set the number of backwards in a step."""
         if passes < 1:
             raise InvalidArgumentError(f"expected at least 1 backward in a step, found {passes}")
         self.passes = passes
@@ -253,7 +259,7 @@ class _GradientCombining:
         self.forget()
 
     def check_can_skip(self) -> None:
-        """It can."""
+        """Do nothing: gradients may be synchronised before the step."""
 
     def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """The optimizer's own step."""
@@ -263,7 +269,7 @@ class _GradientCombining:
         """See `_Distributed.synchronize`."""
         if not self._process_set.included():
             return
-        if self._world is not world():  # shut down, and initialised again
+        if self._world is not world():  # the script has called shutdown() and init() again
             self.enter_world()
         group = self._process_set.group()
         if group.size > 1:
@@ -290,12 +296,12 @@ class _GradientCombining:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _came(self, index: int, _: torch.Tensor) -> None:
-        """A gradient, before it is added to `parameter.grad`."""
+        """Called for a gradient before it is added to `parameter.grad`."""
         if not self._is_filling:
             self._count(index)
 
     def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
-        """A gradient, after it was added: with `sparse_as_dense` it is made dense before the reducer looks at it."""
+        """Called after a gradient was added. With `sparse_as_dense` it makes the sum dense before the reducer looks at it."""
         if parameter.grad is not None and parameter.grad.is_sparse:
             self._densified.add(index)
             parameter.grad = parameter.grad.to_dense()
@@ -309,19 +315,19 @@ class _GradientCombining:
         self._uncombined.add(index)
         backward = current_backward()
         if backward != self._backward:
-            # The first gradient of a backward decides whether that is reduced as it runs. If another parameter is due, it is
-            # reduced by `synchronize`.
+            # The first gradient of a backward decides whether this backward is reduced while it runs. If another parameter is
+            # due, `synchronize` reduces its gradients.
             self._backward = backward
             if self._reducer is not None:
                 self._reducer.keep_local(self._counts[index] < self.passes)
 
     def _began(self) -> None:
-        """A backward begins that is reduced."""
+        """Called when a reduced backward begins."""
         if self._process_set.process_set_id == 0:
             self._roll = world().calls.announce_step(self._backward_step)
 
     def _ended(self, _: object) -> None:
-        """A backward was reduced."""
+        """Called when a backward was reduced."""
         if self._roll is not None:
             self._roll.wait()
             self._roll = None
@@ -352,12 +358,12 @@ class _GradientCombining:
         self._densified: set[int] = set()
 
     def _layouts_here(self) -> list[int]:
-        """For each parameter 1 if its gradient here is sparse, 2 if it was made dense, else 0."""
+        """For each parameter 1 if its gradient on this rank is sparse, 2 if it was made dense, else 0."""
         sparse = [parameter.grad is not None and parameter.grad.is_sparse for _, parameter in self._named]
         return [2 if index in self._densified else int(is_sparse) for index, is_sparse in enumerate(sparse)]
 
     def _make_reducer(self, layouts: Sequence[int]) -> None:
-        """A collective: a gradient is sparse if it is on any rank."""
+        """Make the reducer. A gradient counts as sparse if it is sparse on any rank. A collective."""
         group = self._process_set.group()
         device = torch.device("cpu") if "cpu" in group.device_types else self._named[0][1].device
         agreed = torch.tensor(layouts, dtype=torch.uint8, device=device)
@@ -372,7 +378,7 @@ class _GradientCombining:
         self._hook_parameters()
         frozen = [parameter for _, parameter in self._named if not parameter.requires_grad]
         try:
-            for parameter in frozen:  # for a while only
+            for parameter in frozen:  # only during construction: the reducer requires it
                 parameter.requires_grad_(True)
             self._reducer = Reducer(
                 self._named,
@@ -390,7 +396,7 @@ class _GradientCombining:
         self._reducer.keep_local(self.passes > 1)
 
     def _choose_reduction(self, reducer: Reducer) -> None:
-        """An all_reduce in the bucket where that is enough; a communication hook takes a copy more."""
+        """Choose a plain all_reduce in the bucket if that is enough, because a communication hook needs one more copy."""
         is_plain = self._compression is Compression.none and self._predivide == 1.0
         if is_plain and self._op is Average:
             return
@@ -416,7 +422,7 @@ class _GradientCombining:
             self._is_filling = False
 
     def _fill(self) -> None:
-        """Give zeros to parameters that no rank reached, and their layout to gradients that were made dense."""
+        """Give zeros to parameters that no rank reached, and make gradients sparse again that were made dense."""
         for index, (_, parameter) in enumerate(self._named):
             if parameter.grad is None:
                 parameter.grad = _zeros_like(parameter, is_sparse=self._layouts[index] == 1)
@@ -483,7 +489,7 @@ def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket
 
 
 class _StepCombining:
-    """Each rank steps with its own gradients; then what the steps changed is combined by Adasum."""
+    """Each rank steps with its own gradients; then Adasum combines the changes of the parameters."""
 
     passes = 1
 
@@ -493,21 +499,21 @@ class _StepCombining:
         self._process_set = process_set
 
     def synchronize(self) -> None:
-        """Nothing: gradients stay each rank's own."""
+        """Do nothing: gradients are not combined."""
 
     def forget(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: nothing is remembered."""
 
     def add(self, named: NamedParameters) -> None:
         """Combine these parameters, too."""
         self._parameters += [parameter for _, parameter in named if parameter.requires_grad]
 
     def set_passes(self, passes: int) -> None:
-        """Backwards add to this rank's gradients, however many there are."""
+        """Note the number; any number of backwards may add to this rank's gradients."""
         self.passes = passes
 
     def check_can_skip(self) -> None:
-        """It cannot.
+        """Not supported.
 
         Raises:
             MisuseError: always.
@@ -585,9 +591,9 @@ def _checked_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None) -> in
 
 
 def _bucket_order(named: NamedParameters, groups: int | list[list[torch.Tensor]] | None) -> tuple[list[int], list[int] | None]:
-    """The order of parameters, by index, and the sizes of buckets with which each bucket is one of the groups.
+    """An order of the parameters, by index, and bucket sizes, so that each bucket holds exactly one of the groups.
 
-    Buckets are filled from the end, and each dtype has its own.
+    The reducer fills buckets from the end of this order, and separately for each dtype.
     """
     everything = list(range(len(named)))
     if groups is None:
@@ -606,7 +612,7 @@ def _bucket_order(named: NamedParameters, groups: int | list[list[torch.Tensor]]
 
 
 def _caps_bytes() -> list[int]:
-    """Of HOROVOD_FUSION_THRESHOLD."""
+    """The bucket sizes that HOROVOD_FUSION_THRESHOLD sets, or the default."""
     text = os.environ.get("HOROVOD_FUSION_THRESHOLD", "")
     if not text:
         return _DEFAULT_CAPS_BYTES
@@ -616,7 +622,7 @@ def _caps_bytes() -> list[int]:
 
 
 def _nothing_of(parameter: torch.Tensor, *, is_sparse: bool) -> torch.Tensor:
-    """A sum of none of a parameter's elements: its gradient is zeros, whatever the values are."""
+    """The sum of no elements of a parameter: its gradient is zeros, whatever the values are."""
     if is_sparse:
         nowhere = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return torch.nn.functional.embedding(nowhere, parameter, sparse=True).sum()

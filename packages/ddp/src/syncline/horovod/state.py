@@ -1,4 +1,4 @@
-"""The same model, optimizer and objects on every rank."""
+"""Gives every rank the same model, optimizer and objects."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .world import ProcessSet, global_process_set
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give every rank the root's tensors, in place: in 250 MiB buffers, two in flight.
+    """Give every rank the root's tensors, in place, in buffers of 250 MiB, two of them in flight.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or tensors; the same on every rank.
-        root_rank: a rank among all.
+        root_rank: a rank among all ranks.
         process_set: the ranks.
     """
     if isinstance(params, Mapping):
@@ -45,14 +45,14 @@ def broadcast_optimizer_state(
     root_rank: int,
     model: torch.nn.Module | None = None,  # noqa: ARG001 - not needed here
 ) -> None:
-    """Give every rank the root's `optimizer.state_dict()`: learning rates and other options, too.
+    """Give every rank the root's `optimizer.state_dict()`, with learning rates and other options.
 
-    A fresh optimizer takes the state of one that has stepped; any optimizer will do, also L-BFGS.
+    A new optimizer can take the state of one that has stepped. Every optimizer works, also L-BFGS.
 
     Args:
-        optimizer: of torch, or a `DistributedOptimizer`.
-        root_rank: a rank among all.
-        model: not looked at.
+        optimizer: one of torch's, or a `DistributedOptimizer`.
+        root_rank: a rank among all ranks.
+        model: ignored.
     """
     _announce_complete(global_process_set, "broadcast_optimizer_state")
     group = global_process_set.group()
@@ -71,7 +71,7 @@ def broadcast_optimizer_state(
 
 @dataclass(frozen=True)
 class _Hole:
-    """The place of a tensor in an object that travels without it."""
+    """The place of a tensor in an object that is sent without its tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -79,7 +79,7 @@ class _Hole:
 
 
 def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The same object with holes in place of its tensors, which are added to the list."""
+    """The object with holes in place of its tensors. The tensors are added to the list."""
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach().contiguous())
         return _Hole(tuple(value.shape), value.dtype, value.device.type)
@@ -91,7 +91,7 @@ def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _filled(outline: Any, tensors: list[torch.Tensor]) -> Any:
-    """An object with new tensors in its holes, which are added to the list in the order of `_outlined`."""
+    """The object with new tensors in its holes. They are added to the list in the same order as in `_outlined`."""
     if isinstance(outline, _Hole):
         device = outline.device_type if outline.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
         tensors.append(torch.empty(outline.shape, dtype=outline.dtype, device=device))
@@ -109,7 +109,7 @@ def broadcast_object(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object, which travels as a pickle."""
+    """Return the root's object, which is sent as a pickle."""
     _announce_complete(process_set, "broadcast_object")
     group = process_set.group()
     received = object_of(obj, None, group, root_in(group, root_rank))
@@ -121,6 +121,6 @@ def allgather_object(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return the objects of all ranks, by rank; they travel as pickles."""
+    """Return the objects of all ranks, by rank; they are sent as pickles."""
     _announce_complete(process_set, "allgather_object")
     return exchange_objects(obj, group=process_set.group())

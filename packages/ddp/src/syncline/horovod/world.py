@@ -1,4 +1,4 @@
-"""The ranks: init and shutdown, who is where, and process sets."""
+"""The ranks: init and shutdown, numbers of ranks and nodes, and process sets."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from syncline.collectives import (
 from syncline.collectives import is_initialized as has_default_group
 
 HorovodInternalError = TransportError
-"""What a lost rank raises; `elastic.run` goes on from it."""
+"""The error for a lost rank; `elastic.run` recovers from it."""
 
 
 class World:
-    """What `init` makes; after a loss `elastic` makes another one.
+    """The result of `init`. After a loss, `elastic` makes a new one.
 
     Attributes:
         group: all ranks.
@@ -51,7 +51,7 @@ _world: World | None = None
 
 
 def world() -> World:
-    """What `init` made.
+    """The present world.
 
     Raises:
         NotInitializedError: `init` was not called, or `shutdown` was.
@@ -62,18 +62,18 @@ def world() -> World:
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None, **options: Any) -> None:
-    """Connect all ranks; every rank calls it. Does nothing if it was called before.
+    """Connect all ranks. Every rank calls it; a second call does nothing.
 
-    If there is a default group (`syncline.collectives.init_process_group`), that is used, as it is. Otherwise one is made that
+    An existing default group (`syncline.collectives.init_process_group`) is used unchanged. Otherwise `init` makes one that
     compares all calls before they run (`check_calls=True`).
 
     Args:
-        comm: a communicator of mpi4py, whose ranks alone call; None takes all ranks of the job.
-        process_sets: sets to add at once, the same on every rank. "dynamic" means none: sets can be added at any time.
-        options: further arguments of `init_process_group`, which Horovod's `init` does not have; such as an `init_method`.
+        comm: a communicator of mpi4py; only its ranks call `init`. None takes all ranks of the job.
+        process_sets: sets to add at once, the same on every rank. "dynamic" adds none: sets can be added at any time.
+        options: further arguments of `init_process_group`, such as an `init_method`. Horovod's `init` does not have them.
 
     Raises:
-        InvalidArgumentError: a list of ranks was given, or a set twice.
+        InvalidArgumentError: a list of ranks was given, or the same set twice.
     """
     global _world
     if _world is not None:
@@ -95,7 +95,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def shutdown() -> None:
-    """Finish what is in flight and close the group, if `init` made it. Every rank calls it; without `init` it does nothing."""
+    """Finish all collectives, and close the group if `init` made it. Every rank calls it; without `init` it does nothing."""
     global _world
     if _world is None:
         return
@@ -106,9 +106,9 @@ def shutdown() -> None:
 
 
 def replace_world(group: ProcessGroup) -> None:
-    """From now on all ranks are those of another group. A collective of that group.
+    """From now on use the ranks of another group. A collective of this group.
 
-    Process sets are gone: their ranks have other numbers. (`elastic` calls this after a loss.)
+    All process sets are removed, because their ranks have other numbers. (`elastic` calls this after a loss.)
     """
     old = world()
     for process_set in old.process_sets:
@@ -123,7 +123,7 @@ def _set_world(made: World) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and not `shutdown` since."""
+    """Whether `init` was called, and `shutdown` was not called since."""
     return _world is not None
 
 
@@ -143,7 +143,7 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among the ranks on its node. Known since `init`: one rank alone may ask."""
+    """This process's number among the ranks on its node. Known since `init`, so it may be called on one rank only."""
     return world().placement.local_rank
 
 
@@ -153,7 +153,7 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """The number of this node among those."""
+    """The number of this node among the nodes that `cross_size` counts."""
     return _nodes_across().index(world().placement.node)
 
 
@@ -175,10 +175,11 @@ class ProcessSet:
     """Some of the ranks, over which collectives can run.
 
     Args:
-        ranks_or_comm: ranks, each once; or a communicator of mpi4py, whose ranks are meant.
+        ranks_or_comm: ranks, each once; or a communicator of mpi4py, whose ranks are taken.
 
     Attributes:
-        process_set_id: 0 of all ranks, another number of a set that was added; None if it was not, or was removed.
+        process_set_id: 0 for the set of all ranks, another number for an added set; None before it is added and after it is
+            removed.
         ranks: in ascending order.
     """
 
@@ -239,13 +240,13 @@ _next_id = 1
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a set; every rank calls it, also those that are not in it.
+    """Add a set. Every rank calls it, also ranks outside of the set.
 
     Returns:
         The set, which can be used now.
 
     Raises:
-        InvalidArgumentError: there is a set of these ranks, or a rank does not exist.
+        InvalidArgumentError: a set of the same ranks exists, or a rank does not exist.
     """
     global _next_id
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -259,7 +260,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close the group of a set; every rank calls it. Whether there was one: the set of all ranks stays."""
+    """Close the group of a set; every rank calls it. Returns whether the set was removed: the set of all ranks stays."""
     if process_set not in world().process_sets:
         return False
     world().process_sets.remove(process_set)
@@ -284,7 +285,7 @@ def gloo_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads may use mpi4py beside Syncline: yes over MPI, for it asks for MPI_THREAD_MULTIPLE."""
+    """Whether several threads may use mpi4py beside Syncline. True over MPI, where Syncline asks for MPI_THREAD_MULTIPLE."""
     return mpi_enabled()
 
 
@@ -324,7 +325,7 @@ def ccl_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:  # noqa: ARG001 - Horovod's
-    """Refused: traces are started from outside.
+    """Not supported: traces are started from outside.
 
     Raises:
         MisuseError: says how to record a trace.
@@ -336,4 +337,4 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:  # no
 
 
 def stop_timeline() -> None:
-    """Does nothing: no timeline can have been started."""
+    """Do nothing: no timeline can have been started."""

@@ -1,4 +1,4 @@
-"""The command `predict`: what a traced step would take on other numbers of ranks."""
+"""The command `predict`: how long a traced step would take on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def _in_words(traced: int, between: Link, per_node: int) -> str:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """The numbers of ranks of "2..1024", all powers of two between and both ends; or of "2,6,12".
+    """The numbers of ranks in a text. "2..1024" means both ends and all powers of two between them; "2,6,12" is a list.
 
     Raises:
-        InvalidArgumentError: it is something else, or one is below 2.
+        InvalidArgumentError: the text is neither, or a number is below 2.
     """
     span = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text)
     if span:

@@ -1,4 +1,4 @@
-"""Compression: what a communication hook sends of a bucket, and what it computes for that."""
+"""Compression: the bytes that a communication hook sends for a bucket, and its computation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .replay import ReadyBucket
 _NUMEL = 1 << 20
 _TRIALS = 5
 _RANK = 4
-_BYTES = 4  # of a number on the wire, where it is not cast
+_BYTES = 4  # bytes of a number on the wire, unless it is cast
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Compression:
     """One way to send a bucket.
 
     Attributes:
-        name: as in tables.
-        messages: the bytes of each all-reduce, one after the other, for a bucket.
-        speed: bytes of gradients in a second that are compressed, and brought back.
+        name: its name in tables.
+        messages: the bytes of each all-reduce for a bucket, in their order.
+        speed: bytes of gradients that are compressed and decompressed in a second.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Compression:
     speed: float
 
     def reduce_s(self, bucket: ReadyBucket, all_reduce_s: Callable[[float], float]) -> float:
-        """Seconds of a bucket: computing first, then all-reduces one after the other."""
+        """Seconds of a bucket: first the computation, then the all-reduces one after the other."""
         return bucket.nbytes / self.speed + sum(all_reduce_s(nbytes) for nbytes in self.messages(bucket))
 
 
@@ -43,13 +43,13 @@ BF16, POWER_SGD = "bf16", f"powersgd-{_RANK}"
 
 
 def compressions(speeds: Mapping[str, float]) -> list[Compression]:
-    """All that are known, none first. Those whose speed is not given are measured here, on the CPU.
+    """All known compressions; the first is no compression. If a speed is not given, it is measured here, on the CPU.
 
     Args:
-        speeds: in bytes of gradients a second, by name.
+        speeds: by name, in bytes of gradients a second.
 
     Raises:
-        InvalidArgumentError: a name is not known.
+        InvalidArgumentError: a name is unknown.
     """
     unknown = set(speeds) - {BF16, POWER_SGD}
     if unknown:
@@ -64,7 +64,7 @@ def _halves(bucket: ReadyBucket) -> list[float]:
 
 
 def _factors(bucket: ReadyBucket) -> list[float]:
-    """Vectors, and matrices that would not shrink to half, as they are; of the others one factor, then the other."""
+    """Whole vectors, and matrices that would not shrink to half; for all other matrices the first factor, then the second."""
     plain, left, right = 0.0, 0, 0
     for gradient in bucket.gradients:
         rows = gradient.shape[0] if gradient.shape else 1
@@ -81,7 +81,7 @@ def _cast(gradients: torch.Tensor) -> None:
 
 
 def _factorize(gradients: torch.Tensor) -> None:
-    """What PowerSGD computes of a square matrix, but for its small factors' orthogonalisation."""
+    """The computation of PowerSGD for a square matrix, without the orthogonalisation of its small factors."""
     matrix = gradients.view(math.isqrt(_NUMEL), -1)
     left = matrix @ matrix[:, :_RANK]
     right = matrix.t() @ left
@@ -89,7 +89,7 @@ def _factorize(gradients: torch.Tensor) -> None:
 
 
 def _speed(compress: Callable[[torch.Tensor], None]) -> float:
-    """Bytes of float32 a second, in the best of some trials."""
+    """Bytes of float32 a second, in the fastest of some trials."""
     gradients = torch.ones(_NUMEL)
     compress(gradients)
     least = math.inf

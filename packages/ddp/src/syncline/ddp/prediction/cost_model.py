@@ -1,4 +1,4 @@
-"""CostModel: what an all-reduce takes, by latency and bandwidth (the alpha-beta model). Pure functions.
+"""CostModel: the time of an all-reduce from latency and bandwidth (the alpha-beta model). Pure functions.
 
 Source: Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """Between two ranks: seconds until the first byte, and bytes in a second after that."""
+    """A link between two ranks: seconds until the first byte, then bytes per second."""
 
     latency_s: float
     bandwidth: float
@@ -19,14 +19,14 @@ class Link:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Nodes on one network, each with so many ranks.
+    """Nodes on one network, each with the same number of ranks.
 
     Attributes:
         between: the link between nodes.
-        within: the link between the ranks of a node; not used with one rank on each.
-        per_node: ranks of a node.
-        ring_bytes: nodes reduce in a ring where a node's part, the size divided by the number of nodes, has so many bytes; what
-            is smaller by recursive halving and doubling. 0: always in a ring.
+        within: the link between the ranks of a node; not used with one rank on each node.
+        per_node: ranks on a node.
+        ring_bytes: nodes reduce in a ring if a node's part, the size divided by the number of nodes, has at least this many
+            bytes. Smaller tensors use recursive halving and doubling. 0: always a ring.
     """
 
     between: Link
@@ -37,11 +37,11 @@ class CostModel:
     def all_reduce_s(self, ranks: int, nbytes: float) -> float:
         """Seconds of one all-reduce.
 
-        Within a node: reduced to one rank, and sent back. Between nodes: a ring, or halving and doubling.
+        Within a node, the tensor is reduced to one rank and sent back. Between nodes: a ring, or halving and doubling.
 
         Args:
-            ranks: of the group; nodes are filled one after the other.
-            nbytes: of the tensor, on each rank.
+            ranks: the group's size; nodes are filled one after the other.
+            nbytes: the tensor's bytes on each rank.
         """
         nodes = -(-ranks // self.per_node)
         within_s = _node_s(min(ranks, self.per_node), nbytes, self.within)
@@ -61,7 +61,7 @@ def messages(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> int:
 
 
 def volume(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> float:
-    """How many bytes a node sends in them. Where nodes are no power of two, halving first joins the surplus ones to others."""
+    """How many bytes a node sends. If nodes are not a power of two, halving first pairs each surplus node with another."""
     if nbytes / nodes >= ring_bytes or _is_power_of_two(nodes):
         parts: int = nodes
         return 2 * (parts - 1) / parts * nbytes

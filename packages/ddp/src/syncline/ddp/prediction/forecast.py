@@ -1,4 +1,4 @@
-"""Forecast: a step on each number of ranks, with each bucket size and compression, and what to make of it. Pure functions."""
+"""Forecast: a step for each number of ranks, bucket size and compression, and advice. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .replay import Prediction, Workload, rebucket, replay
 MIB = 1 << 20
 CAPS_BYTES = tuple(int(cap * MIB) for cap in (0.5, 1, 2, 4, 8, 16, 25, 50, 100))
 _WORTH = 1.05
-"""Advice names nothing that gives less."""
+"""Advice is given only for a gain of at least this factor."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How gradients travel.
+    """A way to reduce gradients.
 
     Attributes:
-        cap_bytes: the size of all buckets, as `bucket_cap_mb` sets it; None: as traced.
-        compression: its name.
+        cap_bytes: the size of all buckets, as set by `bucket_cap_mb`; None: as traced.
+        compression: the compression's name.
     """
 
     cap_bytes: int | None
@@ -34,31 +34,31 @@ class Choice:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is predicted.
+    """All predictions.
 
     Attributes:
         alone_s: seconds of a step on one rank.
-        steps: for each number of ranks, for each choice.
+        steps: predictions by number of ranks and choice.
     """
 
     alone_s: float
     steps: Mapping[int, Mapping[Choice, Prediction]]
 
     def traced(self, ranks: int) -> Prediction:
-        """With the buckets as traced, and no compression."""
+        """The prediction for the traced buckets without compression."""
         return self.steps[ranks][AS_TRACED]
 
     def best(self, ranks: int, compression: str) -> Choice:
-        """The bucket size with the shortest step; the traced one if none is shorter."""
+        """The bucket size with the shortest step, or the traced one if no step is shorter."""
         steps = self.steps[ranks]
         return min((one for one in steps if one.compression == compression), key=lambda one: steps[one].step_s)
 
     def gain(self, ranks: int, choice: Choice) -> float:
-        """How many times faster than with the buckets as traced."""
+        """The speed-up over the traced buckets."""
         return self.traced(ranks).step_s / self.steps[ranks][choice].step_s
 
     def efficiency(self, ranks: int, choice: Choice) -> float:
-        """The share of a step that a rank alone would also need."""
+        """The duration of a step on one rank, divided by the step's duration here."""
         return self.alone_s / self.steps[ranks][choice].step_s
 
 
@@ -66,7 +66,7 @@ AS_TRACED = Choice(None, "none")
 
 
 def forecast(workload: Workload, model: CostModel, ranks: Sequence[int], compressions: Sequence[Compression]) -> Forecast:
-    """All numbers of ranks, bucket sizes and compressions."""
+    """Predict for all numbers of ranks, bucket sizes and compressions."""
     workloads: dict[int | None, Workload] = {None: workload}
     for cap_bytes in CAPS_BYTES:
         workloads[cap_bytes] = rebucket(workload, [cap_bytes])
@@ -86,7 +86,7 @@ def _predict(workload: Workload, model: CostModel, ranks: int, compression: Comp
 
 
 def advice(found: Forecast) -> str:
-    """One sentence: what gives more than the traced buckets on the largest number of ranks, and from how many ranks on."""
+    """One sentence: what is faster than the traced buckets on the largest number of ranks, and from how many ranks on."""
     most = max(found.steps)
     said = [f"at {most} ranks the traced buckets keep {100 * found.efficiency(most, AS_TRACED):.0f} % of a rank's speed"]
     before = _WORTH
@@ -103,6 +103,6 @@ def advice(found: Forecast) -> str:
 
 
 def _from(found: Forecast, compression: str, most: int) -> str:
-    """Where a compression first pays; nothing if only at the largest number of ranks."""
+    """From how many ranks on a compression pays; empty if only on the largest number."""
     paying = [count for count in sorted(found.steps) if found.gain(count, found.best(count, compression)) >= _WORTH]
     return f" (and more than {_WORTH:.2f} times from {paying[0]} ranks on)" if paying and paying[0] != most else ""

@@ -1,4 +1,4 @@
-"""The network of a prediction: in words, or fitted to what `syncline bench --json` measured. Pure but for reading the file."""
+"""The network of a prediction: from a text, or fitted to figures of `syncline bench --json`. Only reading has effects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.collectives import InvalidArgumentError
 from .cost_model import Link, messages, volume
 
 LEAST_BYTES = 16 << 10
-"""Smaller tensors are not fitted: libraries reduce them in other ways, and hardly a bucket is so small."""
+"""Smaller tensors are not fitted: libraries reduce them in other ways, and buckets are seldom so small."""
 
 _BASELINES = ("floor", "raw-mpi", "torch-gloo")
 _WORDS = re.compile(r"\s*latency_us\s*=\s*([\d.eE+-]+)\s*,\s*bandwidth_gbps\s*=\s*([\d.eE+-]+)\s*")
@@ -23,22 +23,22 @@ _WORDS = re.compile(r"\s*latency_us\s*=\s*([\d.eE+-]+)\s*,\s*bandwidth_gbps\s*=\
 
 @dataclass(frozen=True)
 class AllReduceTime:
-    """One all-reduce that was measured: bytes of the tensor, and seconds."""
+    """One measured all-reduce: bytes of the tensor, and seconds."""
 
     nbytes: float
     seconds: float
 
 
 def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Link:
-    """A link as `--network` names it.
+    """The link in the text of `--network`.
 
     Args:
         text: such as "latency_us=50,bandwidth_gbps=10", in microseconds and 10**9 bits a second; or a file of `bench --json`.
-        ring_bytes: see `CostModel`; of what was measured.
-        backend: which one of the file; None: the first that is no baseline.
+        ring_bytes: see `CostModel`; for the measured all-reduces.
+        backend: the name of a backend in the file; None takes the first one that is not a baseline.
 
     Raises:
-        InvalidArgumentError: it is neither, or nothing can be fitted to the file.
+        InvalidArgumentError: the text is neither, or no link can be fitted to the file.
     """
     if "=" in text:
         return link_in_words(text)
@@ -54,10 +54,10 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
 
 
 def link_in_words(text: str) -> Link:
-    """The link of "latency_us=50,bandwidth_gbps=10".
+    """The link in a text such as "latency_us=50,bandwidth_gbps=10".
 
     Raises:
-        InvalidArgumentError: it is something else.
+        InvalidArgumentError: the text is something else.
     """
     match = _WORDS.fullmatch(text)
     try:
@@ -73,10 +73,10 @@ def link_in_words(text: str) -> Link:
 
 
 def link_of_figures(figures: Any, name: str, ring_bytes: float, backend: str | None = None) -> Link:
-    """The link that explains best what `syncline bench --json` measured with one rank on each node.
+    """The link that best explains the figures of `syncline bench --json`, measured with one rank on each node.
 
     Raises:
-        InvalidArgumentError: the figures, of the file `name`, are of something else, or too few.
+        InvalidArgumentError: the figures in the file `name` are not such figures, or too few.
     """
     try:
         nodes, size = int(figures["environment"]["nodes"]), int(figures["environment"]["world_size"])
@@ -110,12 +110,12 @@ def _is_of(row: Mapping[str, Any], backend: str) -> bool:
 
 
 def fit(times: Sequence[AllReduceTime], nodes: int, ring_bytes: float, name: str) -> Link:
-    """Latency and bandwidth with the least sum of squared relative errors.
+    """Latency and bandwidth with the smallest sum of squared relative errors.
 
-    With a latencies and b bytes in an all-reduce that took t, it looks for x and y such that (a x + b y) / t is about 1.
+    An all-reduce with a messages and b bytes took t seconds. The fit looks for x and y with (a x + b y) / t close to 1.
 
     Raises:
-        InvalidArgumentError: there are fewer than two sizes; names `name`.
+        InvalidArgumentError: there are fewer than two sizes; the error mentions `name`.
     """
     if len({time.nbytes for time in times}) < 2:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""A page with the plots of a forecast, by Plotly; its script is in the page, so that it needs no other file."""
+"""A page with the plots of a forecast, by Plotly. The page contains Plotly's script, so it needs no other file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .forecast import MIB, Choice, Forecast, advice
 
 
 def write(found: Forecast, path: Path) -> None:
-    """Efficiency by ranks, and the step by bucket size.
+    """Write a page with the efficiency by ranks, and the step by bucket size.
 
     Raises:
         MisuseError: Plotly is not installed.

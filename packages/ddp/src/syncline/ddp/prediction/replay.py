@@ -1,4 +1,4 @@
-"""Replay: when a step would end if its buckets were reduced at another price. Pure functions."""
+"""Replay: when a step would end if reductions took other times. Pure functions."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class ReadyBucket:
 
     @property
     def nbytes(self) -> float:
-        """Of all its gradients."""
+        """Bytes of all gradients in the bucket."""
         return sum(gradient.nbytes for gradient in self.gradients)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step costs without communication; seconds from the start of the step.
+    """A step without its communication; seconds from the start of the step.
 
     Attributes:
         buckets: in the order of their start.
-        backward_s: when backward had nothing left to compute.
-        rest_s: how long the optimizer takes, and what else follows the wait.
+        backward_s: when backward had computed everything.
+        rest_s: the time after the wait, for the optimizer and everything else.
     """
 
     buckets: tuple[ReadyBucket, ...]
@@ -46,7 +46,7 @@ class Workload:
 
     @property
     def alone_s(self) -> float:
-        """A step on one rank."""
+        """Seconds of a step on one rank."""
         return self.backward_s + self.rest_s
 
 
@@ -59,11 +59,11 @@ class Prediction:
 
 
 def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Prediction:
-    """One bucket is reduced after the other, each as soon as it is ready.
+    """Reduce one bucket after the other, each as soon as it is ready.
 
     Args:
-        workload: of a rank.
-        reduce_s: the seconds of a bucket's reduction.
+        workload: of one rank.
+        reduce_s: gives the seconds of a bucket's reduction.
     """
     free = 0.0
     for bucket in workload.buckets:
@@ -73,13 +73,13 @@ def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Pred
 
 
 def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: float, until_s: float) -> tuple[Gradient, ...]:
-    """The gradients of a bucket. They are taken to come evenly, byte by byte, for a trace knows only when the last one came.
+    """The gradients of a bucket, assumed to come evenly, byte by byte: a trace knows only when the last one came.
 
     Args:
-        shapes: of each, in the order in which they come.
-        nbytes: of each.
+        shapes: their shapes, in the order in which they come.
+        nbytes: their bytes, in the same order.
         since_s: the second of the step from which on they come.
-        until_s: when the last one has come.
+        until_s: the second of the step at which the last one came.
     """
     total, before, found = sum(nbytes), 0.0, []
     for shape, size in zip(shapes, nbytes, strict=True):
@@ -89,11 +89,11 @@ def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: 
 
 
 def rebucket(workload: Workload, caps_bytes: Sequence[int]) -> Workload:
-    """The same gradients in buckets of other sizes, assigned as the reducer does it.
+    """The same gradients in buckets of other sizes, assigned as in the reducer.
 
     Args:
-        workload: as traced.
-        caps_bytes: of the first, second, ... bucket, the last one of all further ones.
+        workload: the traced one.
+        caps_bytes: size limits of the first, second, ... bucket; the last holds for all further ones.
     """
     gradients = [gradient for bucket in workload.buckets for gradient in bucket.gradients]
     assigned = assign_buckets([GradientSpec(int(one.nbytes)) for one in gradients], caps_bytes, range(len(gradients)))

@@ -1,4 +1,4 @@
-"""From a trace to the workload of a step: what its slowest rank computes, in the median of the steps. Pure functions."""
+"""From a trace to the workload of a step: the median step of the rank that computes longest. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .replay import ReadyBucket, Workload, spread
 
 
 def workload_of(timeline: Timeline) -> Workload:
-    """What a step costs on the rank that computes longest; the others wait for it.
+    """The workload of the rank that computes longest, because the others wait for it.
 
     Only times of one rank are compared with each other, so clocks need not be aligned.
 
     Raises:
-        InvalidArgumentError: no rank has traced two steps, one after the other.
+        InvalidArgumentError: no rank has traced two successive steps.
     """
     found = [workload for rank in timeline.ranks if (workload := _of_rank(rank)) is not None]
     if not found:
@@ -31,7 +31,7 @@ def workload_of(timeline: Timeline) -> Workload:
 
 
 def _of_rank(rank: RankTimeline) -> Workload | None:
-    """None if it has traced too little. The last layout counts: buckets are built anew after the first step."""
+    """None if the rank has traced too little. Only the last layout counts: buckets are rebuilt after the first step."""
     pairs = [(step, rank.steps[number + 1]) for number, step in rank.steps.items() if number + 1 in rank.steps]
     layout = max((step.layout for step, _ in pairs if step.buckets), default=0)
     count = max((len(step.buckets) for step, _ in pairs if step.layout == layout), default=0)
@@ -59,5 +59,5 @@ def _buckets(steps: Sequence[StepEvent], layout: Sequence[BucketLayout]) -> tupl
 
 
 def _communicated(step: StepEvent) -> float:
-    """When nothing was left to compute, and the last bucket was there; what follows is copying back and the optimizer."""
+    """When everything was computed and the last bucket was reduced. Afterwards come the copy back and the optimizer."""
     return min(step.finished, max([step.finalize_started, *(bucket.finished for bucket in step.buckets)]))

@@ -1,4 +1,4 @@
-"""For those who write a backend or a hook: does data-parallel training with it equal training on one process?"""
+"""For authors of a backend or a hook: check that data-parallel training with it equals training in one process."""
 
 from .models import MODELS
 from .training import check_training

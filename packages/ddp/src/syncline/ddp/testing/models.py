@@ -1,4 +1,4 @@
-"""Ten small models with the structures that data-parallel training meets. All take (rows, 12) of float64."""
+"""Ten small models with the structures that data-parallel training meets. All take inputs (rows, 12) of float64."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Model:
     """A model, and how it is trained.
 
     Attributes:
-        build: makes it; its parameters are overwritten.
+        build: makes the model; its parameters are overwritten.
         options: for `DistributedDataParallel`.
-        momentum: of SGD, which has none for sparse gradients.
-        prediction: of the model's outputs and the step, the logits that the loss takes, (rows, 3).
+        momentum: for SGD, which supports none with sparse gradients.
+        prediction: takes the model's outputs and the step, returns the logits for the loss, (rows, 3).
     """
 
     build: Callable[[], torch.nn.Module]
@@ -32,7 +32,7 @@ class Model:
 
 
 class Convolutional(torch.nn.Module):
-    """With batch normalisation, whose statistics are of the whole batch."""
+    """Has batch normalisation, whose statistics are those of the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Convolutional(torch.nn.Module):
 
 
 class ChannelsLast(torch.nn.Module):
-    """Parameters and activations lie channels-last."""
+    """Has parameters and activations in channels-last order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Recurrent(torch.nn.Module):
 
 
 class Mixture(torch.nn.Module):
-    """Each row goes to one expert, so each rank uses others in each step; one is never used."""
+    """Sends each row to one expert, so each rank uses other experts in each step; one expert is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Mixture(torch.nn.Module):
 
 
 class Tied(torch.nn.Module):
-    """The embedding's weight is the head's, and one layer is used twice."""
+    """Shares one weight between embedding and head, and uses one layer twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Tied(torch.nn.Module):
 
 
 class SparseEmbedding(torch.nn.Module):
-    """A rank's gradients have the rows of its words."""
+    """Has sparse gradients: a rank's gradients contain the rows of its words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class SparseEmbedding(torch.nn.Module):
 
 
 class Checkpointed(torch.nn.Module):
-    """Re-entrantly and not; one block runs twice, and a parameter is never used."""
+    """Has re-entrant and other checkpoints; one block runs twice, and a parameter is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,14 +156,14 @@ class Checkpointed(torch.nn.Module):
 
 @dataclass
 class Outputs:
-    """What `SeveralOutputs` returns."""
+    """The outputs of `SeveralOutputs`."""
 
     first: torch.Tensor
     rest: dict[str, tuple[torch.Tensor, ...]]
 
 
 class SeveralOutputs(torch.nn.Module):
-    """Nested outputs; the loss takes another one in each step, and one never."""
+    """Has nested outputs; the loss uses another one in each step, and one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def _one_of_several(outputs: Outputs, step: int) -> torch.Tensor:
 
 
 class Nested(torch.nn.Module):
-    """Modules and parameters in lists and dictionaries of one another."""
+    """Has modules and parameters in nested lists and dictionaries."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Train a model on all ranks, and on one process with the whole batch, and compare."""
+"""Trains a model on all ranks, and in one process with the whole batch, and compares."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _RTOL, _ATOL = 1e-8, 1e-10
 def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
     """Train one of `MODELS` for 20 steps, each rank on its own four rows. Every rank calls it.
 
-    All is in float64. Each rank starts from other weights, so that only the broadcast at construction makes them equal. Rank 0
-    also trains locally on the rows of all ranks, with the same result up to rounding.
+    Everything is in float64. Each rank starts with other weights, so that only the broadcast at construction makes them equal.
+    Rank 0 also trains alone on the rows of all ranks, with the same result except for rounding.
 
     Args:
         group: the ranks, any number.
-        name: of the model.
+        name: the model's name.
         options: further ones for `DistributedDataParallel`.
 
     Raises:
-        AssertionError: on all ranks, if the trained replicas differ in a bit; on rank 0, if they differ from the model that was
-            trained locally (beyond 1e-8, relatively).
+        AssertionError: on all ranks, if the trained replicas differ in any bit; on rank 0, if they differ from the model that
+            was trained alone (relatively by more than 1e-8).
     """
     model = MODELS[name]
     inputs, targets = _data(group.size)
@@ -57,7 +57,7 @@ def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
 
 
 def _build(model: Model, *, seed: int) -> torch.nn.Module:
-    """With parameters from a generator of its own: ranks that are threads share torch's."""
+    """Set all parameters from a generator of this call: ranks that are threads share torch's generator."""
     module = model.build().double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def _build(model: Model, *, seed: int) -> torch.nn.Module:
 
 
 def _data(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each step the rows of all ranks, and their classes."""
+    """The rows of all ranks for each step, and their classes."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(STEPS, world_size * _SHARE, FEATURES, generator=generator, dtype=torch.float64)
     return rows, (rows[..., :CLASSES] + rows[..., -CLASSES:]).argmax(-1)
@@ -83,7 +83,7 @@ def _train(module: torch.nn.Module, model: Model, inputs: torch.Tensor, targets:
 
 
 def _digest(state: dict[str, torch.Tensor]) -> str:
-    """Of every bit of a state."""
+    """A digest of every bit of a state."""
     digest = hashlib.sha256()
     for tensor in state.values():
         digest.update(tensor.contiguous().numpy().tobytes())

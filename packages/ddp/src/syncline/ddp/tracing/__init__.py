@@ -1,4 +1,4 @@
-"""What each rank does in some training steps, written to a file of its own, and merged into one trace."""
+"""Records what each rank does in some training steps: one file for each rank, merged into one trace."""
 
 from .recording import TraceRecording
 from .settings import TraceSettings, settings_from

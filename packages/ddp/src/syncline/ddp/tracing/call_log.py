@@ -1,4 +1,4 @@
-"""CallLog: the collectives, sends and receives of this rank that are not all-reduces of buckets."""
+"""CallLog: this rank's collectives, sends and receives, except the all-reduces of buckets."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .events import CallEvent
 
 
 class CallLog:
-    """Calls from its construction until `stop`.
+    """Notes calls from its construction until `stop`.
 
     Args:
-        group: whose rank is this one; of ranks that are threads of one process, only this one's calls count.
-        reducer: whose buckets' all-reduces do not count. What a communication hook calls on other tensors does.
+        group: gives this rank; if ranks are threads of one process, only this rank's calls count.
+        reducer: the all-reduces of its buckets do not count. A communication hook's calls on other tensors do.
     """
 
     def __init__(self, group: ProcessGroup, reducer: Reducer) -> None:
@@ -26,7 +26,7 @@ class CallLog:
         self._stop = observe_calls(self._note)
 
     def take(self) -> list[CallEvent]:
-        """Those since the last call."""
+        """The calls since the last `take`."""
         seen, self._seen = self._seen, []
         return [
             CallEvent(
@@ -36,10 +36,11 @@ class CallLog:
         ]
 
     def stop(self) -> None:
-        """Observe no more."""
+        """Stop observing."""
         self._stop()
 
     def _note(self, call: ObservedCall, tensor: torch.Tensor | None) -> None:
+        # Ranks as threads share the observers, so calls of other ranks come here, too.
         if call.group.ranks[call.group.rank] != self._rank:
             return
         if call.name == "all_reduce" and self._is_bucket(tensor):
@@ -47,6 +48,6 @@ class CallLog:
         self._seen.append((call, 0 if tensor is None or tensor.is_sparse else tensor.nbytes))
 
     def _is_bucket(self, tensor: torch.Tensor | None) -> bool:
-        """Whether it is the memory of the bucket that was started last."""
+        """Whether a tensor is the memory of the bucket that was started last."""
         started, buckets = self._reducer.statistics.buckets, self._reducer.buckets
         return bool(started) and started[-1].number < len(buckets) and tensor is buckets[started[-1].number].buffer

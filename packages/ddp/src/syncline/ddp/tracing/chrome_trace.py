@@ -1,8 +1,8 @@
 """The Chrome trace format, which ui.perfetto.dev and chrome://tracing open: a timeline as one JSON object. Pure functions.
 
-A rank is a process of the format. Its threads: `steps`, with forward, backward, waiting and optimizers inside each step;
-`buckets`, and `buckets, 2` and so on for those in flight at the same time; `other calls`. An arrow goes from a bucket's start
-on each rank to its start on the rank that came last.
+A rank is a process of the format. Its threads are `steps`, `buckets` and `other calls`. `steps` shows forward, backward,
+waiting and optimizers inside each step. If buckets are in flight at the same time, there are also `buckets, 2` and so on. An
+arrow goes from a bucket's start on each rank to its start on the rank that came last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STEPS, _BUCKETS, _CALLS = 1, 100, 1000
 _MOST_NAMES = 20
 
 _Starts: TypeAlias = dict[tuple[int, int], list[tuple[float, int, int]]]
-"""For each step and bucket when it started, on which process and thread of the format."""
+"""For each step and bucket its starts: the moment, and the process and thread of the format."""
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _rank_events(rank: RankTimeline, origin: float, starts: _Starts) -> Iterator
 
 
 def _end(step: StepEvent) -> float:
-    """When a step ends after which none was traced."""
+    """When a step ends if the next step was not traced."""
     return max([step.finished, *(one.finished for one in step.optimizers), *(one.finished for one in step.calls)])
 
 
@@ -103,7 +103,7 @@ def _call_event(pid: int, tid: int, call: CallEvent, origin: float) -> Event:
 
 
 def _arrows(starts: _Starts, steps: Collection[int], origin: float) -> Iterator[Event]:
-    """From each bucket's start on a rank to its start on the rank that came last."""
+    """Arrows from each bucket's start on a rank to its start on the rank that came last."""
     numbers = count()
     for (step, _), ranks in starts.items():
         if step in steps:
@@ -116,13 +116,13 @@ def _arrows(starts: _Starts, steps: Collection[int], origin: float) -> Iterator[
 
 
 def _flow(phase: str, number: int, pid: int, tid: int, time: float, origin: float) -> Event:
-    """One end of an arrow. Its number is an integer, for Perfetto leaves out arrows with other names."""
+    """One end of an arrow. Its id is an integer, because Perfetto leaves out arrows with other ids."""
     ts = _us(time, origin)
     return {"ph": phase, "cat": "bucket", "name": "waits for the last rank", "id": number, "pid": pid, "tid": tid, "ts": ts}
 
 
 class _Lanes:
-    """Threads of the format on which slices that overlap lie beside one another."""
+    """Threads of the format for one kind of slices: slices that overlap in time get different threads."""
 
     def __init__(self, pid: int, first: int, name: str) -> None:
         self._pid = pid

@@ -1,4 +1,4 @@
-"""Clock offsets: how far each rank's `time.perf_counter()` is from rank 0's, measured by ping-pong over the group."""
+"""Clock offsets: the difference of each rank's `time.perf_counter()` from rank 0's, measured by ping-pong over the group."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ClockOffset:
     """One measurement.
 
     Attributes:
-        at: when, by this rank's clock.
-        offset_s: this rank's clock plus this is rank 0's.
-        error_s: the offset is right within so much: half of the shortest round trip.
+        at: the moment, by this rank's clock.
+        offset_s: rank 0's clock is this rank's clock plus this offset.
+        error_s: the largest error of the offset: half of the shortest round trip.
     """
 
     at: float
@@ -31,7 +31,7 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """One round of ping-pong: sent and received by rank 0's clock, answered by the other's."""
+    """One round of ping-pong: `sent` and `received` by rank 0's clock, `answered` by the other rank's."""
 
     sent: float
     answered: float
@@ -41,8 +41,8 @@ class RoundTrip:
 def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
     """The offset of the rank that answered, from the shortest of at least one round. A pure function.
 
-    The answer was given at some moment between sending and receiving; the middle is wrong by half of that at most (Cristian's
-    algorithm).
+    The answer was given at some moment between sending and receiving. The middle of this span is wrong by at most half of the
+    span (Cristian's algorithm).
     """
     best = min(rounds, key=lambda one: one.received - one.sent)
     return ClockOffset(best.answered, (best.sent + best.received) / 2 - best.answered, (best.received - best.sent) / 2)
@@ -51,7 +51,7 @@ def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
 def measure_offset(group: ProcessGroup) -> ClockOffset:
     """This rank's offset. A collective of the group.
 
-    Rank 0 measures one rank after the other: `ROUNDS` round trips of 24 bytes with each, and one message with the result.
+    Rank 0 measures one rank after the other: `ROUNDS` round trips of 24 bytes with each rank, then one message with the result.
     """
     if group.rank == 0:
         for peer in range(1, group.size):
@@ -86,7 +86,7 @@ def _answer(group: ProcessGroup) -> ClockOffset:
 
 
 def _message(group: ProcessGroup) -> torch.Tensor:
-    """Three float64 numbers, where the group can send them."""
+    """Three float64 numbers, on a device whose tensors the group can send."""
     device = "cpu" if "cpu" in group.device_types else torch.device("cuda", torch.cuda.current_device())
     return torch.zeros(3, dtype=torch.float64, device=device)
 

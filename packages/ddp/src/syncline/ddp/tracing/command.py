@@ -1,4 +1,4 @@
-"""The command `trace`: merge what the ranks have traced into one file for ui.perfetto.dev."""
+"""The command `trace`: merges the ranks' files into one file for ui.perfetto.dev."""
 
 from __future__ import annotations
 

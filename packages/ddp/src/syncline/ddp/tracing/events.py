@@ -1,4 +1,4 @@
-"""What is traced of a step on one rank. All times are seconds of one clock."""
+"""The events of a step on one rank. All times are seconds of one clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 ToClock: TypeAlias = Callable[[float], float]
-"""From a time by one clock to the same time by another."""
+"""Converts a time of one clock into the same moment of another."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class BucketEvent:
     """One bucket in one step; see `syncline.reducer.BucketTimes`.
 
     Attributes:
-        number: by the layout.
-        nbytes: that were reduced.
-        ready, started, finished: when.
+        number: its number in the layout.
+        nbytes: the reduced bytes.
+        ready, started, finished: the moments.
     """
 
     number: int
@@ -36,7 +36,7 @@ class BucketEvent:
     finished: float
 
     def by(self, clock: ToClock) -> BucketEvent:
-        """The same by another clock."""
+        """The event by another clock."""
         return replace(self, ready=clock(self.ready), started=clock(self.started), finished=clock(self.finished))
 
 
@@ -47,8 +47,8 @@ class CallEvent:
     Attributes:
         name: such as "broadcast".
         group: the name of the group.
-        nbytes: of its first tensor; 0 without one.
-        started, finished: when; equal if the end is not known.
+        nbytes: bytes of its first tensor; 0 without a tensor.
+        started, finished: the moments; equal if the end is unknown.
     """
 
     name: str
@@ -58,7 +58,7 @@ class CallEvent:
     finished: float
 
     def by(self, clock: ToClock) -> CallEvent:
-        """The same by another clock."""
+        """The event by another clock."""
         return replace(self, started=clock(self.started), finished=clock(self.finished))
 
 
@@ -71,7 +71,7 @@ class OptimizerEvent:
     finished: float
 
     def by(self, clock: ToClock) -> OptimizerEvent:
-        """The same by another clock."""
+        """The event by another clock."""
         return replace(self, started=clock(self.started), finished=clock(self.finished))
 
 
@@ -81,9 +81,9 @@ class StepEvent:
 
     Attributes:
         number: counted from 1.
-        layout: which of the rank's layouts of buckets it had.
+        layout: the number of the rank's layout of buckets in this step.
         buckets: in the order of their start.
-        optimizers, calls: since the step's forward began, until the next one's.
+        optimizers, calls: from the start of the step's forward to that of the next step.
     """
 
     number: int
@@ -100,7 +100,7 @@ class StepEvent:
     calls: tuple[CallEvent, ...] = ()
 
     def by(self, clock: ToClock) -> StepEvent:
-        """The same by another clock. A forward whose end nobody noted stays at 0."""
+        """The event by another clock. A forward's end that is not known stays 0."""
         return replace(
             self,
             forward_started=clock(self.forward_started),

@@ -1,4 +1,4 @@
-"""The libraries that reports need."""
+"""Checks for the libraries that reports need."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from syncline.collectives import MisuseError
 
 
 def require_extra(library: str) -> None:
-    """Complain if it is not installed.
+    """Check that a library is installed.
 
     Raises:
-        MisuseError: it is not; names the extra.
+        MisuseError: it is not; names the extra to install.
     """
     if find_spec(library) is None:
         raise MisuseError(f"a report of a trace needs {library}, which is not installed: pip install 'syncline-ddp[report]'")

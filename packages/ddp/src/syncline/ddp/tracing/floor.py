@@ -1,4 +1,4 @@
-"""Floor: what memory alone lets an all-reduce take, as `syncline bench` has measured it. Pure but for reading the file."""
+"""Floor: the time that memory bandwidth alone takes for an all-reduce, as measured by `syncline bench`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _BACKEND = "floor"
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds of one rank's share of adding and copying, by the tensor's bytes, rising; at least one."""
+    """Seconds of one rank's share of adding and copying, for ascending sizes in bytes; at least one size."""
 
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, nbytes: float) -> float:
-        """Of an all-reduce: on a straight line between two sizes, and in proportion to the nearest one outside."""
+        """Seconds for an all-reduce: linear between two sizes; outside, in proportion to the nearest size."""
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
         if 0 < place < len(sizes):
@@ -30,7 +30,7 @@ class Floor:
         return seconds * nbytes / size
 
     def share(self, sizes: Iterable[float], seconds: float) -> float:
-        """The floor of tensors of those bytes, one after the other, over the seconds that they took: 1 is the best there is."""
+        """The floor of tensors of these sizes, one after the other, divided by their seconds: 1 is the best possible."""
         return sum(map(self.seconds, sizes)) / seconds
 
 
@@ -38,7 +38,7 @@ def read_floor(path: Path) -> Floor:
     """The floor in a file of `syncline bench --json`.
 
     Raises:
-        InvalidArgumentError: it is no such file, or has no floor.
+        InvalidArgumentError: the file is not one of `bench --json`, or has no floor.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["measurements"]

@@ -1,4 +1,4 @@
-"""Observing the steps of optimizers: when they began and ended."""
+"""Observes when steps of optimizers begin and end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .events import OptimizerEvent
 
 
 class OptimizerSteps:
-    """The steps of optimizers of some parameters, from its construction until `stop`.
+    """Notes the steps of optimizers of some parameters, from its construction until `stop`.
 
     Args:
         parameters: an optimizer counts if its first parameter is one of them.
@@ -26,12 +26,12 @@ class OptimizerSteps:
         self._handles = register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)
 
     def take(self) -> tuple[OptimizerEvent, ...]:
-        """Those since the last call."""
+        """The steps since the last `take`."""
         seen, self._seen = self._seen, []
         return tuple(seen)
 
     def stop(self) -> None:
-        """Observe no more."""
+        """Stop observing."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,4 +1,4 @@
-"""The part of a page that shows a trace, by Plotly; its script is in the page, so that it needs no other file."""
+"""The part of a page that shows a trace, by Plotly. The page contains Plotly's script, so it needs no other file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fragment(timeline: Timeline) -> str:
 
 
 def _rows(timeline: Timeline) -> list[str]:
-    """From above: each rank, and its buckets below it."""
+    """The rows from top to bottom: each rank, and below it its buckets."""
     return [row for rank in timeline.ranks for row in (_row(rank), _bucket_row(rank))]
 
 
@@ -55,7 +55,7 @@ def _bucket_row(rank: RankTimeline) -> str:
 
 
 def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
-    """For each phase its slices on all ranks."""
+    """For each phase, its slices on all ranks."""
     origin = min(step.forward_started for step in timeline.of_step(number))
     slices = [one for rank in timeline.ranks for one in _slices(rank, number)]
     bars = []
@@ -66,7 +66,7 @@ def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
                 "type": "bar",
                 "orientation": "h",
                 "name": phase,
-                "marker": {"color": color, "line": {"color": "white", "width": 1}},  # so that neighbours are told apart
+                "marker": {"color": color, "line": {"color": "white", "width": 1}},  # separates neighbours
                 "y": [row for _, row, _, _, _ in own],
                 "base": [1e3 * (start - origin) for _, _, start, _, _ in own],
                 "x": [1e3 * (end - start) for _, _, start, end, _ in own],
@@ -78,7 +78,7 @@ def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
 
 
 def _slices(rank: RankTimeline, number: int) -> list[tuple[str, str, float, float, str]]:
-    """The phase, row, start, end and words of each slice of a rank."""
+    """The phase, row, start, end and text of each slice of a rank."""
     step, row = rank.steps[number], _row(rank)
     spans = [
         ("backward", step.backward_started, step.finalize_started, "backward"),

@@ -1,4 +1,4 @@
-"""Part: what one rank has traced, and its file: one JSON object a line, so that a job that dies leaves what it had written."""
+"""Part: the trace of one rank, and its file. Each line is a JSON object, so a job that dies leaves what it has written."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def part_path(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class Header:
-    """Who traced, and where.
+    """The rank that traced, and its place.
 
     Attributes:
         rank, size: in the group whose ranks average.
         host, pid: of the process.
         group: in words, such as "mpi: MPICH 4.3.0".
-        epoch_s: seconds since the epoch minus those of the rank's clock.
-        run: the same for all ranks of a run, another for each run.
+        epoch_s: seconds since the epoch, minus the seconds of the rank's clock at the same moment.
+        run: the same text for all ranks of a run, another one for each run.
     """
 
     rank: int
@@ -45,12 +45,12 @@ class Header:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has traced; all times by its own clock.
+    """The trace of one rank; all times by its own clock.
 
     Attributes:
-        header: who.
-        clocks: offsets to rank 0's clock, in the order in which they were measured.
-        layouts: of buckets.
+        header: the rank.
+        clocks: offsets to rank 0's clock, in the order of their measurement.
+        layouts: layouts of the buckets.
         steps: in their order.
         is_complete: whether the trace came to its end.
     """
@@ -68,17 +68,17 @@ def header_line(header: Header) -> str:
 
 
 def clock_line(clock: ClockOffset) -> str:
-    """A measurement of the clock."""
+    """A line for a measurement of the clock."""
     return _line("clock", asdict(clock))
 
 
 def layout_line(buckets: Iterable[BucketLayout]) -> str:
-    """The next layout."""
+    """A line for the next layout."""
     return _line("layout", {"buckets": [asdict(bucket) for bucket in buckets]})
 
 
 def step_line(step: StepEvent) -> str:
-    """A step."""
+    """A line for a step."""
     return _line("step", asdict(step))
 
 
@@ -95,7 +95,7 @@ def read_parts(folder: Path) -> list[Part]:
     """The parts of the latest run in a folder, by rank.
 
     Raises:
-        InvalidArgumentError: there is none, or one cannot be read.
+        InvalidArgumentError: there are no parts, or one cannot be read.
     """
     parts = [read_part(path) for path in sorted(folder.glob(PATTERN))]
     if not parts:
@@ -110,10 +110,10 @@ def _began(part: Part) -> float:
 
 
 def read_part(path: Path) -> Part:
-    """The part in one file; a last line that is cut short is left out.
+    """The part in one file. A last line that was cut off is left out.
 
     Raises:
-        InvalidArgumentError: it is no such file.
+        InvalidArgumentError: the file is not a part.
     """
     try:
         return parse_part(path.read_text(encoding="utf-8"))
@@ -125,7 +125,7 @@ def parse_part(text: str) -> Part:
     """The part in the text of a file. A pure function.
 
     Raises:
-        ValueError, KeyError, TypeError: it is something else, or of another version.
+        ValueError, KeyError, TypeError: the text is something else, or has another version.
     """
     *whole, rest = text.split("\n")
     contents = [json.loads(line) for line in whole]

@@ -1,4 +1,4 @@
-"""What `torch.profiler` exported on a rank, moved to rank 0's clock and added to a trace."""
+"""Adds a file of `torch.profiler` to a trace, with its times moved to rank 0's clock."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .chrome_trace import origin_of
 from .timeline import Timeline
 
 _BEHIND = 1_000_000
-"""The profiler's processes and arrows get numbers behind those of all ranks; Perfetto leaves out arrows without a number."""
+"""The profiler's processes and arrows get numbers above those of all ranks. Perfetto leaves out arrows without a number."""
 
 
 def add_profiler_trace(trace: dict[str, Any], timeline: Timeline, rank: int, profile: Any, path: Path) -> None:
     """Add a rank's profile to a trace, in place.
 
-    The profiler's times are those of the host's calendar clock. Where it was set while the job ran, they are off by as much.
+    The profiler uses the host's wall clock. If this clock was adjusted while the job ran, the profile is shifted by as much.
 
     Args:
-        trace: what `chrome_trace(timeline)` made.
-        timeline: by whose clock times shall be.
-        rank: where the profile was taken.
-        profile: what `export_chrome_trace` wrote, read as JSON.
-        path: names it in errors.
+        trace: the result of `chrome_trace(timeline)`.
+        timeline: its clock is the one for all times.
+        rank: the rank of the profile.
+        profile: a file of `export_chrome_trace`, read as JSON.
+        path: the file's name, for errors.
 
     Raises:
-        InvalidArgumentError: the rank has traced nothing, or the profile is no such trace.
+        InvalidArgumentError: the rank has traced nothing, or the profile is not a Chrome trace.
     """
     taken_on = next((one for one in timeline.ranks if one.header.rank == rank), None)
     if taken_on is None:

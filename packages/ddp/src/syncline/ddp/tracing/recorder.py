@@ -1,4 +1,4 @@
-"""StepRecorder: notes what this rank does in the traced steps, and writes it to the rank's file."""
+"""StepRecorder: notes this rank's traced steps, and writes them to the rank's file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .optimizer_steps import OptimizerSteps
 from .part import Header, clock_line, end_line, header_line, layout_line, part_path, step_line
 
 _WRITE_EVERY_S = 1.0
-"""What a job that is killed may lose. In between, a step costs a few objects in memory."""
+"""A killed job may lose this much time of its trace. Between two writes a step costs a few objects in memory."""
 
 
 @dataclass
 class _OpenStep:
-    """A step whose backward is over, while what follows belongs to it."""
+    """A step whose backward is over. Later events still belong to it until the next step's forward."""
 
     number: int
     layout: int
@@ -56,14 +56,14 @@ class _OpenStep:
 
 
 class StepRecorder:
-    """Notes steps, and what happens between them, from its construction until `end`.
+    """Notes steps, and the events between them, from its construction until `end`.
 
     Args:
-        folder: for the file; made if it is missing.
+        folder: for the file; created if it is missing.
         header: the file's first line.
-        group: whose ranks average.
-        reducer: whose backwards are the steps; it and the group are not kept alive.
-        parameters: whose optimizers are noted.
+        group: its ranks average.
+        reducer: its backwards are the steps. Reducer and group are not kept alive.
+        parameters: steps of their optimizers are noted.
 
     Raises:
         OSError: the file cannot be written.
@@ -84,11 +84,11 @@ class StepRecorder:
         self._optimizers = OptimizerSteps(parameters)
 
     def note_clock(self, clock: ClockOffset) -> None:
-        """A measurement of this rank's clock."""
+        """Note a measurement of this rank's clock."""
         self._lines.append(lambda: clock_line(clock))
 
     def note_step(self, number: int, statistics: IterationStatistics) -> None:
-        """A backward was reduced. What follows until the next one's forward belongs to this step."""
+        """A backward was reduced. Events until the next step's forward belong to this step."""
         optimizers, calls = self._optimizers.take(), self._calls.take()
         began = statistics.forward_started
         self._close_step([one for one in optimizers if one.started < began], [one for one in calls if one.started < began])
@@ -104,7 +104,7 @@ class StepRecorder:
             self._write()
 
     def note_end_of_steps(self, statistics: IterationStatistics) -> None:
-        """A backward was reduced that is not traced any more."""
+        """The first backward after the traced steps was reduced: close the last traced step."""
         began = statistics.forward_started
         self._close_step(
             [one for one in self._optimizers.take() if one.started < began],
@@ -112,11 +112,11 @@ class StepRecorder:
         )
 
     def close_step(self) -> None:
-        """What happens from now on belongs to no step."""
+        """Close the open step; later events belong to no step."""
         self._close_step(self._optimizers.take(), self._calls.take())
 
     def end(self, *, is_complete: bool) -> None:
-        """Write what is left, close the file, and observe no more; a second call does nothing."""
+        """Write all open events, close the file, and stop observing; a second call does nothing."""
         if self._file.closed:
             return
         self.close_step()

@@ -27,25 +27,25 @@ logger = logging.getLogger("syncline.ddp")
 
 
 class TraceRecording:
-    """Traces the steps of one model on this rank. Constructing it is a collective of the group.
+    """Traces the steps of one model on this rank. The constructor is a collective of the group.
 
     ::
 
         construction        the ranks agree on a name for the run, and measure their clocks (ping-pong)
-        step `first` .. `last`   each rank notes what it does, and writes it to its own file
+        step `first` .. `last`   each rank notes its events, and writes them to its own file
         the step after      clocks again, a barrier, and rank 0 merges all files into `trace.json`
 
-    Steps are counted where a backward was reduced, which all ranks do equally often; so what the ranks do together here, they
-    do at the same place. A file that cannot be written is a warning, and training goes on. Where ranks may count differently
-    (`ranks_may_differ`), they do nothing together any more: the files stay, for `syncline trace` to merge.
+    Steps are counted by reduced backwards, of which all ranks have equally many. So the collectives of a trace are at the same
+    place on all ranks. A file that cannot be written is a warning, and training goes on. If ranks may count differently
+    (`ranks_may_differ`), the trace issues no more collectives: the files stay, and `syncline trace` can merge them.
 
     Args:
-        settings: which steps, and where to.
-        group: whose ranks average.
-        reducer: whose backwards are the steps; not kept alive.
+        settings: the steps, and the folder.
+        group: its ranks average.
+        reducer: its backwards are the steps; it is not kept alive.
         parameters: the model's.
-        only_first: whether to trace only if no other model of this process has come to the first of these steps before; so a
-            model that a script makes for a check of one step does not take the place of the one that it trains.
+        only_first: trace only if no other model of this process has reached the first of these steps before. So a model that
+            a script makes to check one step does not take the place of the trained model.
 
     Attributes:
         ranks_may_differ: whether some rank may have fewer steps than others.
@@ -78,7 +78,7 @@ class TraceRecording:
             self._start()
 
     def note_step(self, statistics: IterationStatistics) -> None:
-        """A backward was reduced. After the last traced step and one more it is a collective."""
+        """Called after a reduced backward. In the first step after the last traced one it is a collective."""
         self._steps += 1
         if self._is_over:
             return
@@ -111,7 +111,7 @@ class TraceRecording:
             self._merge()
 
     def abandon(self) -> None:
-        """End the trace on this rank alone: what was noted is written, and nothing is merged."""
+        """End the trace on this rank alone: noted events are written, and nothing is merged."""
         self._is_over = True
         self._close(is_complete=False)
 
@@ -129,7 +129,7 @@ class TraceRecording:
             self._warn(error)
             return
         self._recorder.note_clock(self._clock)
-        # Also when the program ends, or the model is dropped, before the last step.
+        # Also writes the file if the program ends, or the model is dropped, before the last step.
         self._end_at_exit = weakref.finalize(self, self._recorder.end, is_complete=False)
 
     def _close(self, *, is_complete: bool) -> None:
@@ -145,7 +145,7 @@ class TraceRecording:
         try:
             action(self._recorder)
         except OSError as error:
-            with suppress(OSError):  # for the same reason; it observes no more
+            with suppress(OSError):  # the same error, while it closes the file; in any case it stops observing
                 self._recorder.end(is_complete=False)
             self._recorder = None
             self._warn(error)
@@ -183,7 +183,7 @@ _asked: set[tuple[Path, int]] = set()
 
 
 def _is_first_to_trace(settings: TraceSettings, rank: int) -> bool:
-    """Whether no other model of this process has asked for this folder and rank. Each call is such a question."""
+    """Whether no other model of this process has asked for this folder and rank. Each call counts as such a question."""
     key = settings.folder.resolve(), rank
     if key in _traced:
         logger.info("another model of this process is traced to %s already; trace this one with its method `trace`", key[0])
@@ -193,7 +193,7 @@ def _is_first_to_trace(settings: TraceSettings, rank: int) -> bool:
 
 
 def _tell_at_exit_if_nothing_was_traced(settings: TraceSettings, rank: int) -> None:
-    """Have rank 0 warn when the program ends, if no model came to the first step that was to be traced."""
+    """Let rank 0 warn when the program ends, if no model has reached the first step to trace."""
     key = settings.folder.resolve(), rank
     if rank == 0 and key not in _asked:
         _asked.add(key)

@@ -1,4 +1,4 @@
-"""Shows, for `syncline report FOLDER`, the steps that the ranks have traced."""
+"""Shows the steps that the ranks have traced, for `syncline report FOLDER`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPECTED = f"files {PATTERN} (steps that ranks traced, by SYNCLINE_TRACE)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the bandwidth is compared with."""
+    """Options of `syncline report` for traces."""
     parser.add_argument(
         "--floor",
         type=Path,
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_in(folder: Path) -> bool:
-    """Whether ranks have traced steps to it."""
+    """Whether the folder has files of traced steps."""
     return any(folder.glob(PATTERN))
 
 
@@ -40,7 +40,7 @@ def text(folder: Path, arguments: argparse.Namespace) -> str:
 
 
 def html(folder: Path, arguments: argparse.Namespace) -> str:
-    """The same with plots.
+    """Plots and tables as HTML.
 
     Raises:
         InvalidArgumentError: a file cannot be read.

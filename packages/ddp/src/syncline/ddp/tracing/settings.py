@@ -1,4 +1,4 @@
-"""TraceSettings: which steps are traced, and where to."""
+"""TraceSettings: the steps to trace, and the folder."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ DEFAULT_STEPS = "10-20"
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """Which steps are traced, and where to.
+    """The steps to trace, and the folder.
 
-    A step is a backward that is reduced, with its forward and what follows until the next one. The first is number 1.
+    A step is a reduced backward, with its forward and everything until the next forward. The first step is number 1.
 
     Attributes:
-        folder: for the files of all ranks; made if it is missing.
-        first: the first step that is traced, 1 or above.
-        last: the last one; None: until the trace is ended.
+        folder: for the files of all ranks; created if it is missing.
+        first: the first traced step, 1 or above.
+        last: the last traced step; None: until the trace is ended.
     """
 
     folder: Path
@@ -32,10 +32,10 @@ class TraceSettings:
 
 
 def settings_from(environ: Mapping[str, str]) -> TraceSettings | None:
-    """What `SYNCLINE_TRACE` and `SYNCLINE_TRACE_STEPS` say; None if nothing shall be traced.
+    """The settings in `SYNCLINE_TRACE` and `SYNCLINE_TRACE_STEPS`; None if nothing is to be traced.
 
     Raises:
-        InvalidArgumentError: the steps are not as in "10-20".
+        InvalidArgumentError: the steps are not written as in "10-20".
     """
     folder = environ.get(FOLDER_VARIABLE, "")
     if not folder:
@@ -45,10 +45,10 @@ def settings_from(environ: Mapping[str, str]) -> TraceSettings | None:
 
 
 def parse_steps(text: str, name: str) -> tuple[int, int]:
-    """The first and the last step of "10-20"; "7" is one step.
+    """The first and the last step in a text such as "10-20"; "7" is one step.
 
     Raises:
-        InvalidArgumentError: it is something else; names `name`.
+        InvalidArgumentError: the text is something else; the error mentions `name`.
     """
     match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
     first = int(match[1]) if match else 0

@@ -1,4 +1,4 @@
-"""TraceSummary: where the time of the traced steps went, and for whom the ranks waited. Pure functions."""
+"""TraceSummary: how the time of the traced steps was spent, and for which rank the others waited. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class StepSummary:
     """One step over all ranks; times in seconds.
 
     Attributes:
-        number: of the step.
+        number: the step's number.
         duration_s: from the first forward to the end of the last optimizer, or of the last wait.
-        compute_s: from the forward's start to the last gradient, in the mean of the ranks.
-        exposed_s: exposed communication: how long backward waited for buckets, in the mean of the ranks.
-        last_rank: whose last gradient came last.
-        late_s: how long after the median of the other ranks' last gradients; 0 with one rank.
-        caused_s: what the other ranks waited until it came, added up.
-        bucket_bytes: of each bucket, on each rank.
-        reducing_s: while at least one bucket was being reduced, counted from the start on the rank that came last.
+        compute_s: from the forward's start to the last gradient; the mean of the ranks.
+        exposed_s: exposed communication: the time that backward waited for buckets; the mean of the ranks.
+        last_rank: the rank whose last gradient came last.
+        late_s: its delay after the median of the other ranks' last gradients; 0 with one rank.
+        caused_s: the sum of the times that the other ranks waited for it.
+        bucket_bytes: bytes of each bucket, on each rank.
+        reducing_s: the time in which at least one bucket was being reduced. A reduction counts from the last rank's start.
     """
 
     number: int
@@ -38,12 +38,12 @@ class StepSummary:
 
     @property
     def nbytes(self) -> int:
-        """Of all buckets, on each rank."""
+        """Bytes of all buckets, on each rank."""
         return sum(self.bucket_bytes)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes of buckets in a second of reducing; 0 where nothing was reduced."""
+        """Bytes of buckets in a second of reducing; 0 if nothing was reduced."""
         return self.nbytes / self.reducing_s if self.reducing_s > 0 else 0.0
 
 
@@ -52,11 +52,11 @@ class RankSummary:
     """One rank over all steps; times in seconds.
 
     Attributes:
-        rank: of the group.
-        compute_s, exposed_s: of a step, in the median.
+        rank: its rank in the group.
+        compute_s, exposed_s: those of a step, in the median.
         times_last: in how many steps its last gradient came last.
-        late_s: by how much, in the median of those steps; 0 if never.
-        caused_s: what the other ranks waited for it, in all steps.
+        late_s: its delay, in the median of these steps; 0 if there are none.
+        caused_s: the sum of the times that other ranks waited for it, in all steps.
     """
 
     rank: int
@@ -74,7 +74,7 @@ def summarize_steps(timeline: Timeline) -> list[StepSummary]:
 
 
 def summarize_ranks(timeline: Timeline, steps: Sequence[StepSummary]) -> list[RankSummary]:
-    """Each rank over those steps, of which there is at least one."""
+    """A summary of each rank over these steps; there must be at least one."""
     found = []
     for one in timeline.ranks:
         own = [one.steps[step.number] for step in steps]
@@ -116,7 +116,7 @@ def _step(number: int, on_ranks: Sequence[StepEvent], ranks: Sequence[int]) -> S
 
 
 def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
-    """For each bucket when the last rank started it, and when the last rank had it."""
+    """For each bucket, when the last rank started it, and when it was reduced on the last rank."""
     by_bucket: dict[int, list[tuple[float, float]]] = {}
     for step in on_ranks:
         for bucket in step.buckets:
@@ -125,7 +125,7 @@ def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much of the line the spans cover together."""
+    """The total length that the spans cover; overlaps count once."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

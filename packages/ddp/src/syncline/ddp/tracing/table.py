@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def tables(timeline: Timeline, floor: Floor | None = None) -> str:
-    """A table of the ranks, one of the steps, and what must be known to read them.
+    """A table of the ranks, one of the steps, and the facts that are needed to read them.
 
     Args:
-        timeline: of the trace.
-        floor: with which the bandwidth is compared, if there is one.
+        timeline: the trace.
+        floor: the bandwidth is compared with it; None for no comparison.
 
     Raises:
         MisuseError: rich is not installed.
@@ -31,7 +31,7 @@ def tables(timeline: Timeline, floor: Floor | None = None) -> str:
 
 
 def in_words(timeline: Timeline) -> str:
-    """Who traced, and how well the clocks are aligned."""
+    """Which ranks traced, and how well their clocks are aligned."""
     missing = f" (missing: {', '.join(map(str, timeline.missing))})" if timeline.missing else ""
     error = timeline.error_s
     clocks = "clocks were not aligned" if error is None else f"clocks are aligned within {1e6 * error:.3g} us"

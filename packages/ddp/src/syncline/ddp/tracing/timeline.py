@@ -10,7 +10,7 @@ from .events import BucketLayout, StepEvent, ToClock
 from .part import Header, Part
 
 _UNKNOWN_DRIFT = 50e-6
-"""Seconds in a second that two crystals may part: what is reckoned with where the offset was measured only once."""
+"""Seconds in a second by which two clocks may drift apart; used if the offset was measured only once."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class RankTimeline:
     """One rank, by rank 0's clock.
 
     Attributes:
-        header: who.
-        layouts: of buckets.
+        header: the rank.
+        layouts: layouts of the buckets.
         steps: by number.
-        error_s: times are right within so much; None if the clock was never measured.
-        epoch_s: seconds since the epoch, by this rank's host, minus those of rank 0's clock.
+        error_s: the largest error of the times; None if the clock was never measured.
+        epoch_s: seconds since the epoch by this rank's host, minus the seconds of rank 0's clock at the same moment.
     """
 
     header: Header
@@ -37,8 +37,8 @@ class Timeline:
     """All ranks, by rank 0's clock.
 
     Attributes:
-        ranks: in their order; some may be missing.
-        missing: ranks of which there is nothing.
+        ranks: in ascending order; some may be missing.
+        missing: ranks without a file.
     """
 
     ranks: tuple[RankTimeline, ...]
@@ -66,7 +66,7 @@ class Timeline:
 
 
 def merge(parts: Sequence[Part]) -> Timeline:
-    """The timeline of at least one part, by rank."""
+    """The timeline of at least one part; parts are in the order of ranks."""
     present = {part.header.rank for part in parts}
     missing = tuple(rank for rank in range(parts[0].header.size) if rank not in present)
     return Timeline(tuple(map(_by_rank_0, parts)), missing)
@@ -80,7 +80,7 @@ def _by_rank_0(part: Part) -> RankTimeline:
 
 
 def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
-    """From a rank's clock to rank 0's: the straight line through the first and the last measurement."""
+    """Converts a rank's clock to rank 0's, along the straight line through the first and the last measurement."""
     if not clocks:
         return lambda time: time
     first, last = clocks[0], clocks[-1]
@@ -91,7 +91,7 @@ def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
 
 
 def error_of(part: Part) -> float | None:
-    """Within how many seconds the times of a rank are right; None if its clock was never measured."""
+    """The largest error of a rank's times in seconds; None if its clock was never measured."""
     if not part.clocks or part.header.rank == 0:
         return 0.0 if part.header.rank == 0 else None
     measured = max(clock.error_s for clock in part.clocks)

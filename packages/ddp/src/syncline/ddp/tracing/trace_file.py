@@ -1,4 +1,4 @@
-"""The trace file: the parts of all ranks in a folder, merged into `trace.json` beside them."""
+"""The trace file: the parts of all ranks in a folder, merged into `trace.json` in the same folder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TRACE_NAME = "trace.json"
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """What the ranks of the latest run have left in a folder.
+    """The timeline of the latest run in a folder.
 
     Raises:
-        InvalidArgumentError: nothing, or what cannot be read.
+        InvalidArgumentError: the folder has no parts, or one cannot be read.
     """
     return merge(read_parts(folder))
 
@@ -30,9 +30,9 @@ def write_trace(folder: Path, path: Path | None = None, profiles: Mapping[int, P
     """Merge the parts in a folder into one file in the Chrome trace format.
 
     Args:
-        folder: with the ranks' files.
-        path: the file; None for `trace.json` in the folder.
-        profiles: for some ranks a file that `torch.profiler` exported there, of the same steps; to be merged as well.
+        folder: the folder with the ranks' files.
+        path: the file to write; None means `trace.json` in the folder.
+        profiles: for some ranks a file of `torch.profiler` with the same steps, which is merged, too.
 
     Raises:
         InvalidArgumentError: a file cannot be read or written.
